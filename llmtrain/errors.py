@@ -1,0 +1,90 @@
+"""What can go wrong for a user, as data: the field, the value, the rule and what to do.
+
+Every error that a user can cause derives from `UserError` and carries the exit code that the
+command line promises. Anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    DONE = 0
+    USAGE = 2  # a wrong command line or recipe; nothing was started
+    DATA = 3
+    CHECKPOINT = 4
+    WORKER = 5  # a worker died
+    RESUME = 75  # stopped on a signal after saving (EX_TEMPFAIL): run the same command again
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault.
+
+    rule: the id of the broken rule (`batch.divides`), stable across versions.
+    field: the dotted recipe field, or the file, that is at fault.
+    message: what was given and why it cannot be.
+    fix: what to do about it, ready to paste where that is possible.
+    """
+
+    rule: str
+    field: str
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fix = f"\n    {self.fix}" if self.fix else ""
+        return f"{self.field}: {self.message} [{self.rule}]{fix}"
+
+    def as_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+class UserError(Exception):
+    """An error with a message for people and an exit code; printed without a traceback."""
+
+    exit_code: Exit = Exit.USAGE
+
+    def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
+        if isinstance(problems, str):
+            problems = Problem(rule="", field="", message=problems)
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(self._line(problem) for problem in self.problems))
+
+    @staticmethod
+    def _line(problem: Problem) -> str:
+        return str(problem) if problem.rule else problem.message
+
+
+class RecipeError(UserError):
+    """The command line, the recipe or the plan is wrong. All faults are reported at once."""
+
+
+class DataError(UserError):
+    """The corpus, the tokenizer or the token store cannot be used."""
+
+    exit_code = Exit.DATA
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or belongs to another run."""
+
+    exit_code = Exit.CHECKPOINT
+
+
+class WorkerError(UserError):
+    """A worker process died."""
+
+    exit_code = Exit.WORKER
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{matches[0]}'?" if matches else ""

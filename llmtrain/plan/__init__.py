@@ -1,0 +1,5 @@
+"""Legality and arithmetic of a recipe on a cluster. Pure: no torch, deepspeed, transformers or datasets."""
+
+from llmtrain.plan.plan import Batch, Layout, ModelFacts, Plan
+
+__all__ = ["Batch", "Layout", "ModelFacts", "Plan"]

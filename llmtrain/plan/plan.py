@@ -1,0 +1,106 @@
+"""The plan: a recipe on a cluster, every degree and batch number concrete."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem
+from llmtrain.recipe import Part, Recipe
+
+
+class Layout(Part):
+    """How many devices each kind of parallelism takes; dp × pp × tp × sp = world size."""
+
+    dp: int
+    """Data parallel size: replicas that see different samples."""
+    pp: int
+    """Pipeline stages."""
+    tp: int
+    """Tensor parallel size."""
+    sp: int
+    """Sequence parallel size; the ranks of a group see parts of the same samples."""
+    ep: int
+    """Expert parallel size; its groups lie within data parallelism."""
+    zero_stage: int
+    """ZeRO stage."""
+
+
+class Batch(Part):
+    """The batch triangle: global = micro × accumulation × dp."""
+
+    global_batch_size: int
+    """Sequences per optimizer step."""
+    micro_batch_size: int
+    """Sequences per forward pass on one device."""
+    gradient_accumulation_steps: int
+    """Forward passes per optimizer step."""
+    tokens_per_step: int
+    """Tokens read per optimizer step, padding included."""
+
+
+class ModelFacts(Part):
+    """What the plan must know of a model, found without building it where that is possible."""
+
+    model_type: str
+    """`model_type` of `transformers`."""
+    parameters: int
+    """Trainable parameters, tied ones once."""
+    active_parameters: int
+    """Parameters that a token meets; fewer than `parameters` in a mixture of experts."""
+    embedding_parameters: int
+    """Input embeddings, positions included; looked up, so they cost no FLOPs."""
+    layers: int
+    """Decoder layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads."""
+    head_dim: int
+    """Width of a head."""
+    vocab_size: int
+    """Rows of the embedding."""
+    max_positions: int | None
+    """Longest sequence the configuration declares."""
+    experts: int = 0
+    """Experts per layer; 0 for a dense model."""
+    tied_embeddings: bool
+    """Whether embedding and head share one weight."""
+    source: str
+    """`arithmetic` or `meta device`."""
+
+
+class Plan(Part):
+    """Recipe × cluster, resolved. Everything that a worker and a launcher need."""
+
+    recipe: Recipe
+    cluster: Cluster
+    layout: Layout
+    batch: Batch
+    model: ModelFacts
+    flops_per_token: float
+    """Model FLOPs of forward and backward per token, without recomputation: 6·N + 12·L·d·T."""
+    notes: tuple[dict[str, str], ...] = Field(default=())
+    """What is legal but worth knowing, as `Problem` dictionaries."""
+
+    def summary(self) -> dict[str, Any]:
+        """The plan as `llmtrain plan --json` prints it, without the engine's configuration."""
+        return {
+            "legal": True,
+            "recipe": self.recipe.name,
+            "cluster": self.cluster.model_dump(),
+            "layout": self.layout.model_dump(),
+            "batch": self.batch.model_dump(),
+            "model": self.model.model_dump(),
+            "flops_per_token": self.flops_per_token,
+            "notes": list(self.notes),
+        }
+
+
+def note(problem: Problem) -> dict[str, str]:
+    """A problem that does not stop a run, as it is kept in a plan."""
+    return problem.as_dict()

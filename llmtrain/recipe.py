@@ -1,0 +1,360 @@
+"""What to train: frozen, strict models, declared once, with no number stated twice.
+
+A recipe says nothing about the machine: the data parallel size and the number of accumulation
+steps follow from the cluster (`llmtrain.plan.resolve`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from llmtrain.errors import Problem, RecipeError, nearest
+
+T = TypeVar("T")
+Many = Annotated[
+    tuple[T, ...],
+    # A recipe may write [...] where the frozen model keeps a tuple.
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Part(BaseModel):
+    """A part of a recipe: frozen, strict in types, no field that nobody declared."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Part):
+    """A `transformers` causal LM: a new one of an architecture, or pretrained weights."""
+
+    architecture: str | None = None
+    """`model_type` of `transformers` (`llama`, `gpt2`, `qwen3_moe`, ...) for a newly initialised model."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the architecture's configuration. `vocab_size` may be left out where `data.tokenizer` is trained."""
+    pretrained: str | None = None
+    """Folder or hub name whose weights training starts from. Excludes `architecture`; `config` overrides its fields."""
+    revision: str | None = None
+    """Branch, tag or commit of `pretrained` on the hub."""
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
+    """Attention implementation, as `transformers` names it."""
+    trust_remote_code: bool = False
+    """Run the model code that a hub repository ships."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.architecture is None) == (self.pretrained is None):
+            raise ValueError("give either `architecture` (a new model) or `pretrained` (its weights), not both or none")
+        return self
+
+
+class Source(Part):
+    """One corpus: a hub dataset, local files, or `stdlib`."""
+
+    name: str
+    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow; or `stdlib`."""
+    subset: str | None = None
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub dataset; pin it to make the corpus reproducible."""
+    text_column: str = "text"
+    """Column that holds the document."""
+    weight: PositiveFloat = 1.0
+    """Share of the training samples drawn from this source, relative to the other sources."""
+
+    def __init__(self, name: str | None = None, /, **fields: Any) -> None:
+        super().__init__(**(fields if name is None else {"name": name, **fields}))
+
+
+class TrainedTokenizer(Part):
+    """A byte-level BPE tokenizer trained on the recipe's own training documents."""
+
+    vocab_size: PositiveInt
+    """Largest number of tokens, special tokens included."""
+
+
+class DataConfig(Part):
+    """Sources, tokenizer and packing."""
+
+    sources: Many[Source] = Field(min_length=1)
+    """What to train on; several are mixed by weight."""
+    tokenizer: str | TrainedTokenizer
+    """Folder or hub name of a tokenizer, or one to be trained."""
+    sequence_length: PositiveInt
+    """Tokens that the model reads per sequence, T."""
+    packing: Literal["best_fit", "concat"] = "best_fit"
+    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T."""
+    mask_documents: bool = True
+    """Positions start again at each document, and no token attends to another document."""
+    eval_fraction: Fraction = 0.01
+    """Share of the documents held out for evaluation, chosen by the hash of their text."""
+    cache_dir: str | None = None
+    """Folder of the token stores; default `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+
+class OptimConfig(Part):
+    """Optimizer and learning rate schedule."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay of the first and second moments; `sgd` uses the first as momentum."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decay of every weight with two or more dimensions; biases and norms are never decayed."""
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape after the warm-up; `wsd` is warm-up, stable, decay (arXiv 2404.06395)."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the rate rises linearly from 0."""
+    decay_steps: NonNegativeInt = 0
+    """Steps of the final decay of `wsd`."""
+    min_lr_ratio: Fraction = 0.0
+    """Rate at the end of `cosine` and `wsd`, relative to the peak."""
+    clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_from_json(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and isinstance(fields.get("betas"), list):
+            return {**fields, "betas": tuple(fields["betas"])}
+        return fields
+
+
+class BatchConfig(Part):
+    """The global batch is what is trained; accumulation follows from the cluster."""
+
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step, over all devices."""
+    micro_batch_size: PositiveInt
+    """Sequences per forward pass on one device."""
+
+
+Precision = Literal["fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
+
+class ParallelConfig(Part):
+    """How the work is split. Data parallelism takes the devices that the other degrees leave."""
+
+    backend: Literal["deepspeed"] = "deepspeed"
+    """What runs the step."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054)."""
+    pipeline: PositiveInt = 1
+    """Pipeline stages."""
+    tensor: PositiveInt = 1
+    """Devices that share each matrix."""
+    sequence: PositiveInt = 1
+    """Devices that share each sequence (Ulysses, arXiv 2309.14509)."""
+    expert: PositiveInt = 1
+    """Devices that the experts of a layer are spread over."""
+    precision: Precision = "fp32"
+    """`bf16` and `fp16` keep fp32 master weights; `autocast_*` keeps fp32 weights and casts inside the operations."""
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type that gradients are accumulated in over micro-batches."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """`full` keeps only the input of each layer and computes the rest again in the backward pass."""
+    offload_optimizer: OffloadDevice = "none"
+    """Where optimizer states live."""
+    offload_param: OffloadDevice = "none"
+    """Where ZeRO-3 parameters live between uses."""
+    nvme_path: str | None = None
+    """Local folder of `nvme` offload."""
+
+
+class TrainConfig(Part):
+    """Length and seed of the run."""
+
+    max_steps: PositiveInt
+    """Optimizer steps."""
+    seed: NonNegativeInt = 1
+    """Seeds the initial weights, dropout and the order of the samples."""
+
+
+class EvalConfig(Part):
+    """Loss on the held-out documents."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between evaluations; there is one more at the end. 0: never."""
+    max_sequences: PositiveInt | None = None
+    """Evaluate on the first so many sequences of the held-out split; default all."""
+
+
+class CheckpointConfig(Part):
+    """When to save and what to keep."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between checkpoints; there is one more at the end. 0: only at the end."""
+    keep_last: PositiveInt | None = None
+    """Keep the newest so many checkpoints; default all."""
+
+
+class LoggingConfig(Part):
+    """What is written while training."""
+
+    every_steps: PositiveInt = 10
+    """Steps between lines of `metrics.jsonl`."""
+    trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
+    """Trackers beside `metrics.jsonl`."""
+    project: str = "llmtrain"
+    """Project (W&B) or experiment (MLflow) that the run belongs to."""
+
+
+class ExportConfig(Part):
+    """What a finished run leaves besides its last checkpoint."""
+
+    at_end: bool = True
+    """Write a Hugging Face folder, `export/`, in the run directory."""
+    sample_prompt: str | None = None
+    """Print the exported model's continuation of this text."""
+    sample_tokens: PositiveInt = 48
+    """Tokens of the continuation."""
+
+
+class Recipe(Part):
+    """Everything that defines a training run, except the machine."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run directory and the run in trackers."""
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    batch: BatchConfig
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig
+    evaluation: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    export: ExportConfig = ExportConfig()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding: `model.config.vocab_size`, else that of a trained tokenizer, else unknown."""
+        tokenizer = self.data.tokenizer
+        trained = tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else None
+        return self.model.config.get("vocab_size", trained)
+
+    def with_(self, **fields: Any) -> Recipe:
+        """A copy with dotted fields replaced: `recipe.with_(**{"parallel.zero_stage": 1})`.
+
+        Raises RecipeError naming every field that does not exist or whose value does not fit.
+        """
+        values = self.model_dump(mode="json")
+        problems = [problem for path, value in fields.items() if (problem := _assign(values, path, _plain(value)))]
+        if problems:
+            raise RecipeError(problems)
+        return parse_recipe(values)
+
+
+def parse_recipe(values: dict[str, Any]) -> Recipe:
+    """The recipe of a JSON document. Raises RecipeError with all faults at once."""
+    try:
+        return Recipe.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise RecipeError(recipe_problems(error)) from None
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, Any]:
+    """Turns `--set KEY=VALUE` arguments into fields for `Recipe.with_`.
+
+    A value is read as JSON where it is JSON (numbers, true, null, lists, objects), else as text.
+    """
+    fields: dict[str, Any] = {}
+    problems = []
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            problems.append(Problem("set.form", "--set", f"'{assignment}' is not KEY=VALUE", "--set optim.lr=3e-4"))
+            continue
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text
+    if problems:
+        raise RecipeError(problems)
+    return fields
+
+
+def recipe_problems(error: ValidationError) -> list[Problem]:
+    """The faults of a pydantic error, with the nearest name for a field that does not exist."""
+    return [_problem(details) for details in error.errors(include_url=False)]
+
+
+def _problem(details: Any) -> Problem:
+    location = [str(part) for part in details["loc"] if str(part) not in ("str", "TrainedTokenizer")]
+    field = ".".join(location) or "recipe"
+    if details["type"] == "extra_forbidden":
+        return _unknown_field(field)
+    if details["type"] == "missing":
+        return Problem("recipe.missing", field, "is required")
+    message = details["msg"].removeprefix("Value error, ")
+    return Problem("recipe.value", field, f"{details['input']!r} was given: {message}")
+
+
+def _unknown_field(path: str) -> Problem:
+    parent, _, name = path.rpartition(".")
+    return Problem("recipe.field", path, f"there is no such field{nearest(name, _fields_of(parent))}")
+
+
+def _fields_of(path: str) -> list[str]:
+    """Names of the fields of the recipe part at a dotted path; empty where it has none."""
+    part: Any = Recipe
+    for name in filter(None, path.split(".")):
+        if name.isdigit():
+            continue
+        annotation = part.model_fields[name].annotation if name in getattr(part, "model_fields", {}) else None
+        part = _part_in(annotation)
+    return list(getattr(part, "model_fields", {}))
+
+
+def _part_in(annotation: Any) -> Any:
+    """The `Part` inside an annotation such as `tuple[Source, ...]` or `str | TrainedTokenizer`."""
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        return annotation
+    return next((found for argument in getattr(annotation, "__args__", ()) if (found := _part_in(argument))), None)
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as JSON data, so that an override may also be given as a recipe part."""
+    if isinstance(value, Part):
+        return value.model_dump(mode="json")
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
+    """Sets `values` at a dotted path; `model.config` takes any name, every other part only its fields."""
+    *parents, name = path.split(".")
+    target: Any = values
+    for depth, parent in enumerate(parents):
+        if isinstance(target, list):
+            target = target[int(parent)] if parent.isdigit() and int(parent) < len(target) else None
+        elif isinstance(target, dict):
+            target = target.get(parent)
+        if not isinstance(target, (dict, list)):
+            return _unknown_field(".".join(parents[: depth + 1]))
+    if isinstance(target, list):
+        if not name.isdigit() or int(name) >= len(target):
+            return Problem("recipe.field", path, f"there are {len(target)} items, numbered from 0")
+        target[int(name)] = value
+        return None
+    open_part = parents[:2] == ["model", "config"]
+    if not open_part and name not in target:
+        return _unknown_field(path)
+    target[name] = value
+    return None
