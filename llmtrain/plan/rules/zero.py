@@ -1,0 +1,3 @@
+"""ZeRO stages and what only some of them can do."""
+
+RULES = ()
