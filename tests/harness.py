@@ -62,6 +62,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
 def _rank_main(
     rank: int, world_size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    _silence()
     try:
         import torch
 
@@ -87,6 +88,13 @@ def _rank_main(
     finally:
         # Tearing gloo down while another rank still works only prints noise.
         os._exit(0)
+
+
+def _silence() -> None:
+    """Sends what torch and DeepSpeed print to nowhere; a failure comes back through the pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 def _free_port() -> int:

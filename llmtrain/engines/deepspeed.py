@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -133,7 +134,12 @@ def _build(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> PreTr
         return build_model(recipe, dtype, device)
 
     def partitioned() -> AbstractContextManager[object]:
-        context: AbstractContextManager[object] = deepspeed.zero.Init(config_dict_or_path=ds_config, dtype=dtype)
+        # Only the device is overridden. The type is already that of the parameters, and forcing it on
+        # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
+        # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
+        context: AbstractContextManager[object] = deepspeed.zero.Init(
+            config_dict_or_path=ds_config, tensor_overrides=[DeepSpeedTensorOverride.device]
+        )
         return context
 
     return build_model(recipe, dtype, device, partitioned=partitioned, gather=_gather)
