@@ -92,7 +92,7 @@ def _redirect(log: Path) -> None:
 class _Terminal(Console):
     """A console on the saved standard output."""
 
-    @property
+    @property  # type: ignore[misc]  # in rich it can be assigned to, which nobody does
     def size(self) -> ConsoleDimensions:
         """Columns and rows of our terminal; rich would ask the standard streams, which are a log now."""
         try:
