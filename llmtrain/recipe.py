@@ -7,6 +7,7 @@ steps follow from the cluster (`llmtrain.plan.resolve`).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -258,6 +259,19 @@ class Recipe(Part):
         if problems:
             raise RecipeError(problems)
         return parse_recipe(values)
+
+    def dotted(self) -> dict[str, Any]:
+        """Every value under its dotted field, as `with_` takes them; items of lists are numbered."""
+        return dict(_leaves(self.model_dump(mode="json")))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values of nested JSON data; an empty list or object is a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield path, value
+    for name, item in items:
+        yield from _leaves(item, f"{path}.{name}" if path else str(name))
 
 
 def parse_recipe(values: dict[str, Any]) -> Recipe:

@@ -1,0 +1,106 @@
+"""A worker's terminal: our own lines reach the user, everything else goes to the log of the rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, ConsoleDimensions
+
+from llmtrain.launch.discovery import Rank
+from llmtrain.launch.failure import Failure
+from llmtrain.run_dir import RunDir
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+@dataclass(frozen=True)
+class WorkerOutput:
+    """Where a worker speaks."""
+
+    console: Console
+    """The user's terminal on rank 0; silent on the others."""
+    stderr: TextIO
+    """The process's standard error as it was before the take-over."""
+    run_dir: RunDir
+    rank: Rank
+    started: float
+    """Time of the take-over, seconds since the epoch."""
+
+    def report_failure(self, error: BaseException) -> int:
+        """Leaves `error` in the log and in the error file of the rank; returns the exit code of the worker.
+
+        Our own launcher prints what the error file says. Under any other launcher the message goes
+        to the original standard error, unless another rank has failed with the same one.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            return INTERRUPTED
+        failure = Failure.of(self.rank.rank, error)
+        print(failure.traceback, file=sys.stderr, flush=True)
+        if self.rank.launcher != "local" and not self._told_by_another(failure):
+            message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
+            print(f"{message}\n    see {self.run_dir.log_file(failure.rank)}", file=self.stderr, flush=True)
+        failure.write(self.run_dir.error_file(failure.rank))
+        return failure.exit_code
+
+    def _told_by_another(self, failure: Failure) -> bool:
+        others = (Failure.read(path) for path in self.run_dir.logs.glob("rank_*.error.json"))
+        return any(other and other.time >= self.started and other.message == failure.message for other in others)
+
+
+def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
+    """Sends file descriptors 1 and 2 of this process to the log of its rank and keeps the terminal for us.
+
+    To be called before torch and the other libraries are imported, so that whatever they print,
+    warn or log, from Python or from C++, ends in `logs/rank_N.log` under every launcher.
+    """
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    run_dir.error_file(rank.rank).unlink(missing_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stdout, stderr = _duplicate(1), _duplicate(2)
+    _redirect(run_dir.log_file(rank.rank))
+    faulthandler.enable(file=2)
+    print(
+        f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} rank {rank.rank} of {rank.world_size}, {os.getpid()=}"
+    )
+    console = _Terminal(file=stdout) if rank.is_main else Console(quiet=True)
+    return WorkerOutput(console, stderr, run_dir, rank, time.time())
+
+
+def _duplicate(descriptor: int) -> TextIO:
+    """Another handle on a standard stream, which children do not inherit."""
+    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
+
+
+def _redirect(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        # A log is read while it grows, and must take any text.
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+
+
+class _Terminal(Console):
+    """A console on the saved standard output."""
+
+    @property  # type: ignore[misc]  # in rich it can be assigned to, which nobody does
+    def size(self) -> ConsoleDimensions:
+        """Columns and rows of our terminal; rich would ask the standard streams, which are a log now."""
+        try:
+            columns, rows = os.get_terminal_size(self.file.fileno())
+        except OSError:
+            return super().size
+        return ConsoleDimensions(columns or 80, rows or 25)
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Never hides it: a worker that is killed could not show it again."""
+        return False

@@ -1,0 +1,174 @@
+"""Which worker this process is, read from what its launcher left in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.errors import Problem, RecipeError
+
+LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker among all of them, and where they meet."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    launcher: str
+    """Name of the `Launcher` it was read from."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker speaks to the user and writes what is written once."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How one launcher describes a worker."""
+
+    name: str
+    markers: tuple[str, ...]
+    """Variables that only this launcher sets; one of them is enough to recognise it."""
+    local_world_size: str = "LOCAL_WORLD_SIZE"
+    """Its variable for the number of workers on this machine."""
+
+
+# In order: the first launcher with a marker in the environment describes the worker. The innermost
+# comes first, since a launcher that was itself started by another one inherits its variables.
+LAUNCHERS = (
+    Launcher("local", markers=(LAUNCHER_VARIABLE,)),
+    # `accelerate launch` on several GPUs calls torchrun in its own process.
+    Launcher("torchrun", markers=("TORCHELASTIC_RUN_ID",)),
+    # deepspeed/launcher/launch.py
+    Launcher("deepspeed", markers=("CROSS_RANK", "CROSS_SIZE"), local_world_size="LOCAL_SIZE"),
+    # Set by hand or by a job template, in the names that `torch.distributed` reads.
+    Launcher("environment", markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
+)
+
+
+def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> Rank | None:
+    """This process among the workers of a launcher; None where no launcher started it.
+
+    A plain `python recipes/NAME.py` has none. Neither has `accelerate launch` on a CPU: it starts
+    one process, however many were asked for (`accelerate_processes`).
+
+    argv: the arguments of the script; `deepspeed` puts `--local_rank=N` there.
+    Raises RecipeError naming every variable that is missing, not a number, out of range or in
+    disagreement with another.
+    """
+    env = os.environ if env is None else env
+    launcher = next((one for one in LAUNCHERS if any(env.get(marker) for marker in one.markers)), None)
+    if launcher is None:
+        return None
+    reader = _Reader(env)
+    rank = Rank(
+        rank=reader.number("RANK"),
+        local_rank=reader.number("LOCAL_RANK"),
+        world_size=reader.number("WORLD_SIZE", least=1),
+        local_world_size=reader.number(launcher.local_world_size, least=1),
+        master_addr=reader.text("MASTER_ADDR"),
+        master_port=reader.number("MASTER_PORT", least=1, most=65535),
+        launcher=launcher.name,
+    )
+    problems = reader.problems or _contradictions(rank, launcher, env, argv)
+    if problems:
+        raise RecipeError(problems)
+    return rank
+
+
+class _Reader:
+    """Reads variables and collects what is wrong with them."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.problems: list[Problem] = []
+
+    def text(self, name: str) -> str:
+        value = self.env.get(name, "").strip()
+        if not value:
+            present = ", ".join(known for known in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if self.env.get(known))
+            self._refuse(name, f"is not set, although {present or 'its launcher'} is")
+        return value
+
+    def number(self, name: str, least: int = 0, most: int | None = None) -> int:
+        text = self.env.get(name, "").strip()
+        if not text:
+            self.text(name)
+        elif not text.isascii() or not text.isdecimal():
+            self._refuse(name, f"'{text}' is not a number")
+        elif int(text) < least or (most is not None and int(text) > most):
+            self._refuse(name, f"{text} is not in {least}..{'' if most is None else most}")
+        else:
+            return int(text)
+        return least
+
+    def _refuse(self, name: str, message: str) -> None:
+        self.problems.append(Problem("launch.environment", name, message, _FIX))
+
+
+_FIX = "start it with a launcher that sets all of them, or unset RANK, WORLD_SIZE and LOCAL_RANK to start workers here"
+
+
+def _contradictions(rank: Rank, launcher: Launcher, env: Mapping[str, str], argv: Sequence[str]) -> list[Problem]:
+    """What cannot be true at once."""
+    local = launcher.local_world_size
+    found = []
+    if rank.rank >= rank.world_size:
+        found.append(("RANK", f"{rank.rank} is not below WORLD_SIZE={rank.world_size}"))
+    if rank.local_world_size > rank.world_size:
+        found.append((local, f"{rank.local_world_size} is more than WORLD_SIZE={rank.world_size}"))
+    if rank.local_rank >= rank.local_world_size:
+        found.append(("LOCAL_RANK", f"{rank.local_rank} is not below {local}={rank.local_world_size}"))
+    if rank.local_rank > rank.rank:
+        found.append(("LOCAL_RANK", f"{rank.local_rank} is above RANK={rank.rank}"))
+    argument = _local_rank_argument(argv)
+    if argument is not None and argument != str(rank.local_rank):
+        found.append(("LOCAL_RANK", f"{rank.local_rank} disagrees with the argument --local_rank={argument}"))
+    return [Problem("launch.environment", name, message, _FIX) for name, message in found]
+
+
+def _local_rank_argument(argv: Sequence[str]) -> str | None:
+    values = [arg.partition("=")[2] for arg in argv if arg.startswith("--local_rank=")]
+    return values[-1] if values else None
+
+
+def without_local_rank(argv: Sequence[str]) -> list[str]:
+    """The arguments without the `--local_rank=N` that the `deepspeed` launcher adds."""
+    return [arg for arg in argv if not arg.startswith("--local_rank=")]
+
+
+def accelerate_processes(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
+    """How many processes `accelerate launch` was asked for where it started only this one, else None.
+
+    On a CPU its simple launcher starts one process and passes the number on to nobody
+    (accelerate/commands/launch.py), so it is read from the parent's command line.
+
+    parent: the parent's command line; read from /proc where it is not given.
+    """
+    env = os.environ if env is None else env
+    if "ACCELERATE_MIXED_PRECISION" not in env or env.get("RANK"):
+        return None
+    parent = _parent_command() if parent is None else parent
+    for index, argument in enumerate(parent):
+        name, _, value = argument.partition("=")
+        if name.replace("-", "_") == "__num_processes":
+            value = value or "".join(parent[index + 1 : index + 2])
+            return int(value) if value.isdecimal() and int(value) > 0 else None
+    return None
+
+
+def _parent_command() -> list[str]:
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0") if part]

@@ -1,0 +1,77 @@
+"""How a worker tells its launcher what went wrong: a small JSON file beside its log."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from llmtrain.errors import CheckpointError, DataError, Exit, Problem, RecipeError, UserError, WorkerError
+
+USER_ERRORS: dict[int, type[UserError]] = {
+    kind.exit_code: kind for kind in (RecipeError, DataError, CheckpointError, WorkerError)
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a worker."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch; the smallest among the workers is the cause, the others its consequences."""
+    type: str
+    """Name of the exception's class."""
+    message: str
+    exit_code: int
+    """What the worker exits with; that of a `UserError` is passed on by the launcher."""
+    where: str
+    """`file:line in function` of the innermost frame; empty for a user's mistake."""
+    traceback: str
+    problems: tuple[dict[str, str], ...] = ()
+    """The problems of a `UserError`, as dictionaries; empty for any other exception."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Self:
+        """The failure that `error` is."""
+        frames = traceback.extract_tb(error.__traceback__)
+        user = error if isinstance(error, UserError) else None
+        return cls(
+            rank=rank,
+            time=time.time(),
+            type=type(error).__name__,
+            message=str(error),
+            exit_code=user.exit_code if user else Exit.WORKER,
+            where="" if user or not frames else f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}",
+            traceback="".join(traceback.format_exception(error)),
+            problems=tuple(problem.as_dict() for problem in user.problems) if user else (),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The failure in a file; None where a worker wrote none or was killed while writing it."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Writes the file that `read` reads."""
+        path.write_text(json.dumps(asdict(self), indent=2))
+
+    @property
+    def summary(self) -> str:
+        """`Type: message (file:line in function)`; a user's mistake speaks for itself."""
+        if self.problems:
+            return self.message
+        return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
+
+    def user_error(self) -> UserError | None:
+        """The `UserError` that the worker raised, to be raised again; None for any other failure."""
+        if not self.problems:
+            return None
+        kind = USER_ERRORS.get(self.exit_code, UserError)
+        return kind([Problem(**problem) for problem in self.problems])

@@ -1,0 +1,321 @@
+"""Workers on this machine: started together, ended together, the first error told first.
+
+Linux: it relies on `prctl` and `waitid`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import FrameType
+
+from llmtrain.errors import Exit, Problem, WorkerError
+from llmtrain.launch.discovery import LAUNCHER_VARIABLE
+from llmtrain.launch.failure import Failure
+from llmtrain.run_dir import RunDir
+
+GRACE_S = 10.0
+"""Seconds between SIGTERM and SIGKILL for the workers that outlive one that died."""
+TAIL_LINES = 12
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+# Signals that strike a worker out of the blue, so that it dies before it can write an error file.
+# SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
+SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_workers(command: list[str], world_size: int, run_dir: RunDir, env: Mapping[str, str] | None = None) -> int:
+    """Runs `world_size` processes of one command and waits for all of them.
+
+    Rank 0 writes where the launcher does; the others write to their logs. When one dies, the others
+    get SIGTERM, and SIGKILL `GRACE_S` later. Ctrl-C, SIGTERM and SIGHUP are passed on once; a second
+    one kills. No worker outlives the launcher, even if that is killed. Must be called from the main
+    thread, and `run_dir` must exist.
+
+    env: variables for the workers, over those of this process.
+    Returns the exit code: 0, 75 (stopped after saving), or 128 + the signal that stopped the launcher.
+    Raises the `UserError` that a worker raised, or WorkerError where it died otherwise: that of the
+    worker that failed first.
+    """
+    clear_failures(run_dir)
+    run_dir.write_launch("local", world_size, command)
+    with _caught_signals() as events, reserved_port() as port, _null() as null:
+        pool = _Pool(run_dir, events)
+        try:
+            for rank in range(world_size):
+                pool.start(rank, command, _environment(env or {}, rank, world_size, port), null)
+            stopped_by = pool.wait()
+        finally:
+            pool.kill()
+    return _outcome(pool.workers, stopped_by, run_dir)
+
+
+def clear_failures(run_dir: RunDir) -> None:
+    """Removes the error files of an earlier attempt, which would be taken for this one's."""
+    for stale in run_dir.logs.glob("rank_*.error.json"):
+        stale.unlink(missing_ok=True)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port that rank 0 can listen on and that nobody else is given meanwhile.
+
+    The port stays bound here. Rank 0 binds it as well, since torch's store and this socket both set
+    SO_REUSEADDR and only one of them listens, while the kernel hands a bound port to no other
+    process that asks for a free one.
+    """
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as reservation:
+        if dual:
+            reservation.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("", 0))
+        yield reservation.getsockname()[1]
+
+
+def _environment(env: Mapping[str, str], rank: int, world_size: int, port: int) -> dict[str, str]:
+    # Left alone, every worker would start as many threads as there are cores.
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **env,
+        LAUNCHER_VARIABLE: "local",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+@dataclass
+class _Worker:
+    """One process. `returncode` is None while it runs, and negative for a signal, as in `subprocess`."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    ended_at: float = 0.0
+    told_to_end: bool = False
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.returncode
+
+    @property
+    def failed(self) -> bool:
+        return self.returncode not in (None, Exit.DONE, Exit.RESUME)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is over. It may still be a zombie, as `returncode` is set when it is reaped."""
+        return self.returncode is not None or _ended(self.process.pid, os.WNOHANG) is not None
+
+    def wait(self, events: SimpleQueue[_Worker | int]) -> None:
+        """Tells when the process ends, and leaves it a zombie: until it is reaped, its id is nobody else's."""
+        with suppress(ChildProcessError):  # killed and reaped meanwhile
+            _ended(self.process.pid)
+            self.ended_at = time.time()
+            events.put(self)
+
+    def reap(self) -> None:
+        """Collects the exit code of a process that ended."""
+        status = _ended(self.process.pid)
+        if status is None or status.si_code != os.CLD_EXITED or status.si_status not in (Exit.DONE, Exit.RESUME):
+            self.signal_group(signal.SIGKILL)  # what a failed worker started must not outlive it
+        self.process.wait()
+
+    def tell_to_end(self, number: int) -> None:
+        """Sends a signal; one that ended by itself before is remembered as such."""
+        if not self.ended:
+            self.told_to_end = True
+            os.kill(self.process.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Signals the worker and its children; the worker leads a session of its own."""
+        if self.returncode is None:
+            os.killpg(self.process.pid, number)
+
+
+def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
+    """How a child ended, without reaping it; None where `WNOHANG` is given and it runs."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options)
+
+
+class _Pool:
+    """The workers, and the one queue that everything that happens to them comes from."""
+
+    def __init__(self, run_dir: RunDir, events: SimpleQueue[_Worker | int]) -> None:
+        self.run_dir = run_dir
+        self.events = events
+        self.workers: list[_Worker] = []
+
+    @property
+    def running(self) -> list[_Worker]:
+        return [worker for worker in self.workers if worker.returncode is None]
+
+    def start(self, rank: int, command: list[str], env: dict[str, str], null: int) -> None:
+        """Starts one worker in a session of its own, so that a Ctrl-C reaches it through us alone."""
+        log = None if rank == 0 else os.open(self.run_dir.log_file(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=null,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # Safe beside threads, as it takes no lock; `prctl` is looked up before the fork.
+                preexec_fn=partial(_die_with, os.getpid(), ctypes.CDLL(None).prctl),
+            )
+        finally:
+            if log is not None:
+                os.close(log)
+        self.workers.append(_Worker(rank, process))
+
+    def wait(self) -> int | None:
+        """Waits for all workers; returns the signal that stopped the launcher, if one did."""
+        for worker in self.workers:
+            Thread(target=worker.wait, args=(self.events,), daemon=True).start()
+        stopped_by: int | None = None
+        deadline: float | None = None
+        while self.running:
+            event = self._next(deadline)
+            if event is None:
+                self.kill()
+            elif isinstance(event, _Worker):
+                event.reap()
+                if event.failed and deadline is None:
+                    self.send(signal.SIGTERM)
+                    deadline = time.monotonic() + GRACE_S
+            elif stopped_by is None:
+                stopped_by = event
+                self.send(event)
+            else:
+                self.kill()
+        return stopped_by
+
+    def send(self, number: int) -> None:
+        for worker in self.running:
+            worker.tell_to_end(number)
+
+    def kill(self) -> None:
+        """Kills and reaps whatever still runs, with what it started."""
+        self.send(signal.SIGKILL)
+        for worker in self.running:
+            worker.signal_group(signal.SIGKILL)
+        for worker in self.running:
+            worker.process.wait()
+
+    def _next(self, deadline: float | None) -> _Worker | int | None:
+        """What happens next; None once the deadline has passed."""
+        try:
+            return self.events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Empty:
+            return None
+
+
+@contextmanager
+def _caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
+    """A queue into which the signals that stop a program go, instead of stopping this one."""
+    events: SimpleQueue[_Worker | int] = SimpleQueue()  # its `put` may be called from a signal handler
+
+    def note(number: int, _: FrameType | None) -> None:
+        events.put(number)
+
+    # What was ignored stays so (nohup).
+    caught = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in caught}
+    try:
+        yield events
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _null() -> Iterator[int]:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
+    """Runs in the forked child: the kernel will kill it when the launcher dies, however that happens."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the request
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _outcome(workers: list[_Worker], stopped_by: int | None, run_dir: RunDir) -> int:
+    """The exit code of the whole, or the error of the worker that failed first."""
+    failed = [worker for worker in workers if worker.failed]
+    if not failed:
+        return Exit.RESUME if any(worker.returncode == Exit.RESUME for worker in workers) else Exit.DONE
+    failures = {worker.rank: Failure.read(run_dir.error_file(worker.rank)) for worker in failed}
+    first = min(failed, key=lambda worker: _blame(worker, failures[worker.rank]))
+    failure = failures[first.rank]
+    user_error = failure.user_error() if failure else None
+    if user_error is not None:
+        raise user_error
+    if stopped_by is not None:
+        return 128 + stopped_by  # who was stopped may fail in any way
+    log = run_dir.log_file(first.rank)
+    message = failure.summary if failure else _death(first, log)
+    # Rank 0 has no log where it died before its output went there.
+    fix = f"see {log}" if log.exists() else ""
+    raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
+
+
+def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
+    """Orders failures: the cause comes before its consequences.
+
+    An error file is dated by the exception. A worker without one is dated by its end, which is noticed
+    late on a busy machine; but one that was struck down cannot have been brought down by another.
+    """
+    if worker.returncode is not None and -worker.returncode in SUDDEN and not worker.told_to_end:
+        return 0, worker.ended_at
+    if failure is not None:
+        return 1, failure.time
+    return (2 if worker.told_to_end else 1), worker.ended_at
+
+
+def _death(worker: _Worker, log: Path) -> str:
+    """How a worker ended that left no error file, with the last lines of its log."""
+    code = worker.returncode or 0
+    if code < 0:
+        number = signal.Signals(-code)
+        message = f"killed by signal {-code} ({number.name})"
+        if number == signal.SIGKILL:
+            message += "; the kernel's out-of-memory killer does this"
+    else:
+        message = f"exited with code {code} and said nothing"
+    tail = _tail(log)
+    return f"{message}. Its last lines:\n{tail}\n   " if tail else message
+
+
+def _tail(log: Path) -> str:
+    """The last lines of a log, indented."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])

@@ -1,0 +1,18 @@
+"""What a run says about itself while it trains."""
+
+from llmtrain.metrics.logger import MetricsLogger, Record, StepMetrics
+from llmtrain.metrics.progress import TrainingProgress
+from llmtrain.metrics.throughput import Meter, Rates, Window, rates
+from llmtrain.metrics.trackers import check_trackers
+
+__all__ = [
+    "Meter",
+    "MetricsLogger",
+    "Rates",
+    "Record",
+    "StepMetrics",
+    "TrainingProgress",
+    "Window",
+    "check_trackers",
+    "rates",
+]

@@ -1,0 +1,195 @@
+"""The training run as its user watches it: a live line on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+REFRESH_PER_SECOND = 4
+SPEED_PERIOD_S = 120.0
+"""Span of the steps that the time left is estimated from."""
+NARROW = 100
+"""Terminals with fewer columns show less."""
+
+
+class TrainingProgress:
+    """Step, loss, speed and time left. Where the console is no terminal, one line per logged step."""
+
+    def __init__(self, console: Console, max_steps: int, start_step: int = 0) -> None:
+        self._console = console
+        self._max_steps = max_steps
+        self._start_step = start_step
+        self._started = time.monotonic()
+        self._last: dict[str, dict[str, Any]] = {}
+        self._bar = _bar(console) if console.is_terminal else None
+        if self._bar is not None:
+            # The first step compiles and allocates: say so rather than show an idle bar.
+            self._task = self._bar.add_task("first step", total=max_steps, completed=start_step, record={})
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._bar is not None:
+            if kind is not None:
+                self._bar.update(self._task, description="stopped")
+            self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Shows that `step` steps are done."""
+        if self._bar is not None:
+            done = step >= self._max_steps
+            self._bar.update(self._task, completed=step, description="trained" if done else "training")
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Shows a record of the metrics logger: a logged step or an evaluation."""
+        evaluation = "eval_loss" in record
+        self._last["eval" if evaluation else "train"] = record
+        if evaluation:
+            self.note(f"step {record['step']:,}  {_evaluation(record)}")
+        elif self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], record=record)
+        else:
+            self._print(_plain_line(record, self._max_steps))
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Says what the run does instead of training: `evaluating`, `saving`."""
+        if self._bar is None:
+            yield
+            return
+        before = self._bar.tasks[0].description
+        self._bar.update(self._task, description=what)
+        self._bar.refresh()
+        try:
+            yield
+        finally:
+            self._bar.update(self._task, description=before)
+
+    def note(self, line: str) -> None:
+        """Prints a line of its own, above the live line."""
+        self._print(line)
+
+    def summary(self) -> None:
+        """Prints what was trained and how fast; to be called at the end."""
+        seconds = time.monotonic() - self._started
+        train, evaluation = self._last.get("train"), self._last.get("eval")
+        if train is not None:
+            steps = f"{train['step'] - self._start_step:,} steps in {duration(seconds)}"
+            tokens = f"{compact(train['tokens'])} tokens, {compact(train['tokens_per_second'])} tokens/s"
+            self._print(f"trained {steps} ({tokens})  loss {_number(train['loss'])}")
+        if evaluation is not None:
+            self._print(f"evaluated at step {evaluation['step']:,}  {_evaluation(evaluation)}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(style="cyan"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        _Steps(),
+        _Numbers(console),
+        _TimeLeft(),
+        console=console,
+        expand=True,
+        refresh_per_second=REFRESH_PER_SECOND,
+        speed_estimate_period=SPEED_PERIOD_S,
+        # sys.stdout is the log of the rank by now, and nothing of it belongs on the terminal.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+class _Steps(ProgressColumn):
+    """Steps done of all."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.completed):,}/{int(task.total or 0):,}", style="green", no_wrap=True)
+
+
+class _Numbers(ProgressColumn):
+    """Loss and speed of the last logged step; gradient norm and MFU where there is room."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Text:
+        record = task.fields["record"]
+        if not record:
+            return Text("")
+        diverged = record["loss"] is None
+        parts = [(f"loss {_number(record['loss'])}", "bold red" if diverged else "bold")]
+        wide = self._console.width >= NARROW
+        if wide and record["grad_norm"] is not None:
+            parts.append((f"grad {_number(record['grad_norm'])}", ""))
+        parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
+        if wide and record["mfu"] is not None:
+            parts.append((f"{record['mfu']:.1%} mfu", "magenta"))
+        return Text("  ", no_wrap=True).join([Text(text, style=style) for text, style in parts])
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left at the speed of late, then the time that it took."""
+
+    def render(self, task: Task) -> Text:
+        if task.finished:
+            return Text(f"took {duration(task.finished_time or 0)}", style="cyan", no_wrap=True)
+        left = task.time_remaining
+        return Text("" if left is None else f"{duration(left)} left", style="cyan", no_wrap=True)
+
+
+def _plain_line(record: dict[str, Any], max_steps: int) -> str:
+    """A logged step as one line of a log."""
+    parts = [
+        f"step {record['step']:,}/{max_steps:,}",
+        f"loss {_number(record['loss'])}",
+        f"grad {_number(record['grad_norm'])}" if record["grad_norm"] is not None else "",
+        f"lr {record['lr']:.2e}",
+        f"{compact(record['tokens_per_second'])} tok/s",
+        f"{record['mfu']:.1%} mfu" if record["mfu"] is not None else "",
+        f"{duration((max_steps - record['step']) * record['step_time_s'])} left",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _evaluation(record: dict[str, Any]) -> str:
+    return f"eval loss {_number(record['eval_loss'])}  perplexity {_number(record['perplexity'])}"
+
+
+def _number(value: float | None) -> str:
+    """Four significant digits; a number that was not finite is None in a record."""
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}" if 0.1 <= abs(value) < 10 else f"{value:.4g}"
+
+
+def compact(value: float) -> str:
+    """A count in three or four digits: 950, 12.3k, 4.56M."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            scaled = value / unit
+            return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f}{name}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Two units: 42s, 2m11s, 1h05m, 3d04h."""
+    whole = round(seconds)
+    for unit, below, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
+        if whole >= unit:
+            return f"{whole // unit}{names[0]}{whole % unit // below:02d}{names[1]}"
+    return f"{whole}s"

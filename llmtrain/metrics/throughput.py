@@ -1,0 +1,90 @@
+"""How fast a run trains: windows of steps, tokens per second, MFU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llmtrain.plan.plan import Plan
+
+# Type of the matrix products, whose peak a device is measured against. Autocast runs them in the
+# lower type although the weights are fp32.
+PEAK_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "autocast_bf16": "bf16", "autocast_fp16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps between two lines of the metrics."""
+
+    steps: int
+    seconds: float
+    """Wall time of the steps alone: evaluations and checkpoints between them are left out."""
+    tokens: int
+    """Tokens trained on, over all devices."""
+    data_wait_s: float
+    """Seconds of it in which rank 0 waited for data."""
+
+
+class Meter:
+    """Counts steps into windows.
+
+    Devices run ahead of the host, so a window must end where the host has waited for them, as it
+    does when it reads the loss.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open()
+
+    def _open(self) -> None:
+        self._started = self._clock()
+        self._paused_s = 0.0
+        self._steps = self._tokens = 0
+        self._data_wait_s = 0.0
+
+    def add(self, tokens: int, data_wait_s: float) -> None:
+        """Counts one step. tokens: over all devices; data_wait_s: seconds spent waiting for its data."""
+        self._steps += 1
+        self._tokens += tokens
+        self._data_wait_s += data_wait_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what runs inside: evaluation, checkpoints."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - started
+
+    def close(self) -> Window:
+        """The window since the last one; the next begins now. Raises ValueError where no step was counted."""
+        if not self._steps:
+            raise ValueError("a window without a step has no step time")
+        seconds = self._clock() - self._started - self._paused_s
+        window = Window(self._steps, seconds, self._tokens, self._data_wait_s)
+        self._open()
+        return window
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed over a window, by the FLOP convention of `Plan.flops_per_token`."""
+
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    """Model TFLOP/s of one device; recomputation does not count."""
+    mfu: float | None
+    """Share of the device's dense peak; None where that is unknown."""
+
+
+def rates(plan: Plan, window: Window) -> Rates:
+    """Speed of a window under a plan."""
+    per_second = window.tokens / window.seconds
+    per_device = per_second / plan.cluster.world_size
+    flops = plan.flops_per_token * per_device
+    peak = plan.cluster.spec.peak_flops.get(PEAK_DTYPE[plan.recipe.parallel.precision])
+    return Rates(per_second, per_device, flops / 1e12, flops / peak if peak else None)

@@ -1,0 +1,107 @@
+"""Trackers beside `metrics.jsonl`: TensorBoard, W&B and MLflow, through accelerate's tracker classes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.recipe import Recipe
+from llmtrain.run_dir import RunDir, write_json
+
+PARAMETER_LENGTH = 250
+"""Longest parameter value that every tracker takes; MLflow drops longer ones."""
+
+
+def check_trackers(recipe: Recipe) -> None:
+    """Raises RecipeError where the package of a wanted tracker is not installed; imports none of them."""
+    missing = [name for name in recipe.logging.trackers if not _installed(name)]
+    problems = [
+        Problem("logging.tracker", "logging.trackers", f"'{name}' is not installed", f"pip install '{_package(name)}'")
+        for name in missing
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _installed(package: str) -> bool:
+    spec = find_spec(package)
+    # Trackers leave folders of their own name behind, which Python takes for a package without an origin.
+    return spec is not None and spec.origin is not None
+
+
+def _package(tracker: str) -> str:
+    return "tensorboard" if tracker == "tensorboard" else f"llmtrain[{tracker}]"
+
+
+class Trackers:
+    """The trackers of one run, on rank 0. A resumed run continues in each of them."""
+
+    def __init__(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
+        names = recipe.logging.trackers
+        identities = _identities(run_dir) if start_step else {}
+        self._trackers = [_start(name, run_dir, recipe, start_step, identities) for name in names]
+        if start_step == 0:
+            for name, tracker in zip(names, self._trackers, strict=True):
+                _store_recipe(name, tracker, recipe)
+        if identities:
+            write_json(run_dir.trackers_file, identities)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Sends the numbers among `values`; what is None is left out."""
+        numbers = {name: value for name, value in values.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.log(numbers, step=step)
+
+    def close(self) -> None:
+        """Sends what is left and ends the run in each tracker."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
+    from accelerate import tracking
+
+    # The classes are used without an Accelerator, on rank 0 alone. Their module logs through an
+    # adapter that demands accelerate's global state, which would set the thread count and take
+    # every worker for a lonely one on a CPU; a plain logger demands nothing.
+    tracking.logger = logging.getLogger(tracking.__name__)
+    project = recipe.logging.project
+    if name == "tensorboard":
+        # Steps after the resumed one were logged by the attempt that was lost.
+        tracker = tracking.TensorBoardTracker("", run_dir.tensorboard, purge_step=start_step + 1)
+    elif name == "wandb":
+        identity = identities.setdefault(name, uuid.uuid4().hex[:8])
+        tracker = tracking.WandBTracker(
+            project, name=recipe.name, id=identity, resume="allow", dir=str(run_dir.path.resolve())
+        )
+    else:
+        tracker = tracking.MLflowTracker(project, run_name=recipe.name, run_id=identities.get(name))
+    tracker.main_process_only = False  # else each call would create accelerate's state
+    tracker.start()
+    if name == "mlflow":
+        identities[name] = tracker.tracker.info.run_id
+    return tracker
+
+
+def _store_recipe(name: str, tracker: Any, recipe: Recipe) -> None:
+    """The recipe, and nothing else of the machine or its environment, as the run's parameters."""
+    if name == "tensorboard":
+        # As text: its hyperparameters would open another run in the same folder.
+        text = json.dumps(recipe.model_dump(mode="json"), indent=2)
+        tracker.log({"recipe": f"```json\n{text}\n```"}, step=0)
+    else:
+        tracker.store_init_configuration(
+            {field: str(value)[:PARAMETER_LENGTH] for field, value in recipe.dotted().items()}
+        )
+
+
+def _identities(run_dir: RunDir) -> dict[str, str]:
+    try:
+        return dict(json.loads(run_dir.trackers_file.read_text()))
+    except (OSError, ValueError):
+        return {}

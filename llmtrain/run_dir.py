@@ -1,0 +1,276 @@
+"""The run directory: all that a run is, and where each part of it lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Recipe, parse_recipe
+
+# A run may be continued with other values of these. Every other field decides the model, its
+# optimizer, the arithmetic or the order of the samples, and so makes another run.
+MAY_CHANGE = re.compile(
+    r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.micro_batch_size|train\.max_steps"
+    r"|parallel\.(backend|zero_stage|pipeline|tensor|sequence|expert)"
+    r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
+    r"|(evaluation|checkpoint|logging|export)\..*"
+)
+
+PACKAGES = (
+    *("llmtrain", "torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *("numpy", "pydantic", "tensorboard", "wandb", "mlflow"),
+)
+
+# What explains a run's speed or numbers. Only these names are recorded, and of them none that
+# could hold a secret.
+VARIABLES = re.compile(
+    r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF|DS_ACCELERATOR"
+    r"|OMP_NUM_THREADS|MKL_NUM_THREADS|KMP_AFFINITY|NCCL_\w+|GLOO_SOCKET_IFNAME|TORCH_NCCL_\w+|PYTHONHASHSEED"
+    r"|HF_HOME|HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE|TOKENIZERS_PARALLELISM"
+    r"|SLURM_(JOB_ID|JOB_NODELIST|NNODES|NTASKS|RESTART_COUNT|CPUS_PER_TASK)|LLMTRAIN_(CACHE|LAUNCHER)"
+)
+SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file so that a reader, or a crash at any instant, finds the old text or the new one."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Replaces a file by a JSON document, atomically."""
+    write_atomically(path, json.dumps(document, indent=2) + "\n")
+
+
+def default_run_dir(recipe: Recipe, variant: str | None = None) -> RunDir:
+    """`runs/NAME` or `runs/NAME-VARIANT` below the working folder."""
+    return RunDir(Path("runs") / (f"{recipe.name}-{variant}" if variant else recipe.name))
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of a run directory, and its declaration: recipe, plan, ds_config, environment, launch."""
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        """What is trained."""
+        return self.path / "recipe.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The recipe resolved on its cluster; what a worker reads."""
+        return self.path / "plan.json"
+
+    @property
+    def ds_config_file(self) -> Path:
+        """The plan as DeepSpeed JSON."""
+        return self.path / "ds_config.json"
+
+    @property
+    def launch_file(self) -> Path:
+        """How the workers were last started."""
+        return self.path / "launch.json"
+
+    @property
+    def environment_file(self) -> Path:
+        """Versions, machine and commit of the last start."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """A JSON object per logged step or evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trackers_file(self) -> Path:
+        """Identity of the run in trackers that have one, so that a resumed run continues it there."""
+        return self.path / "trackers.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder of the finished model."""
+        return self.path / "export"
+
+    @property
+    def logs(self) -> Path:
+        """Output and errors of the workers."""
+        return self.path / "logs"
+
+    def log_file(self, rank: int) -> Path:
+        """What a worker prints, and what its libraries do."""
+        return self.logs / f"rank_{rank}.log"
+
+    def error_file(self, rank: int) -> Path:
+        """The `Failure` of a worker, where it had one."""
+        return self.logs / f"rank_{rank}.error.json"
+
+    def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:
+        """Writes what the run is, into a new folder or into that of a run to be continued.
+
+        Raises RecipeError, with nothing changed, where the folder holds something else, or a run
+        that was started with another recipe; every differing field that matters is named.
+        """
+        problems = self._problems(plan.recipe)
+        if problems:
+            raise RecipeError(problems)
+        try:
+            for folder in (self.logs, self.checkpoints, self.tensorboard):
+                folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.plan_file, plan.model_dump(mode="json"))
+            write_json(self.ds_config_file, dict(ds_config))
+            write_json(self.environment_file, environment())
+            # Last, since a folder with a recipe is a run.
+            write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
+        except OSError as error:
+            problem = Problem("run_dir.write", "--run-dir", f"cannot write {self.path}: {error.strerror}")
+            raise RecipeError(problem) from None
+
+    def read_plan(self) -> Plan:
+        """The plan of the run. Raises RecipeError where the folder holds none, or one that cannot be read."""
+        try:
+            return Plan.model_validate_json(self.plan_file.read_text())
+        except OSError as error:
+            problem = Problem("run_dir.missing", str(self.path), f"is no run: {self.plan_file}: {error.strerror}")
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            problem = Problem("run_dir.plan", str(self.plan_file), f"cannot be read: {field}: {first['msg']}")
+        raise RecipeError(problem)
+
+    def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
+        """Records how the workers were started.
+
+        command: of one worker; it goes to `launch.json`, so no secret may be in it.
+        """
+        document = {
+            "launcher": launcher,
+            "world_size": world_size,
+            "command": command,
+            "host": socket.gethostname(),
+            "folder": str(Path.cwd()),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        write_json(self.launch_file, document)
+
+    def _problems(self, recipe: Recipe) -> list[Problem]:
+        if self.path.exists() and not self.path.is_dir():
+            return [Problem("run_dir.folder", "--run-dir", f"{self.path} is a file", "name another folder")]
+        if not self.recipe_file.exists():
+            return self._foreign()
+        if not self._started():
+            return []  # Nothing will be continued, so a corrected recipe may take the folder.
+        return [
+            Problem(
+                "run_dir.recipe",
+                field,
+                f"the run in {self.path} was started with {old!r}, the recipe now says {new!r}",
+                "set it back to continue the run, or start another one with --run-dir",
+            )
+            for field, (old, new) in self._differences(recipe).items()
+            if not MAY_CHANGE.fullmatch(field)
+        ]
+
+    def _foreign(self) -> list[Problem]:
+        """A folder without a recipe may hold only what an interrupted `create` leaves."""
+        ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file)}
+        ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
+        entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+        others = sorted(name for name in entries - ours if not name.startswith("."))
+        if not others:
+            return []
+        message = f"{self.path} is not empty and holds no run ({others[0]} is in it)"
+        return [Problem("run_dir.folder", "--run-dir", message, "name a new folder, or that of a run")]
+
+    def _started(self) -> bool:
+        """Whether training got so far that something could be continued or lost."""
+        logged = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        return logged or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+
+    def _differences(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+        """Dotted field → (value of the run, value of the recipe), where they differ."""
+        try:
+            old = parse_recipe(json.loads(self.recipe_file.read_text())).dotted()
+        except ValueError:
+            problem = Problem("run_dir.damaged", str(self.recipe_file), "is not JSON", "start a new run with --run-dir")
+            raise RecipeError(problem) from None
+        new = recipe.dotted()
+        fields = [*new, *(field for field in old if field not in new)]
+        return {field: (old.get(field), new.get(field)) for field in fields if old.get(field) != new.get(field)}
+
+
+def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the run was started with: versions, machine, commit and the variables that matter."""
+    env = os.environ if env is None else env
+    return {
+        "packages": _versions(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git": _git(),
+        "variables": {
+            name: value for name, value in sorted(env.items()) if VARIABLES.fullmatch(name) and not SECRET.search(name)
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _git() -> dict[str, Any] | None:
+    """Commit of the working folder, and whether tracked files differ from it; None outside a repository."""
+    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run(["git", *command], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit, "modified": bool(changes)}
