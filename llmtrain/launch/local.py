@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -109,7 +109,8 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     ended_at: float = 0.0
-    told_to_end: bool = False
+    sent: set[int] = field(default_factory=set)
+    """Signals that it was sent while it ran."""
 
     @property
     def returncode(self) -> int | None:
@@ -138,10 +139,16 @@ class _Worker:
             self.signal_group(signal.SIGKILL)  # what a failed worker started must not outlive it
         self.process.wait()
 
-    def tell_to_end(self, number: int) -> None:
-        """Sends a signal; one that ended by itself before is remembered as such."""
+    @property
+    def struck_down(self) -> bool:
+        """Whether it crashed or was killed out of the blue, and not by us or on its way out after our signal."""
+        number = -(self.returncode or 0)
+        return number in SUDDEN and (number not in self.sent if number == signal.SIGKILL else not self.sent)
+
+    def send(self, number: int) -> None:
+        """Sends a signal, unless it has ended by itself."""
         if not self.ended:
-            self.told_to_end = True
+            self.sent.add(number)
             os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
@@ -211,7 +218,7 @@ class _Pool:
 
     def send(self, number: int) -> None:
         for worker in self.running:
-            worker.tell_to_end(number)
+            worker.send(number)
 
     def kill(self) -> None:
         """Kills and reaps whatever still runs, with what it started."""
@@ -289,11 +296,11 @@ def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
     An error file is dated by the exception. A worker without one is dated by its end, which is noticed
     late on a busy machine; but one that was struck down cannot have been brought down by another.
     """
-    if worker.returncode is not None and -worker.returncode in SUDDEN and not worker.told_to_end:
+    if worker.struck_down:
         return 0, worker.ended_at
     if failure is not None:
         return 1, failure.time
-    return (2 if worker.told_to_end else 1), worker.ended_at
+    return (2 if worker.sent else 1), worker.ended_at
 
 
 def _death(worker: _Worker, log: Path) -> str:

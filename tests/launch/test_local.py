@@ -1,0 +1,355 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import DataError, UserError, WorkerError
+from llmtrain.launch import local
+from llmtrain.launch.local import reserved_port, run_workers
+
+END_S = 15
+"""A dead worker ends the others within so many seconds."""
+
+
+def worker(script, body):
+    return [sys.executable, str(script(body))]
+
+
+def guarded(script, run_dir, body):
+    """A worker that reports its exceptions, as the real one does."""
+    lines = "\n".join(f"                    {line}" for line in body.strip().splitlines())
+    return worker(
+        script,
+        f"""
+            import os, signal, sys, time
+            from pathlib import Path
+            from llmtrain.console import take_over_output
+            from llmtrain.errors import DataError, Problem
+            from llmtrain.launch import discover
+            from llmtrain.run_dir import RunDir
+
+            def main(rank):
+                if True:
+{lines}
+
+            rank = discover()
+            output = take_over_output(RunDir(Path({str(run_dir.path)!r})), rank)
+            try:
+                main(rank.rank)
+            except Exception as error:
+                sys.exit(output.report_failure(error))
+        """,
+    )
+
+
+def alive(pid: int) -> bool:
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def wait_until(condition, seconds=END_S):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """Ids that `count` workers leave in a folder once they are ready."""
+    wait_until(lambda: len(list(folder.glob("*.pid"))) == count)
+    return [int(path.stem) for path in folder.glob("*.pid")]
+
+
+READY = "import os, pathlib, signal, sys, time; pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()\n"
+
+
+def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command = worker(
+        script,
+        """
+        import dataclasses, json, os, sys
+        from llmtrain.launch import discover
+        threads, extra = os.environ["OMP_NUM_THREADS"], os.environ["EXTRA"]
+        print(json.dumps([dataclasses.asdict(discover()), threads, extra, sys.stdin.read()]))
+        """,
+    )
+    assert run_workers(command, 3, run_dir, {"EXTRA": "a b $(c)"}) == 0
+    outputs = [capfd.readouterr().out, run_dir.log_file(1).read_text(), run_dir.log_file(2).read_text()]
+    ranks = [json.loads(output)[0] for output in outputs]
+    assert [rank["rank"] for rank in ranks] == [rank["local_rank"] for rank in ranks] == [0, 1, 2]
+    assert {(rank["world_size"], rank["local_world_size"], rank["launcher"]) for rank in ranks} == {(3, 3, "local")}
+    assert len({(rank["master_addr"], rank["master_port"]) for rank in ranks}) == 1
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
+    assert all(json.loads(output)[1:] == [threads, "a b $(c)", ""] for output in outputs)
+    launch = json.loads(run_dir.launch_file.read_text())
+    assert (launch["launcher"], launch["world_size"], launch["command"]) == ("local", 3, command)
+
+
+def test_first_error_is_told(script, run_dir):
+    """Rank 1 fails; rank 0 fails because of it, and is gone before rank 1 has finished dying."""
+    command = guarded(
+        script,
+        run_dir,
+        """
+if rank == 1:
+    import atexit; atexit.register(time.sleep, 1)
+    open('failed', 'w').close()
+    raise ValueError("the real cause")
+while not os.path.exists('failed'): time.sleep(0.01)
+time.sleep(0.3)
+raise ConnectionError("a peer is gone")
+        """,
+    )
+    with pytest.raises(WorkerError) as error:
+        run_workers(["env", "-C", str(run_dir.path), *command], 2, run_dir)
+    assert str(error.value).startswith("rank 1: ValueError: the real cause (")
+    assert str(run_dir.log_file(1)) in str(error.value)
+    assert "a peer is gone" not in str(error.value)
+    assert error.value.exit_code == 5
+    assert "raise ValueError" in run_dir.log_file(1).read_text()
+    assert "a peer is gone" in run_dir.log_file(0).read_text()
+
+
+def test_user_errors_are_passed_on(script, run_dir):
+    command = guarded(
+        script,
+        run_dir,
+        "raise DataError([Problem('data.empty', 'data.sources', 'no text', 'add some'), Problem('b', 'c', 'd')])",
+    )
+    with pytest.raises(DataError) as error:
+        run_workers(command, 2, run_dir)
+    assert error.value.exit_code == 3
+    assert str(error.value) == "data.sources: no text [data.empty]\n    add some\nc: d [b]"
+
+
+@pytest.mark.parametrize(
+    ("death", "says"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9 (SIGKILL); the kernel's out-of-memory killer"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11 (SIGSEGV)"),
+        ("os._exit(3)", "exited with code 3 and said nothing"),
+        ("sys.exit('a last word')", "a last word"),
+    ],
+)
+def test_a_death_without_an_error_file(script, run_dir, death, says):
+    command = worker(
+        script,
+        f"""
+        import os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            print("reading shard 7", flush=True)
+            {death}
+        time.sleep(60)
+        """,
+    )
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        run_workers(command, 3, run_dir)
+    assert time.monotonic() - started < END_S
+    assert str(error.value).startswith("rank 1: ")
+    assert says in str(error.value)
+    assert "reading shard 7" in str(error.value)
+
+
+def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
+    command = worker(
+        script,
+        READY
+        + """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "1":
+    while len(list(pathlib.Path(sys.argv[1]).glob("*.pid"))) < 2: time.sleep(0.01)
+    time.sleep(0.2)
+    sys.exit(1)
+while True: time.sleep(1)
+""",
+    )
+    with pytest.raises(WorkerError, match="rank 1: exited with code 1"):
+        run_workers([*command, str(tmp_path)], 2, run_dir)
+    assert not any(alive(pid) for pid in pids(tmp_path, 2))
+
+
+def test_the_grace_fits_the_promise():
+    assert local.GRACE_S == 10 < END_S
+
+
+def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path):
+    command = worker(
+        script,
+        """
+        import os, pathlib, subprocess, sys
+        child = subprocess.Popen(["sleep", "60"])
+        pathlib.Path(sys.argv[1], f"{child.pid}.pid").touch()
+        os._exit(1)
+        """,
+    )
+    with pytest.raises(WorkerError):
+        run_workers([*command, str(tmp_path)], 1, run_dir)
+    wait_until(lambda: not any(alive(pid) for pid in pids(tmp_path, 1)))
+
+
+def test_stopping_after_a_save_is_no_failure(script, run_dir):
+    command = worker(script, "import os, sys, time; time.sleep(0.3 * int(os.environ['RANK'])); sys.exit(75)")
+    assert run_workers(command, 2, run_dir) == 75
+
+
+def test_an_error_of_an_earlier_attempt_is_forgotten(script, run_dir):
+    run_dir.error_file(0).write_text('{"an": "old one"}')
+    assert run_workers(worker(script, ""), 1, run_dir) == 0
+    assert not run_dir.error_file(0).exists()
+
+
+def launcher(run_dir, command, count=2):
+    """A launcher in its own process, for the tests that kill it; exits as the command line does."""
+    program = f"""
+import sys
+from pathlib import Path
+from llmtrain.errors import UserError
+from llmtrain.launch import run_workers
+from llmtrain.run_dir import RunDir
+try:
+    sys.exit(run_workers({command!r}, {count}, RunDir(Path({str(run_dir.path)!r}))))
+except UserError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+SLEEP = READY + "while True: time.sleep(1)"
+
+
+def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path):
+    process = launcher(run_dir, [*worker(script, SLEEP), str(tmp_path)])
+    workers = pids(tmp_path, 2)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(alive(pid) for pid in workers))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on(script, run_dir, tmp_path, number):
+    process = launcher(run_dir, [*worker(script, SLEEP), str(tmp_path)])
+    workers = pids(tmp_path, 2)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=END_S)
+    assert process.returncode == 128 + number
+    assert "rank" not in output
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_workers_may_save_when_stopped(script, run_dir, tmp_path):
+    body = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()
+while True: time.sleep(1)
+"""
+    process = launcher(run_dir, [*worker(script, body), str(tmp_path)])
+    pids(tmp_path, 2)
+    process.terminate()
+    process.communicate(timeout=END_S)
+    assert process.returncode == 75
+
+
+def test_a_second_interrupt_kills(script, run_dir, tmp_path):
+    body = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP
+    process = launcher(run_dir, [*worker(script, body), str(tmp_path)])
+    workers = pids(tmp_path, 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert all(alive(pid) for pid in workers)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=END_S)
+    assert process.returncode == 130
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_a_killed_worker_is_blamed_however_late_it_is_noticed(script, run_dir, tmp_path):
+    """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
+    body = """
+if rank == 1:
+    Path(sys.argv[1], f'{os.getpid()}.pid').touch()
+    time.sleep(60)
+while not Path(sys.argv[1], 'go').exists(): time.sleep(0.01)
+raise ConnectionError("a peer is gone")
+    """
+    process = launcher(run_dir, [*guarded(script, run_dir, body), str(tmp_path)])
+    (second,) = pids(tmp_path, 1)
+    process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    wait_until(run_dir.error_file(0).exists)
+    time.sleep(0.2)
+    os.kill(second, signal.SIGKILL)
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=END_S)
+    assert output.startswith("rank 1: killed by signal 9")
+    assert process.returncode == 5
+
+
+def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
+    with pytest.raises(FileNotFoundError):
+        run_workers(["/no/such/program"], 2, run_dir)
+
+
+def test_the_signal_handlers_are_put_back(script, run_dir):
+    before = [signal.getsignal(number) for number in local.STOPS]
+    run_workers(worker(script, ""), 1, run_dir)
+    assert [signal.getsignal(number) for number in local.STOPS] == before
+
+
+def test_a_reserved_port_is_free_for_rank_0_alone():
+    with reserved_port() as port:
+        others = set()
+        for _ in range(200):
+            with socket.socket() as other:
+                other.bind(("", 0))
+                others.add(other.getsockname()[1])
+        assert port not in others
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", port))
+            listener.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                pass
+
+
+def test_torch_meets_at_a_reserved_port():
+    program = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), 1, True, timeout=timedelta(seconds=10))
+store.set("key", "value")
+print(store.get("key").decode())
+"""
+    with reserved_port() as port:
+        command = [sys.executable, "-c", program, str(port)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "value\n"
+
+
+def test_every_user_error_is_raised_as_itself(run_dir):
+    from llmtrain.launch.failure import USER_ERRORS, Failure
+
+    for kind in USER_ERRORS.values():
+        Failure.of(1, kind("a sentence")).write(run_dir.error_file(1))
+        failure = Failure.read(run_dir.error_file(1))
+        assert failure is not None
+        error = failure.user_error()
+        assert type(error) is kind
+        assert str(error) == "a sentence"
+        assert isinstance(error, UserError)

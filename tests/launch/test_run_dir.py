@@ -1,0 +1,168 @@
+import json
+import stat
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, write_atomically
+
+DS_CONFIG = {"train_batch_size": 8}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path / "runs" / "small")
+
+
+def refused(run, plan, **changes):
+    """Dotted fields that a run refuses to be continued with."""
+    changed = plan.model_copy(update={"recipe": plan.recipe.with_(**changes)})
+    with pytest.raises(RecipeError) as error:
+        run.create(changed, DS_CONFIG)
+    return [problem.field for problem in error.value.problems]
+
+
+def test_default_path(plan):
+    assert str(default_run_dir(plan.recipe).path) == "runs/small"
+    assert str(default_run_dir(plan.recipe, "64gpu").path) == "runs/small-64gpu"
+
+
+def test_what_is_written_can_be_read(run, plan):
+    run.create(plan, DS_CONFIG)
+    assert run.read_plan() == plan
+    assert json.loads(run.ds_config_file.read_text()) == DS_CONFIG
+    assert json.loads(run.recipe_file.read_text())["name"] == "small"
+    assert {"torch", "pydantic"} <= set(json.loads(run.environment_file.read_text())["packages"])
+    assert sorted(entry.name for entry in run.path.iterdir()) == [
+        *("checkpoints", "ds_config.json", "environment.json", "logs", "plan.json", "recipe.json", "tensorboard"),
+    ]
+    assert stat.S_IMODE(run.recipe_file.stat().st_mode) == 0o644
+
+
+def test_another_recipe_is_refused_once_there_is_something_to_lose(run, plan):
+    run.create(plan, DS_CONFIG)
+    run.metrics_file.write_text('{"step": 1}\n')
+    changes = {
+        "optim.lr": 2e-3,
+        "train.seed": 2,
+        "train.max_steps": 200,
+        "data.sources": [{"name": "a"}, {"name": "b"}],
+    }
+    fields = ["data.sources.0.name", "optim.lr", "train.seed"]
+    found = refused(run, plan, **changes)
+    assert set(fields) <= set(found)
+    assert "data.sources.1.name" in found
+    assert "train.max_steps" not in found
+    assert run.read_plan() == plan
+
+
+def test_the_message_shows_both_values(run, plan):
+    run.create(plan, DS_CONFIG)
+    run.metrics_file.write_text('{"step": 1}\n')
+    changed = plan.model_copy(update={"recipe": plan.recipe.with_(**{"optim.lr": 2e-3})})
+    with pytest.raises(RecipeError, match=r"optim\.lr: .*started with 0\.001, the recipe now says 0\.002"):
+        run.create(changed, DS_CONFIG)
+
+
+def test_a_checkpoint_is_something_to_lose(run, plan):
+    run.create(plan, DS_CONFIG)
+    (run.checkpoints / "step_00000010").mkdir()
+    assert refused(run, plan, **{"model.config.hidden_size": 128}) == ["model.config.hidden_size"]
+
+
+def test_a_run_that_never_trained_takes_a_corrected_recipe(run, plan):
+    run.create(plan, DS_CONFIG)
+    changed = plan.model_copy(update={"recipe": plan.recipe.with_(**{"optim.lr": 2e-3})})
+    run.create(changed, DS_CONFIG)
+    assert run.read_plan().recipe.optim.lr == 2e-3
+
+
+def test_a_run_is_continued_elsewhere_and_longer(run, plan):
+    run.create(plan, DS_CONFIG)
+    run.metrics_file.write_text('{"step": 1}\n')
+    changes = {"parallel.zero_stage": 2, "train.max_steps": 300, "logging.every_steps": 1, "batch.micro_batch_size": 4}
+    changed = plan.model_copy(update={"recipe": plan.recipe.with_(**changes)})
+    run.create(changed, DS_CONFIG)
+    assert run.read_plan().recipe.train.max_steps == 300
+
+
+def test_every_field_that_may_change_exists(plan):
+    """A renamed field must not stay in the list, nor fall out of it unseen."""
+    free = {field for field in plan.recipe.dotted() if MAY_CHANGE.fullmatch(field)}
+    kept = {field for field in plan.recipe.dotted() if field not in free}
+    assert len(MAY_CHANGE.pattern) > 0
+    for alternative in ("name", "model.attention", "data.cache_dir", "parallel.tensor", "parallel.nvme_path"):
+        assert alternative in free
+    assert {"parallel.precision", "parallel.grad_accum_dtype", "batch.global_batch_size", "train.seed"} <= kept
+    assert {field.partition(".")[0] for field in kept} == {"model", "data", "optim", "batch", "parallel", "train"}
+
+
+def test_a_folder_of_something_else_is_left_alone(run, plan):
+    run.path.mkdir(parents=True)
+    (run.path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RecipeError, match=r"thesis\.tex"):
+        run.create(plan, DS_CONFIG)
+    assert [entry.name for entry in run.path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_interrupted_creation_is_taken_up(run, plan):
+    run.create(plan, DS_CONFIG)
+    run.recipe_file.unlink()
+    run.create(plan, DS_CONFIG)
+    assert run.read_plan() == plan
+
+
+def test_a_file_in_the_way(run, plan):
+    run.path.parent.mkdir(parents=True)
+    run.path.write_text("")
+    with pytest.raises(RecipeError, match="is a file"):
+        run.create(plan, DS_CONFIG)
+
+
+def test_a_path_below_a_file(tmp_path, plan):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="cannot write"):
+        RunDir(tmp_path / "file" / "run").create(plan, DS_CONFIG)
+
+
+def test_a_damaged_recipe_is_named(run, plan):
+    run.create(plan, DS_CONFIG)
+    run.metrics_file.write_text('{"step": 1}\n')
+    run.recipe_file.write_text('{"name": ')
+    with pytest.raises(RecipeError, match=r"recipe\.json"):
+        run.create(plan, DS_CONFIG)
+
+
+def test_a_missing_or_broken_plan_is_named(run, plan):
+    with pytest.raises(RecipeError, match="is no run"):
+        run.read_plan()
+    run.create(plan, DS_CONFIG)
+    run.plan_file.write_text("{}")
+    with pytest.raises(RecipeError, match=r"plan\.json"):
+        run.read_plan()
+
+
+def test_no_secret_is_recorded():
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SECRET_THING": "s3cr3t",
+        "NCCL_API_KEY": "s3cr3t",
+        "HF_TOKEN": "s3cr3t",
+        "WANDB_API_KEY": "s3cr3t",
+        "AWS_SECRET_ACCESS_KEY": "s3cr3t",
+        "DB_PASSWORD": "s3cr3t",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HOME": "/home/somebody",
+    }
+    document = environment(env)
+    assert document["variables"] == {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"}
+    assert "s3cr3t" not in json.dumps(document)
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
