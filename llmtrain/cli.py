@@ -60,13 +60,13 @@ def train(
     """Train a recipe on this machine, or as one worker of the launcher that started this process."""
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
-    from llmtrain.launch import discover
+    from llmtrain.launch import accelerate_processes, discover
     from llmtrain.plan.load import load_recipe
     from llmtrain.run_dir import RunDir, default_run_dir
 
     rank = discover(os.environ, sys.argv)
     declared, _ = load_recipe(recipe, assignments)
-    cluster = local_cluster(nproc)
+    cluster = local_cluster(nproc or accelerate_processes())
     if rank is not None:
         nodes = rank.world_size // rank.local_world_size
         cluster = Cluster(nodes=nodes, devices_per_node=rank.local_world_size, device=cluster.device)
