@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.draft import WEIGHT_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
@@ -75,7 +74,7 @@ def _gradients(plan: Plan) -> Block:
 def _optimizer(optim: OptimConfig) -> Block:
     """torch's own optimizers, fused where torch has that: DeepSpeed's would be compiled at the first start."""
     if optim.name == "sgd":
-        params = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
+        params: Block = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
         return {"type": "SGD", "params": params}
     params = {
         "lr": optim.lr,
@@ -204,8 +203,7 @@ def _parallelism(plan: Plan) -> Block:
             "grad_partitioned": False,
         }
     if layout.tp > 1:
-        dtype = WEIGHT_DTYPE[plan.recipe.parallel.precision]
-        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False, "dtype": dtype}
+        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False}
     if layout.sp > 1:
         blocks["sequence_parallel_size"] = layout.sp
     if layout.ep > 1:

@@ -304,9 +304,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
     "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
-    "mixtral": Family(
-        _MIXTRAL, RotaryDecoder(experts=_mixtral_experts), aliases={"num_experts": "num_local_experts"}
-    ),
+    "mixtral": Family(_MIXTRAL, RotaryDecoder(experts=_mixtral_experts), aliases={"num_experts": "num_local_experts"}),
     "qwen3_moe": Family(
         _QWEN3_MOE,
         RotaryDecoder(
