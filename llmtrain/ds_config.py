@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
@@ -155,6 +156,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
     return {
         "offload_param": offload_param,
+        "leaf_module": {"classes": _leaf_classes(plan), "names": [], "name_suffixes": []},
         "sub_group_size": 1_000_000_000,
         "stage3_prefetch_bucket_size": bucket,
         # Norms and biases stay whole; each is not worth a message of its own.
@@ -169,6 +171,12 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
     }
+
+
+def _leaf_classes(plan: Plan) -> list[str]:
+    """Blocks gathered as a whole, since ranks may reach the experts within in different orders."""
+    family = FAMILIES.get(plan.model.model_type)
+    return [family.moe_block] if family and family.moe_block and plan.layout.ep == 1 else []
 
 
 def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:

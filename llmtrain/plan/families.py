@@ -67,6 +67,8 @@ class Family:
     """Key of the width of the feed-forward layer."""
     learned_positions: bool = False
     """Whether positions are a table, which no sequence may run past."""
+    moe_block: str | None = None
+    """Class of the module that holds a layer's router and experts; None for dense families."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -315,6 +317,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"num_local_experts": "num_experts"},
         extra_keys=frozenset({"head_dim", "max_window_layers"}),
+        moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     ),
     "gpt2": Family(
         _GPT2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def _auto(document: Document) -> Iterator[Finding]:
 
 def _leaves(values: dict[str, Any]) -> Iterator[tuple[Where, Any]]:
     """Every value that is no object, with its path. Parsing has bounded the depth."""
-    open_ = [((key,), value) for key, value in values.items()]
+    open_: list[tuple[Where, Any]] = [((key,), value) for key, value in values.items()]
     while open_:
         where, value = open_.pop()
         if isinstance(value, dict):
@@ -178,30 +179,36 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def _batch_values(document: Document) -> Iterator[Finding]:
     for key in _BATCH:
         value = document.values.get(key)
-        if value is not None and value != "auto" and (type(value) is not int or value < 1):
-            yield _find(document, "lint.batch_value", (key,), f"{value!r} was given: must be a positive integer")
+        if value is not None and value != "auto" and _batch_number(value) is None:
+            message = f"{reprlib.repr(value)} was given: must be a positive integer"
+            yield _find(document, "lint.batch_value", (key,), message)
+
+
+def _batch_number(value: Any) -> int | None:
+    """A number that a batch can be made of. The bound keeps products, and messages, of a sane length."""
+    return value if type(value) is int and 0 < value < 2**63 else None
 
 
 def _batch_triangle(document: Document) -> Iterator[Finding]:
     """train = micro × accumulation × data parallel ranks, as DeepSpeed will assert or round."""
     given = [document.values.get(key) for key in _BATCH]
-    total, micro, steps = (value if type(value) is int and value > 0 else None for value in given)
+    total, micro, steps = (_batch_number(value) for value in given)
     if total is None and micro is None and "auto" not in given[:2]:
         message = "is missing: DeepSpeed needs it or train_micro_batch_size_per_gpu"
         yield _find(document, "lint.batch_missing", ("train_batch_size",), message)
-    if document.world_size is None or total is None:
+    if not document.world_size or total is None:
         return
-    ranks, rest = divmod(document.world_size, _sequence_parallel(document))
+    shared = _batch_number(document.values.get("sequence_parallel_size")) or 1
+    ranks, rest = divmod(document.world_size, shared)
+    if rest:
+        message = f"{shared} ranks share a sequence, which do not divide {document.world_size}"
+        yield _find(document, "lint.batch_triangle", ("sequence_parallel_size",), message)
+        return
     per_step = (micro or 1) * (steps or 1) * ranks
-    wrong = rest or (total != per_step if micro and steps else total % per_step)
-    if wrong:
+    if total != per_step if micro and steps else total % per_step:
         message = f"{total} ≠ {micro or 'micro'} × {steps or 'accumulation'} × {ranks} data parallel ranks"
-        yield _find(document, "lint.batch_triangle", ("train_batch_size",), message, f"a multiple of {per_step}")
-
-
-def _sequence_parallel(document: Document) -> int:
-    size = document.values.get("sequence_parallel_size", 1)
-    return size if type(size) is int and size > 0 else 1
+        fix = str(per_step) if micro and steps else f"a multiple of {per_step}"
+        yield _find(document, "lint.batch_triangle", ("train_batch_size",), message, fix)
 
 
 CHECKS: tuple[Callable[[Document], Iterator[Finding]], ...] = (

@@ -136,9 +136,14 @@ def _no_such_variant(module: ModuleType, path: Path, variant: str) -> Problem:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    entry = str(folder.resolve())
+    """Lets a recipe import its neighbours; they are forgotten again, for another folder may hold their namesakes."""
+    entry, before = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, entry)
     try:
         yield
     finally:
         sys.path.remove(entry)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and str(Path(file).parent) == entry:
+                del sys.modules[name]

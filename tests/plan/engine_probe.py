@@ -60,9 +60,13 @@ def optimizer_of(case, parameters):
 
 
 def plain_run(case):
-    """fp32 master weights, forward and backward in the case's precision, gradients summed in its type."""
+    """fp32 master weights, forward and backward in the case's precision.
+
+    Gradients are summed in the type of the weights where the case says so, else in fp32.
+    """
     precision, accumulate_in = case["precision"], DTYPES[case["config"]["data_types"]["grad_accum_dtype"]]
     weights_in = DTYPES.get(precision, torch.float32)
+    accumulate_in = accumulate_in if accumulate_in == weights_in else torch.float32
     autocast = DTYPES.get(precision.removeprefix("autocast_")) if precision.startswith("autocast") else None
     model = new_model().to(weights_in)
     master = copy.deepcopy(model).float()  # DeepSpeed too copies its master weights from the rounded ones

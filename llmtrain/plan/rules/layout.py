@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
-EXPERT_PRESETS = ("mixtral", "qwen3_moe")
-"""Families that the engine can spread the experts of and whose experts are counted here."""
+EXPERT_PRESETS = tuple(name for name, family in FAMILIES.items() if family.moe_block)
+"""Families whose experts the engine has a preset for and this package counts."""
 
 
 def divisors_near(number: int, value: int) -> list[int]:
@@ -45,7 +46,7 @@ def world(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
-    "layout.one_of_tensor_sequence_pipeline", "The engine builds tensor or sequence groups, or pipeline stages.", "read"
+    "layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read"
 )
 def exclusive(draft: Draft) -> Iterator[Fault]:
     """Tensor, sequence and pipeline parallelism exclude each other (`runtime/pipe/engine.py`, `__init__.py`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.layout import EXPERT_PRESETS
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
@@ -47,9 +48,6 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
     if wanted and not parallel.nvme_path:
         message = "is required for nvme offload: a folder on a local disk of each node"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="/local_nvme"))
-    if wanted and draft.cluster.spec.on_cpu:
-        message = "nvme was given on CPUs: there is no device memory to relieve"
-        yield Fault("parallel.nvme_path", message, assignment(parallel__offload_optimizer="none"))
     if parallel.nvme_path and not wanted:
         message = f"'{parallel.nvme_path}' was given, but nothing is offloaded to nvme"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
@@ -73,4 +71,23 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert)
+@rule(
+    "zero.expert_leaf",
+    "ZeRO 3 gathers a module's parameters when it runs. Where ranks reach experts in different orders they wait for "
+    "each other for ever, unless the block is gathered as a whole.",
+    "read",
+    refuses=False,
+)
+def expert_leaf(draft: Draft) -> Iterator[Fault]:
+    """Notes mixtures of experts at ZeRO 3 whose block this package cannot name to the engine."""
+    facts, parallel = draft.facts, draft.parallel
+    if facts is None or not facts.experts or parallel.zero_stage < 3:
+        return
+    if facts.model_type not in EXPERT_PRESETS:
+        message = (
+            f"the experts of '{facts.model_type}' are gathered one module at a time: watch the first steps for a hang"
+        )
+        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=2))
+
+
+RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert, expert_leaf)
