@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
@@ -75,7 +75,7 @@ def _gradients(plan: Plan) -> Block:
 def _optimizer(optim: OptimConfig) -> Block:
     """torch's own optimizers, fused where torch has that: DeepSpeed's would be compiled at the first start."""
     if optim.name == "sgd":
-        params = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
+        params: Block = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
         return {"type": "SGD", "params": params}
     params = {
         "lr": optim.lr,
@@ -156,6 +156,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
     return {
         "offload_param": offload_param,
+        "leaf_module": {"classes": _leaf_classes(plan), "names": [], "name_suffixes": []},
         "sub_group_size": 1_000_000_000,
         "stage3_prefetch_bucket_size": bucket,
         # Norms and biases stay whole; each is not worth a message of its own.
@@ -170,6 +171,12 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
     }
+
+
+def _leaf_classes(plan: Plan) -> list[str]:
+    """Blocks gathered as a whole, since ranks may reach the experts within in different orders."""
+    family = FAMILIES.get(plan.model.model_type)
+    return [family.moe_block] if family and family.moe_block and plan.layout.ep == 1 else []
 
 
 def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
@@ -204,8 +211,7 @@ def _parallelism(plan: Plan) -> Block:
             "grad_partitioned": False,
         }
     if layout.tp > 1:
-        dtype = WEIGHT_DTYPE[plan.recipe.parallel.precision]
-        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False, "dtype": dtype}
+        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False}
     if layout.sp > 1:
         blocks["sequence_parallel_size"] = layout.sp
     if layout.ep > 1:

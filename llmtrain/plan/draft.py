@@ -29,10 +29,12 @@ class Draft:
 
     @property
     def parallel(self) -> ParallelConfig:
+        """How the recipe wants the work split."""
         return self.recipe.parallel
 
     @property
     def weight_dtype(self) -> str:
+        """Type of the weights in the forward pass, and so of the gradients."""
         return WEIGHT_DTYPE[self.parallel.precision]
 
     @property

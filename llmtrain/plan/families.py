@@ -67,6 +67,8 @@ class Family:
     """Key of the width of the feed-forward layer."""
     learned_positions: bool = False
     """Whether positions are a table, which no sequence may run past."""
+    moe_block: str | None = None
+    """Class of the module that holds a layer's router and experts; None for dense families."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -304,9 +306,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
     "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
-    "mixtral": Family(
-        _MIXTRAL, RotaryDecoder(experts=_mixtral_experts), aliases={"num_experts": "num_local_experts"}
-    ),
+    "mixtral": Family(_MIXTRAL, RotaryDecoder(experts=_mixtral_experts), aliases={"num_experts": "num_local_experts"}),
     "qwen3_moe": Family(
         _QWEN3_MOE,
         RotaryDecoder(
@@ -317,6 +317,7 @@ FAMILIES: dict[str, Family] = {
         ),
         aliases={"num_local_experts": "num_experts"},
         extra_keys=frozenset({"head_dim", "max_window_layers"}),
+        moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
     ),
     "gpt2": Family(
         _GPT2,

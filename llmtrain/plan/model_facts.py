@@ -240,7 +240,9 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
     total = sum(parameter.numel() for parameter in built.parameters())
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
     heads = config.num_attention_heads
-    experts = next((n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0)
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
+    )
     idle = 0
     if experts:
         in_experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)

@@ -36,7 +36,8 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     """The plan of a draft, legal or not; `resolve` is what asks the rules. Needs facts and whole degrees."""
     recipe, parallel, facts = draft.recipe, draft.recipe.parallel, draft.facts
     dp, accumulation = draft.dp, draft.accumulation
-    assert facts is not None and dp is not None and accumulation is not None  # the rules refused the rest
+    assert facts is not None, "a draft without facts has been refused"
+    assert dp is not None and accumulation is not None, "the rules of layout and batch have refused the rest"  # noqa: PT018
     layout = Layout(
         dp=dp,
         pp=parallel.pipeline,

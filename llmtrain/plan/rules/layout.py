@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
-EXPERT_PRESETS = ("mixtral", "qwen3_moe")
-"""Families that the engine can spread the experts of and whose experts are counted here."""
+EXPERT_PRESETS = tuple(name for name, family in FAMILIES.items() if family.moe_block)
+"""Families whose experts the engine has a preset for and this package counts."""
 
 
 def divisors_near(number: int, value: int) -> list[int]:
@@ -44,7 +45,9 @@ def world(draft: Draft) -> Iterator[Fault]:
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule("layout.one_of_tensor_sequence_pipeline", "The engine builds tensor or sequence groups, or pipeline stages.", "read")
+@rule(
+    "layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read"
+)
 def exclusive(draft: Draft) -> Iterator[Fault]:
     """Tensor, sequence and pipeline parallelism exclude each other (`runtime/pipe/engine.py`, `__init__.py`)."""
     parallel = draft.parallel
@@ -89,7 +92,11 @@ def sequence_divides(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.sequence", message, f"use {_nearest(facts.kv_heads, degree)}")
 
 
-@rule("layout.sequence_attention", "Ulysses exchanges heads around a fused attention and reads key and value heads.", "read")
+@rule(
+    "layout.sequence_attention",
+    "Ulysses exchanges heads around a fused attention and reads key and value heads.",
+    "read",
+)
 def sequence_attention(draft: Draft) -> Iterator[Fault]:
     """Attention implementations and models that Ulysses does not take."""
     if draft.parallel.sequence == 1:
@@ -102,7 +109,9 @@ def sequence_attention(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
 
 
-@rule("layout.sequence_documents", "Ulysses drops attention masks: documents are told apart by their positions.", "read")
+@rule(
+    "layout.sequence_documents", "Ulysses drops attention masks: documents are told apart by their positions.", "read"
+)
 def sequence_documents(draft: Draft) -> Iterator[Fault]:
     """Separating packed documents takes a variable-length kernel, since the mask does not arrive."""
     fused = draft.recipe.model.attention in ("flash_attention_2", "flash_attention_3")
@@ -139,7 +148,9 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
     """Notes tensor parallel groups that span nodes."""
     parallel, cluster = draft.parallel, draft.cluster
     if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
-        message = f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: slow links in each layer"
+        message = (
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: slow links in each layer"
+        )
         fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
         yield Fault("parallel.tensor", message, fix)
 

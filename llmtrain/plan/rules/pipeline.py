@@ -8,7 +8,11 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
-@rule("pipeline.zero_stage", "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips each stage alone.", "read")
+@rule(
+    "pipeline.zero_stage",
+    "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips each stage alone.",
+    "read",
+)
 def zero_stage(draft: Draft) -> Iterator[Fault]:
     """ZeRO 2 and 3 fail under pipelines; ZeRO 0 in fp32 does not clip the whole gradient."""
     parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
@@ -18,7 +22,9 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
         message = f"{parallel.zero_stage} was given: pipeline stages keep their gradients whole, so ZeRO 1 is the most"
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
     if parallel.zero_stage == 0 and clip:
-        message = f"0 was given with clip_grad_norm = {clip:g}: the norm over all stages is not taken, and nothing is clipped"
+        message = (
+            f"0 was given with clip_grad_norm = {clip:g}: the norm over all stages is not taken, and nothing is clipped"
+        )
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
 
 
@@ -49,9 +55,7 @@ def tied_accumulation(draft: Draft) -> Iterator[Fault]:
             f"'{parallel.grad_accum_dtype}' was given for {parallel.precision} weights: the copies of the tied "
             "embedding on the first and the last stage would drift apart"
         )
-        yield Fault(
-            "parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype)
-        )
+        yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype))
 
 
 @rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
