@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass

@@ -29,6 +29,7 @@ from llmtrain.run_dir import RunDir
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the workers that outlive one that died."""
 TAIL_LINES = 12
+TAIL_BYTES = 8192
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Signals that strike a worker out of the blue, so that it dies before it can write an error file.
 # SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
@@ -59,6 +60,8 @@ def run_workers(command: list[str], world_size: int, run_dir: RunDir, env: Mappi
             stopped_by = pool.wait()
         finally:
             pool.kill()
+            if any(worker.failed for worker in pool.workers) and sys.stdout.isatty():
+                print()  # rank 0 may have left the cursor behind its progress line
     return _outcome(pool.workers, stopped_by, run_dir)
 
 
@@ -108,6 +111,9 @@ class _Worker:
 
     rank: int
     process: subprocess.Popen[bytes]
+    log: Path
+    log_start: int
+    """Size of the log before the worker started; what lies before is of earlier attempts."""
     ended_at: float = 0.0
     sent: set[int] = field(default_factory=set)
     """Signals that it was sent while it ran."""
@@ -176,23 +182,25 @@ class _Pool:
 
     def start(self, rank: int, command: list[str], env: dict[str, str], null: int) -> None:
         """Starts one worker in a session of its own, so that a Ctrl-C reaches it through us alone."""
-        log = None if rank == 0 else os.open(self.run_dir.log_file(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = self.run_dir.log_file(rank)
+        log_start = log.stat().st_size if log.exists() else 0
+        output = None if rank == 0 else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
         try:
             process = subprocess.Popen(
                 command,
                 env=env,
                 stdin=null,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
                 # Safe beside threads, as it takes no lock; `prctl` is looked up before the fork.
                 preexec_fn=partial(_die_with, os.getpid(), ctypes.CDLL(None).prctl),
             )
         finally:
-            if log is not None:
-                os.close(log)
-        self.workers.append(_Worker(rank, process))
+            if output is not None:
+                os.close(output)
+        self.workers.append(_Worker(rank, process, log, log_start))
 
     def wait(self) -> int | None:
         """Waits for all workers; returns the signal that stopped the launcher, if one did."""
@@ -283,10 +291,7 @@ def _outcome(workers: list[_Worker], stopped_by: int | None, run_dir: RunDir) ->
         raise user_error
     if stopped_by is not None:
         return 128 + stopped_by  # who was stopped may fail in any way
-    log = run_dir.log_file(first.rank)
-    message = failure.summary if failure else _death(first, log)
-    # Rank 0 has no log where it died before its output went there.
-    fix = f"see {log}" if log.exists() else ""
+    message, fix = (failure.summary, f"see {first.log}") if failure else (_death(first), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 
 
@@ -303,26 +308,29 @@ def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
     return (2 if worker.sent else 1), worker.ended_at
 
 
-def _death(worker: _Worker, log: Path) -> str:
-    """How a worker ended that left no error file, with the last lines of its log."""
+def _death(worker: _Worker) -> str:
+    """How a worker ended that left no error file."""
     code = worker.returncode or 0
-    if code < 0:
-        number = signal.Signals(-code)
-        message = f"killed by signal {-code} ({number.name})"
-        if number == signal.SIGKILL:
-            message += "; the kernel's out-of-memory killer does this"
-    else:
-        message = f"exited with code {code} and said nothing"
-    tail = _tail(log)
-    return f"{message}. Its last lines:\n{tail}\n   " if tail else message
+    if code >= 0:
+        return f"exited with code {code} and said nothing"
+    hint = "; the kernel's out-of-memory killer does this" if -code == signal.SIGKILL else ""
+    return f"killed by signal {-code} ({_signal_name(-code)}){hint}"
 
 
-def _tail(log: Path) -> str:
-    """The last lines of a log, indented."""
+def _signal_name(number: int) -> str:
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+        return signal.Signals(number).name
+    except ValueError:  # the real-time signals have no names
+        return "real-time"
+
+
+def _last_lines(worker: _Worker) -> str:
+    """The last lines that this attempt left in its log; rank 0 has none before its output goes there."""
+    try:
+        with worker.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(worker.log_start, size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+    return "\n    ".join([f"see {worker.log}, which ends:", *lines[-TAIL_LINES:]]) if lines else ""

@@ -11,13 +11,16 @@ from typing import Any, Self
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
 """Span of the steps that the time left is estimated from."""
-NARROW = 100
-"""Terminals with fewer columns show less."""
+SPEED_COLUMNS = 72
+"""Narrower terminals do not show the speed."""
+ALL_COLUMNS = 100
+"""Narrower terminals show neither gradient norm nor MFU."""
 
 
 class TrainingProgress:
@@ -28,6 +31,8 @@ class TrainingProgress:
         self._max_steps = max_steps
         self._start_step = start_step
         self._started = time.monotonic()
+        self._trained_s = 0.0
+        self._trained_tokens = 0.0
         self._last: dict[str, dict[str, Any]] = {}
         self._bar = _bar(console) if console.is_terminal else None
         if self._bar is not None:
@@ -53,11 +58,15 @@ class TrainingProgress:
 
     def show(self, record: dict[str, Any]) -> None:
         """Shows a record of the metrics logger: a logged step or an evaluation."""
-        evaluation = "eval_loss" in record
-        self._last["eval" if evaluation else "train"] = record
-        if evaluation:
+        if "eval_loss" in record:
+            self._last["eval"] = record
             self.note(f"step {record['step']:,}  {_evaluation(record)}")
-        elif self._bar is not None:
+            return
+        seconds = record["step_time_s"] * (record["step"] - self._last.get("train", {"step": self._start_step})["step"])
+        self._trained_s += seconds
+        self._trained_tokens += record["tokens_per_second"] * seconds
+        self._last["train"] = record
+        if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
         else:
             self._print(_plain_line(record, self._max_steps))
@@ -85,9 +94,11 @@ class TrainingProgress:
         seconds = time.monotonic() - self._started
         train, evaluation = self._last.get("train"), self._last.get("eval")
         if train is not None:
-            steps = f"{train['step'] - self._start_step:,} steps in {duration(seconds)}"
-            tokens = f"{compact(train['tokens'])} tokens, {compact(train['tokens_per_second'])} tokens/s"
-            self._print(f"trained {steps} ({tokens})  loss {_number(train['loss'])}")
+            steps = f"{train['step'] - self._start_step:,} steps, {compact(self._trained_tokens)} tokens"
+            speed = f"{compact(self._trained_tokens / self._trained_s)} tokens/s"
+            self._print(
+                f"trained {steps} in {duration(seconds)} ({speed} while training)  loss {_number(train['loss'])}"
+            )
         if evaluation is not None:
             self._print(f"evaluated at step {evaluation['step']:,}  {_evaluation(evaluation)}")
 
@@ -98,8 +109,8 @@ class TrainingProgress:
 def _bar(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(style="cyan"),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
+        TextColumn("{task.description}", table_column=Column(min_width=len("evaluating"))),  # the bar keeps its place
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the room that the text leaves
         _Steps(),
         _Numbers(console),
         _TimeLeft(),
@@ -121,7 +132,7 @@ class _Steps(ProgressColumn):
 
 
 class _Numbers(ProgressColumn):
-    """Loss and speed of the last logged step; gradient norm and MFU where there is room."""
+    """Loss of the last logged step; its speed, gradient norm and MFU where there is room."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -130,26 +141,28 @@ class _Numbers(ProgressColumn):
     def render(self, task: Task) -> Text:
         record = task.fields["record"]
         if not record:
-            return Text("")
+            return Text()
         diverged = record["loss"] is None
         parts = [(f"loss {_number(record['loss'])}", "bold red" if diverged else "bold")]
-        wide = self._console.width >= NARROW
-        if wide and record["grad_norm"] is not None:
+        columns = self._console.width
+        if columns >= ALL_COLUMNS and record["grad_norm"] is not None:
             parts.append((f"grad {_number(record['grad_norm'])}", ""))
-        parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
-        if wide and record["mfu"] is not None:
+        if columns >= SPEED_COLUMNS:
+            parts.append((f"{compact(record['tokens_per_second'])} tok/s", "magenta"))
+        if columns >= ALL_COLUMNS and record["mfu"] is not None:
             parts.append((f"{record['mfu']:.1%} mfu", "magenta"))
-        return Text("  ", no_wrap=True).join([Text(text, style=style) for text, style in parts])
+        return Text.assemble(*((f" {text} ", style) for text, style in parts), no_wrap=True)
 
 
 class _TimeLeft(ProgressColumn):
-    """Time left at the speed of late, then the time that it took."""
+    """Time left at the speed of late; the time that passed while that is unknown, and in the end."""
 
     def render(self, task: Task) -> Text:
         if task.finished:
             return Text(f"took {duration(task.finished_time or 0)}", style="cyan", no_wrap=True)
         left = task.time_remaining
-        return Text("" if left is None else f"{duration(left)} left", style="cyan", no_wrap=True)
+        text = duration(task.elapsed or 0) if left is None else f"{duration(left)} left"
+        return Text(text, style="cyan", no_wrap=True)
 
 
 def _plain_line(record: dict[str, Any], max_steps: int) -> str:

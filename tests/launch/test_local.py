@@ -151,6 +151,7 @@ def test_a_death_without_an_error_file(script, run_dir, death, says):
         time.sleep(60)
         """,
     )
+    run_dir.log_file(1).write_text("of an earlier attempt\n")
     started = time.monotonic()
     with pytest.raises(WorkerError) as error:
         run_workers(command, 3, run_dir)
@@ -158,6 +159,7 @@ def test_a_death_without_an_error_file(script, run_dir, death, says):
     assert str(error.value).startswith("rank 1: ")
     assert says in str(error.value)
     assert "reading shard 7" in str(error.value)
+    assert "earlier attempt" not in str(error.value)
 
 
 def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch):

@@ -1,0 +1,130 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.metrics import MetricsLogger, StepMetrics, Window
+from llmtrain.metrics.logger import forget_after
+
+STEP_KEYS = [
+    *("step", "loss", "grad_norm", "lr", "tokens", "samples", "step_time_s"),
+    *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu"),
+    *("peak_memory_bytes", "data_wait_s"),
+]
+
+
+def metrics(step, loss=2.0, grad_norm=1.0):
+    window = Window(steps=10, seconds=5.0, tokens=10240, data_wait_s=0.5)
+    return StepMetrics(step, loss, grad_norm, 1e-3, step * 1024, step * 8, window, None)
+
+
+def strict(line):
+    """JSON as the standard has it: Python's reader would take NaN."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def records(run_dir):
+    return [strict(line) for line in run_dir.metrics_file.read_text().splitlines()]
+
+
+@pytest.fixture
+def plan(plan):
+    """Without trackers, which are tested by themselves."""
+    return plan.model_copy(update={"recipe": plan.recipe.with_(**{"logging.trackers": []})})
+
+
+def train(run_dir, plan, first, last, start_step=0):
+    """Logs steps first..last in tens, with an evaluation at each 20."""
+    with MetricsLogger(run_dir, plan, start_step) as logger:
+        for step in range(first, last + 1, 10):
+            logger.log_step(metrics(step))
+            if step % 20 == 0:
+                logger.log_eval(step, 3.0)
+
+
+def test_a_step_has_every_field(run_dir, plan):
+    with MetricsLogger(run_dir, plan) as logger:
+        record = logger.log_step(metrics(10))
+    assert records(run_dir) == [record]
+    assert list(record) == STEP_KEYS
+    assert record["step_time_s"] == 0.5
+    assert record["data_wait_s"] == 0.05
+    assert record["tokens_per_second"] == 2048
+    assert record["tokens_per_second_per_device"] == 1024
+    assert record["tflops_per_device"] == pytest.approx(1024 * 6000 / 1e12)
+    assert record["mfu"] is None
+    assert record["peak_memory_bytes"] is None
+
+
+def test_an_evaluation(run_dir, plan):
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_eval(20, math.log(50))
+    assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_has_no_word_for_is_null(run_dir, plan, value):
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_step(metrics(10, loss=value, grad_norm=value))
+        logger.log_eval(10, value)
+        logger.log_eval(20, 1e6)
+    assert [record.get("loss", record.get("eval_loss")) for record in records(run_dir)] == [None, None, 1e6]
+    assert records(run_dir)[0]["grad_norm"] is None
+    assert records(run_dir)[2]["perplexity"] is None
+
+
+def test_numbers_keep_every_digit(run_dir, plan):
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_step(metrics(10, loss=0.1 + 0.2))
+    assert records(run_dir)[0]["loss"] == 0.1 + 0.2
+
+
+def test_a_resumed_run_writes_what_an_uninterrupted_one_does(run_dir, plan, tmp_path):
+    train(run_dir, plan, 10, 60)
+    whole = run_dir.metrics_file.read_text()
+    train(run_dir, plan, 50, 60, start_step=40)
+    assert run_dir.metrics_file.read_text() == whole
+    assert len(records(run_dir)) == 9
+
+
+def test_a_line_that_was_cut_off_is_dropped(run_dir, plan):
+    train(run_dir, plan, 10, 20)
+    whole = run_dir.metrics_file.read_text()
+    with run_dir.metrics_file.open("a") as file:
+        file.write('{"step": 15, "lo')
+    forget_after(run_dir, 20)
+    assert run_dir.metrics_file.read_text() == whole
+
+
+def test_a_new_run_in_an_old_folder_starts_empty(run_dir, plan):
+    train(run_dir, plan, 10, 20)
+    with MetricsLogger(run_dir, plan, 0):
+        assert records(run_dir) == []
+
+
+def test_a_killed_run_has_every_line_that_it_logged(run_dir, plan):
+    (run_dir.path / "plan.json").write_text(plan.model_dump_json())
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from llmtrain.metrics import MetricsLogger
+from llmtrain.run_dir import RunDir
+from test_logger import metrics
+run_dir = RunDir(Path({str(run_dir.path)!r}))
+logger = MetricsLogger(run_dir, run_dir.read_plan())
+for step in (10, 20, 30):
+    logger.log_step(metrics(step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    assert subprocess.run([sys.executable, "-c", program], env=env).returncode == -9
+    assert [record["step"] for record in records(run_dir)] == [10, 20, 30]

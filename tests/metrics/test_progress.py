@@ -1,0 +1,109 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from llmtrain.metrics import TrainingProgress
+from llmtrain.metrics.progress import compact, duration
+
+RECORD = {
+    "step": 50,
+    "loss": 2.34567,
+    "grad_norm": 0.987654,
+    "lr": 3e-4,
+    "tokens": 51200,
+    "tokens_per_second": 12345.6,
+    "mfu": 0.4123,
+    "step_time_s": 2.0,
+}
+EVALUATION = {"step": 50, "eval_loss": 3.0, "perplexity": 20.0855}
+
+
+def plain():
+    return Console(file=io.StringIO(), width=40)
+
+
+def lines(console):
+    return console.file.getvalue().splitlines()
+
+
+def test_a_log_gets_one_line_per_logged_step():
+    console = plain()
+    with TrainingProgress(console, 100) as progress:
+        for step in range(1, 51):
+            progress.advance(step)
+        progress.show(RECORD)
+        with progress.busy("evaluating"):
+            pass
+        progress.show(EVALUATION)
+    assert lines(console) == [
+        "step 50/100  loss 2.3457  grad 0.9877  lr 3.00e-04  12.3k tok/s  41.2% mfu  1m40s left",
+        "step 50  eval loss 3.0000  perplexity 20.09",
+    ]
+
+
+def test_what_is_unknown_is_left_out():
+    console = plain()
+    progress = TrainingProgress(console, 100)
+    progress.show({**RECORD, "mfu": None, "grad_norm": None, "loss": None})
+    assert lines(console) == ["step 50/100  loss not finite  lr 3.00e-04  12.3k tok/s  1m40s left"]
+
+
+def test_the_summary_tells_what_was_trained():
+    console = plain()
+    progress = TrainingProgress(console, 50, start_step=20)
+    progress.show({**RECORD, "step": 30, "tokens_per_second": 2000.0})  # 10 steps in 20 s
+    progress.show({**RECORD, "step": 50, "tokens_per_second": 500.0})  # 20 steps in 40 s
+    progress.show(EVALUATION)
+    progress.summary()
+    summary = lines(console)[3:]
+    assert summary[0] == "trained 30 steps, 60.0k tokens in 0s (1.00k tokens/s while training)  loss 2.3457"
+    assert summary[1] == "evaluated at step 50  eval loss 3.0000  perplexity 20.09"
+
+
+def test_a_quiet_console_gets_nothing():
+    console = Console(file=io.StringIO(), quiet=True)
+    with TrainingProgress(console, 100) as progress:
+        progress.show(RECORD)
+        progress.summary()
+    assert lines(console) == []
+
+
+def test_text_is_not_taken_for_markup():
+    console = plain()
+    TrainingProgress(console, 100).note("saved [/tmp/x] [red]")
+    assert lines(console) == ["saved [/tmp/x] [red]"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_live_line_is_one_line_at_any_width(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    progress = TrainingProgress(console, 100_000)
+    progress.advance(50)
+    progress.show(RECORD)
+    assert progress._bar is not None
+    with console.capture() as capture:
+        console.print(progress._bar.get_renderable())
+    (line,) = capture.get().splitlines()
+    assert "50/100,000" in line
+    assert "loss 2.3457" in line
+    assert ("12.3k tok/s" in line) == (width >= 80)
+    assert ("grad 0.9877" in line) == ("41.2% mfu" in line) == (width >= 120)
+    assert "…" not in line
+    assert len(line) <= width
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.00k"), (12345, "12.3k"), (123456, "123k"), (4.56e6, "4.56M"), (1.5e13, "15.0T")],
+)
+def test_compact(value, text):
+    assert compact(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (131, "2m11s"), (3900, "1h05m"), (3 * 86400 + 4 * 3600, "3d04h")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,132 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.metrics.trackers import Trackers, check_trackers
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def with_trackers(plan, *names):
+    return plan.recipe.with_(**{"logging.trackers": list(names)})
+
+
+@pytest.fixture(scope="module")
+def event_accumulator():
+    from tensorboard.backend.event_processing import event_accumulator
+
+    return event_accumulator
+
+
+def scalars(event_accumulator, run_dir, tag):
+    reader = event_accumulator.EventAccumulator(str(run_dir.tensorboard)).Reload()
+    return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+
+def test_tensorboard_is_there(plan):
+    check_trackers(with_trackers(plan, "tensorboard"))
+
+
+def test_a_missing_package_is_named(plan, monkeypatch, tmp_path):
+    """A folder of that name, which the tracker itself leaves behind, is not the package."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in ("tensorboard", "wandb", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(RecipeError) as error:
+        check_trackers(with_trackers(plan, "tensorboard", "wandb", "mlflow"))
+    fixes = [problem.fix for problem in error.value.problems]
+    assert fixes == ["pip install 'tensorboard'", "pip install 'llmtrain[wandb]'", "pip install 'llmtrain[mlflow]'"]
+    assert {problem.field for problem in error.value.problems} == {"logging.trackers"}
+
+
+def test_the_check_imports_no_tracker():
+    program = """
+import sys
+from llmtrain.metrics import check_trackers
+print([name for name in ("torch", "accelerate", "tensorboard", "wandb", "mlflow") if name in sys.modules])
+"""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_tensorboard_shows_the_numbers_and_the_recipe(plan, run_dir, event_accumulator):
+    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), 0)
+    trackers.log({"train/loss": 2.5, "train/mfu": None}, step=10)
+    trackers.log({"train/loss": 2.0, "train/mfu": None}, step=20)
+    trackers.close()
+    assert scalars(event_accumulator, run_dir, "train/loss") == [(10, 2.5), (20, 2.0)]
+    reader = event_accumulator.EventAccumulator(str(run_dir.tensorboard)).Reload()
+    assert reader.Tags()["scalars"] == ["train/loss"]
+    text = reader.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"name": "small"' in text
+
+
+def test_tensorboard_forgets_the_steps_of_a_lost_attempt(plan, run_dir, event_accumulator):
+    recipe = with_trackers(plan, "tensorboard")
+    for start, steps in ((0, (10, 20, 30)), (20, (30, 40))):
+        trackers = Trackers(run_dir, recipe, start)
+        for step in steps:
+            trackers.log({"train/loss": float(step + start)}, step=step)
+        trackers.close()
+    assert scalars(event_accumulator, run_dir, "train/loss") == [(10, 10.0), (20, 20.0), (30, 50.0), (40, 60.0)]
+
+
+def test_no_process_group_and_no_state_of_accelerate(plan, run_dir):
+    """Under a launcher's variables, accelerate would join or make a process group of its own."""
+    program = f"""
+from pathlib import Path
+import torch
+from accelerate.state import PartialState
+from llmtrain.metrics.trackers import Trackers
+from llmtrain.recipe import Recipe
+from llmtrain.run_dir import RunDir
+recipe = Recipe.model_validate_json({with_trackers(plan, "tensorboard").model_dump_json()!r})
+threads = torch.get_num_threads()
+trackers = Trackers(RunDir(Path({str(run_dir.path)!r})), recipe, 0)
+trackers.log({{"train/loss": 1.0}}, step=1)
+trackers.close()
+assert not torch.distributed.is_initialized()
+assert PartialState._shared_state == {{}}
+assert torch.get_num_threads() == threads
+"""
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = {**os.environ, **group, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}
+    env |= {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wandb_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the extra llmtrain[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recipe = with_trackers(plan, "wandb")
+    identities = []
+    for start in (0, 20):
+        trackers = Trackers(run_dir, recipe, start)
+        trackers.log({"train/loss": 2.0, "train/mfu": None}, step=start + 10)
+        trackers.close()
+        identities.append(json.loads(run_dir.trackers_file.read_text())["wandb"])
+    assert identities[0] == identities[1]
+    assert len(list((run_dir.path / "wandb").glob(f"offline-run-*-{identities[0]}"))) == 2
+
+
+def test_mlflow_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch, tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra llmtrain[mlflow]")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    recipe = with_trackers(plan, "mlflow").with_(**{"export.sample_prompt": "long " * 2000})
+    for start in (0, 20):
+        trackers = Trackers(run_dir, recipe, start)
+        trackers.log({"train/loss": 2.0 - start, "train/mfu": None}, step=start + 10)
+        trackers.close()
+    run = mlflow.get_run(json.loads(run_dir.trackers_file.read_text())["mlflow"])
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (30, -18.0)]
+    assert run.data.params["optim.lr"] == "0.001"
+    assert run.data.params["export.sample_prompt"].startswith("long long")
