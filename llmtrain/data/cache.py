@@ -117,6 +117,8 @@ class Cache:
         except Timeout:
             self.progress.say(f"Another process is preparing {final}; waiting for it")
             lock.acquire()
+        except NotImplementedError:  # what filelock makes of ENOSYS
+            raise OSError(errno.ENOSYS, "its file system has no file locks") from None
         try:
             yield
         finally:

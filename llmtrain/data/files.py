@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -24,6 +25,16 @@ NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pac
 READ_BYTES = 1 << 22
 
 
+class Fingerprint(NamedTuple):
+    """What a file is: its content, and what tells cheaply that it is still the same."""
+
+    size: int
+    """Bytes."""
+    modified: int
+    """Nanoseconds since the epoch."""
+    hash: str
+
+
 @dataclass(frozen=True)
 class FileCorpus:
     """Documents of local files of one kind, in the order of their paths."""
@@ -33,10 +44,8 @@ class FileCorpus:
     """Suffix that says how the files are read."""
     column: str
     files: tuple[Path, ...]
-    hashes: tuple[str, ...]
-    """Content hash of each file."""
-    sizes: tuple[int, ...]
-    """Bytes of each file."""
+    prints: tuple[Fingerprint, ...]
+    """What each file was when it was hashed."""
     lenient: bool = False
     """Pass over a file that is not UTF-8 instead of refusing it."""
 
@@ -44,21 +53,24 @@ class FileCorpus:
     def identity(self) -> str:
         """Names the content: equal documents in equal order, wherever the files lie."""
         column = self.column if READERS.get(self.kind, read_text) is not read_text else None
-        return key_of("files", self.kind, column, self.hashes, self.lenient)
+        return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
 
     def documents(self) -> Iterator[Document]:
         """The documents, with the share of the bytes read so far. Raises DataError for a file it cannot read."""
         reader = READERS.get(self.kind, read_text)
-        total = max(1, sum(self.sizes))
+        total = max(1, sum(known.size for known in self.prints))
         done = 0
-        for path, size in zip(self.files, self.sizes, strict=True):
+        for path, known in zip(self.files, self.prints, strict=True):
             try:
                 for text, fraction in reader(path, self.column):
-                    yield Document(text, (done + fraction * size) / total)
+                    yield Document(text, (done + fraction * known.size) / total)
             except DataError as error:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
-            done += size
+            if _stamp(path) != (known.size, known.modified):
+                # Its store would bear the name of what the file held before.
+                raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
+            done += known.size
 
 
 def find_files(name: str, split: str, field: str) -> list[Path]:
@@ -85,7 +97,7 @@ def file_corpus(source: Source, files: Sequence[Path], cache: Cache) -> FileCorp
     kind = kind_of(files[0])
     assert kind is not None  # find_files returns no other
     prints = Fingerprints(cache, source.name).of(files)
-    return FileCorpus(source.name, kind, source.text_column, tuple(files), *_columns(prints))
+    return FileCorpus(source.name, kind, source.text_column, tuple(files), prints)
 
 
 def stdlib_corpus(cache: Cache) -> FileCorpus:
@@ -97,7 +109,7 @@ def stdlib_corpus(cache: Cache) -> FileCorpus:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     prints = Fingerprints(cache, STDLIB).of(files)
-    return FileCorpus(STDLIB, ".py", "", tuple(files), *_columns(prints), lenient=True)
+    return FileCorpus(STDLIB, ".py", "", tuple(files), prints, lenient=True)
 
 
 class Fingerprints:
@@ -107,46 +119,47 @@ class Fingerprints:
         self._cache = cache
         self._path = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(name))}.json"  # noqa: PTH100 - globs
 
-    def of(self, files: Sequence[Path]) -> list[tuple[str, int]]:
-        """Hash and size of each file. Raises DataError for one that cannot be read."""
+    def of(self, files: Sequence[Path]) -> tuple[Fingerprint, ...]:
+        """The fingerprint of each file. Raises DataError for one that cannot be read."""
         known = self._known()
-        found: dict[str, list[int | str]] = {}
-        unknown = []
-        for path in files:
-            name, stamp = _stamp(path)
-            old = known.get(name)
-            found[name] = old if old and old[:2] == stamp else stamp
-            if found[name] is stamp:
-                unknown.append((path, stamp))
+        stamps = {str(path.absolute()): _stamp(path) for path in files}
+        found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
+        unknown = [name for name in stamps if name not in found]
         if unknown:
             with self._cache.progress.task("Hashing the files") as task:
-                for number, (path, stamp) in enumerate(unknown):
-                    stamp.append(_hash(path))
-                    task.update(number / len(unknown), path.name)
+                for number, name in enumerate(unknown):
+                    found[name] = Fingerprint(*stamps[name], _hash(Path(name)))
+                    task.update(number / len(unknown), name)
             self._remember(found)
-        return [(str(digest), int(size)) for size, _, digest in found.values()]
+        return tuple(found[name] for name in stamps)
 
-    def _known(self) -> dict[str, list[int | str]]:
+    def _known(self) -> dict[str, Fingerprint]:
         try:
-            known: dict[str, list[int | str]] = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            known = json.loads(self._path.read_text(encoding="utf-8"))
+            return {name: Fingerprint(*fields) for name, fields in known.items()}
+        except (OSError, ValueError, TypeError):
             return {}
-        return known
 
-    def _remember(self, found: dict[str, list[int | str]]) -> None:
+    def _remember(self, found: dict[str, Fingerprint]) -> None:
         # Nothing is lost where this cannot be written: the files are hashed again next time, and
         # a folder that cannot be written is reported by whoever has to write a store.
+        partial = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(found), encoding="utf-8")
-            partial.replace(self._path)
+            try:
+                partial.write_text(json.dumps(found), encoding="utf-8")
+                partial.replace(self._path)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
-def _stamp(path: Path) -> tuple[str, list[int | str]]:
-    """A file's name, and its size and modification time."""
-    status = path.stat()
-    return str(path.absolute()), [status.st_size, status.st_mtime_ns]
+def _stamp(path: Path) -> tuple[int, int]:
+    """Size and modification time of a file. Raises DataError if it is gone."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
+    return status.st_size, status.st_mtime_ns
 
 
 def _hash(path: Path) -> str:
@@ -158,10 +171,6 @@ def _hash(path: Path) -> str:
     except OSError as error:
         raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
     return digest.hexdigest()
-
-
-def _columns(prints: list[tuple[str, int]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    return tuple(digest for digest, _ in prints), tuple(size for _, size in prints)
 
 
 def _below(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
@@ -65,7 +65,7 @@ def read_parquet(path: Path, column: str) -> Iterator[Document]:
         if column not in file.schema_arrow.names:
             raise DataError(column_problem(str(path), column, file.schema_arrow.names))
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=[column])
-        yield from read_batches(batches, column, str(path), file.metadata.num_rows)
+        yield from read_batches(with_fraction(batches, file.metadata.num_rows), column, str(path))
 
 
 def read_arrow(path: Path, column: str) -> Iterator[Document]:
@@ -75,25 +75,33 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
     with _arrow_errors(path), pyarrow.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
-        table = (pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)).read_all()
-        if column not in table.column_names:
-            raise DataError(column_problem(str(path), column, table.column_names))
-        batches = table.select([column]).to_batches(max_chunksize=BATCH_ROWS)  # views of the mapped file
-        yield from read_batches(batches, column, str(path), table.num_rows)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        if column not in reader.schema.names:
+            raise DataError(column_problem(str(path), column, reader.schema.names))
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
+        size = source.size()
+        yield from read_batches(((batch, source.tell() / size) for batch in batches), column, str(path))
 
 
-def read_batches(batches: Iterator[pyarrow.RecordBatch], column: str, place: str, rows: int) -> Iterator[Document]:
-    """The documents of Arrow record batches; `place` names them in errors, `rows` is how many there are."""
-    row = 0
+def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    """Each record batch with the share of all `rows` that has been read with it."""
+    done = 0
     for batch in batches:
-        values = batch.column(batch.schema.get_field_index(column))
-        for value in values:
+        done += batch.num_rows
+        yield batch, done / max(1, rows)
+
+
+def read_batches(batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str, place: str) -> Iterator[Document]:
+    """The documents of Arrow record batches, each with the share read; `place` names them in errors."""
+    row = 0
+    for batch, fraction in batches:
+        for value in batch.column(batch.schema.get_field_index(column)):
             row += 1
             try:
                 text = value.as_py()
             except UnicodeDecodeError as error:
                 raise DataError(_not_utf8(f"{place}, row {row}", error, 0)) from None
-            yield from _document(text, f"{place}, row {row}", column, row / rows)
+            yield from _document(text, f"{place}, row {row}", column, fraction)
 
 
 READERS: dict[str, Reader] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.formats import BATCH_ROWS, Document, column_problem, read_batches
+from llmtrain.data.formats import BATCH_ROWS, Document, column_problem, read_batches, with_fraction
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 
@@ -51,8 +51,8 @@ class HubCorpus:
         if source.text_column not in dataset.column_names:
             raise DataError(column_problem(f"{self.field}.text_column", source.text_column, dataset.column_names))
         tables = dataset.select_columns([source.text_column]).with_format("arrow").iter(batch_size=BATCH_ROWS)
-        batches = (batch for table in tables for batch in table.to_batches())
-        yield from read_batches(batches, source.text_column, f"{source.name} ({source.split})", len(dataset))
+        batches = with_fraction((batch for table in tables for batch in table.to_batches()), len(dataset))
+        yield from read_batches(batches, source.text_column, f"{source.name} ({source.split})")
 
 
 def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:

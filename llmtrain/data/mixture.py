@@ -39,7 +39,7 @@ class Mixture:
         return source, number
 
     def share(self, source: int, samples: int) -> int:
-        """The most samples of a source that any `samples` consecutive ones hold, give or take one."""
+        """How many of `samples` consecutive ones are of a source, rounded up."""
         return -(-samples * self.weights[source] // sum(self.weights))
 
 

@@ -23,6 +23,7 @@ from llmtrain.errors import DataError, Problem
 FORMAT = 1
 """Version of the layout of a store; part of its key."""
 BATCH_CHARACTERS = 4_000_000
+"""Text that is encoded at once: enough for many cores, and some 100 MB while it is."""
 BATCH_PIECES = 8192
 BUFFER_TOKENS = 1 << 18
 

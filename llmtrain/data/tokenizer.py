@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,10 @@ END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 TRAINING_CHARACTERS = 64_000_000
 """Text that a tokenizer is trained on at most: more hardly changes the merges, and takes memory and minutes."""
-PIECE_CHARACTERS = 1_000_000
+PIECE_CHARACTERS = 1 << 17
 """Longer documents are tokenized in pieces, so that one of them neither fills the memory nor keeps one core busy."""
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+WORD_START = re.compile(r"(?<=\S)(?= \S)")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -104,18 +107,17 @@ def prepare_tokenizer(data: DataConfig, corpora: Sequence[Corpus], cache: Cache)
 
 
 def cut(text: str) -> Iterator[str]:
-    """The text in pieces of at most `PIECE_CHARACTERS`, cut after a line end where there is one.
+    """The text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
 
-    The byte-level tokenizers split at a line end that is followed by other than white space, so
-    cutting there does not change the tokens.
+    That is at a single line end or before a single space, so that cutting does not change the
+    tokens; only a text that has neither for long is cut anywhere. (A tokenizer that marks the
+    start of a text marks each piece.)
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
-        end = start + PIECE_CHARACTERS
-        line_end = text.rfind("\n", start + PIECE_CHARACTERS // 2, end - 1)
-        while line_end > 0 and text[line_end + 1].isspace():
-            line_end = text.rfind("\n", start + PIECE_CHARACTERS // 2, line_end)
-        stop = line_end + 1 if line_end > 0 else end
+        lowest, highest = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+        found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
+        stop = found.end() if found else highest
         yield text[start:stop]
         start = stop
     yield text[start:]
