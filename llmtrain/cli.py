@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -217,10 +218,11 @@ def lint(
     findings = lint_file(config, world_size)
     errors = [finding for finding in findings if finding.severity == "error"]
     if as_json:
-        print(json.dumps({"file": str(config), "findings": [finding.as_dict() for finding in findings]}, indent=2))
+        print(json.dumps({"file": str(config), "findings": [asdict(finding) for finding in findings]}, indent=2))
     else:
-        for finding in findings:
-            print(finding)
+        for one in findings:
+            fix = f"\n    {one.fix}" if one.fix else ""
+            print(f"{config}:{one.line}:{one.column}: {one.severity}: {one.field}: {one.message} [{one.rule}]{fix}")
         print(f"{config}: {len(errors)} errors, {len(findings) - len(errors)} warnings")
     sys.exit(1 if errors else Exit.DONE)
 

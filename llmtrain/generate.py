@@ -10,9 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmtrain.errors import Problem, RecipeError
 
 
-def generate(
-    folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1
-) -> str:
+def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
     """The continuation of `prompt`, sampled from the 50 likeliest tokens; temperature 0 takes the likeliest.
 
     Raises RecipeError where the folder holds no model.

@@ -100,6 +100,6 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
 
 def _peak_memory() -> int:
     """Bytes: allocated on the device, or resident where the device is the host."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -46,9 +46,7 @@ def whole(checkpoints: Path) -> list[Path]:
     """The checkpoints that were renamed into place, oldest first."""
     if not checkpoints.is_dir():
         return []
-    return sorted(
-        path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()
-    )
+    return sorted(path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
 
 
 def newest(checkpoints: Path) -> Path | None:

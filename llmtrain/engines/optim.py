@@ -15,13 +15,14 @@ from llmtrain.recipe import OptimConfig, Recipe
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices, which decay, and biases and norms, which do not; each in the model's own order."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             # A parameter that ZeRO-3 has partitioned is flat; its true shape is `ds_shape`.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             (decayed if len(shape) >= 2 else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

@@ -52,7 +52,9 @@ def _train_one(rank: int, recipe, ranks: int):
         one = step_batch(step, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, ranks)
         result = engine.train_step(one)
         trace.append((result.loss.item(), result.grad_norm.item(), result.lr))
-    evaluation = engine.eval_step(step_batch(999, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, ranks))
+    evaluation = engine.eval_step(
+        step_batch(999, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, ranks)
+    )
     # Numpy, since a tensor would travel through shared memory that dies with its process.
     weights = {name: tensor.float().numpy() for name, tensor in engine.named_weights()}
     return trace, evaluation.item(), weights

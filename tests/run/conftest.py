@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-RECIPE = '''
+RECIPE = """
 from llmtrain import (
     BatchConfig, CheckpointConfig, DataConfig, EvalConfig, LoggingConfig, ModelConfig, OptimConfig, Recipe, Source,
     TrainConfig, TrainedTokenizer, main,
@@ -43,7 +43,7 @@ def recipe() -> Recipe:
 
 if __name__ == "__main__":
     main(recipe)
-'''
+"""
 
 
 @pytest.fixture(scope="session")
@@ -79,4 +79,4 @@ def metrics(run_dir: Path) -> list[dict]:
 def losses(run_dir: Path) -> list[tuple]:
     """What a run computed, in the order it was written: everything but times."""
     wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "eval_loss")
-    return [tuple(line.get(key) for key in wanted) for line in metrics(run_dir)]
+    return [tuple(line[key] for key in wanted if key in line) for line in metrics(run_dir)]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import llmtrain, losses, metrics
@@ -66,23 +67,20 @@ def _workers_once(launcher: int, ready) -> list[int]:
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    with open(f"/proc/{launcher}/task/{launcher}/children") as children:
-        return sorted(int(pid) for pid in children.read().split())
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+    return sorted(int(pid) for pid in children.split())
 
 
 def _alive(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
 def test_another_layout_is_refused_before_anything_is_loaded(small_recipe, uninterrupted):
     before = losses(uninterrupted)
-    result = llmtrain(
-        "train", small_recipe, "--run-dir", uninterrupted, "--nproc", 2, "--set", "parallel.zero_stage=2"
-    )
+    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, "--nproc", 2, "--set", "parallel.zero_stage=2")
     assert result.returncode == 4
     assert "zero_stage 1 → 2" in result.stderr
     assert "Traceback" not in result.stderr
