@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from llmtrain.checkpoint import TrainerState, newest
+from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Prepared
 from llmtrain.generate import generate
 from llmtrain.plan import Plan

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llmtrain.checkpoint import Saver, TrainerState
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress

@@ -21,7 +21,7 @@ from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from llmtrain.checkpoint import TrainerState
+    from llmtrain.checkpoint.state import TrainerState
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
 
@@ -95,7 +95,7 @@ def _fit(
     stop_step: int,
     output: WorkerOutput,
 ) -> None:
-    from llmtrain.checkpoint import Saver
+    from llmtrain.checkpoint.save import Saver
     from llmtrain.loop import Run, fit
     from llmtrain.metrics import MetricsLogger, TrainingProgress
 
@@ -131,7 +131,8 @@ def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str) -> Trainer
     import torch
     from torch import distributed as dist
 
-    from llmtrain.checkpoint import TrainerState, load, newest
+    from llmtrain.checkpoint.folder import newest
+    from llmtrain.checkpoint.state import TrainerState, load
 
     # Rank 0 decides, so that no two ranks continue from different checkpoints.
     chosen: list[str | None] = [None]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import llmtrain, losses, metrics
 
-from llmtrain.checkpoint import newest, verify
+from llmtrain.checkpoint.folder import newest, verify
 
 ZERO = ("--set", "parallel.zero_stage=1", "--nproc", "2")
 
