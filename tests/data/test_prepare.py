@@ -116,6 +116,20 @@ def test_what_changes_decides_what_is_made(make_recipe: MakeRecipe, corpus_file:
     assert not partials(cache_dir)
 
 
+def test_another_folder_gives_the_same_key(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+    """Nodes that share no folder train a tokenizer each, and must agree, however many cores they have."""
+    first = prepare(make_recipe(corpus_file, tokenizer={"vocab_size": 600}))
+    recipe = make_recipe(corpus_file, tokenizer={"vocab_size": 600}, cache_dir=str(tmp_path / "other"))
+    code = """
+        import os
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        prepared = prepare(recipe)
+        print(prepared.made, prepared.key)
+    """
+    assert python(code, recipe).communicate(timeout=60)[0] == f"True {first.key}\n"
+    assert prepare(make_recipe(corpus_file, tokenizer={"vocab_size": 280})).key != first.key
+
+
 def test_processes_at_once_make_it_once(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
     together = """
         print("ready", flush=True)
