@@ -78,9 +78,9 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
         if column not in reader.schema.names:
             raise DataError(column_problem(str(path), column, reader.schema.names))
-        batches = (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader
-        size = source.size()
-        yield from read_batches(((batch, source.tell() / size) for batch in batches), column, str(path))
+        yield from read_batches(
+            _file_batches(reader) if is_file else _stream_batches(reader, source), column, str(path)
+        )
 
 
 def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
@@ -206,6 +206,18 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    count = reader.num_record_batches
+    return ((reader.get_batch(number), (number + 1) / count) for number in range(count))
+
+
+def _stream_batches(
+    reader: pyarrow.ipc.RecordBatchStreamReader, source: pyarrow.MemoryMappedFile
+) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    size = source.size()
+    return ((batch, source.tell() / size) for batch in reader)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from llmtrain.data import packing
 from llmtrain.data.cache import Cache, cache_folder, key_of
 from llmtrain.data.corpus import Corpus, open_corpora
 from llmtrain.data.evaluation import EvalOrder
+from llmtrain.data.mixture import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, Samples, packed_samples
 from llmtrain.data.store import SPLITS, TokenStore, token_store
@@ -50,6 +51,12 @@ class Prepared:
     """Whether this call made anything; False where all of it was in the cache."""
     seconds: float
     """What this call took, waiting for another process included."""
+
+    @property
+    def key(self) -> str:
+        """Names all that is read and its proportions: equal keys and seeds give equal batches at equal cursors."""
+        weights = integer_weights([source.weight for source in self.sources])
+        return key_of([source.key for source in self.sources], weights)
 
     @property
     def tokenizer_dir(self) -> Path:

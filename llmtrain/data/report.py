@@ -15,6 +15,7 @@ def summary(prepared: Prepared) -> dict[str, Any]:
     return {
         "made": prepared.made,
         "seconds": prepared.seconds,
+        "key": prepared.key,
         "tokenizer": str(prepared.tokenizer_dir),
         "vocab_size": prepared.vocab_size,
         "sequence_length": prepared.sequence_length,

@@ -13,6 +13,7 @@ import xxhash
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.corpus import Corpus, held_out
+from llmtrain.data.mixture import integer_weights
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig, TrainedTokenizer
 
@@ -87,7 +88,7 @@ def prepare_tokenizer(data: DataConfig, corpora: Sequence[Corpus], cache: Cache)
     """
     wanted = data.tokenizer
     if isinstance(wanted, TrainedTokenizer):
-        weights = [source.weight for source in data.sources]
+        weights = integer_weights([source.weight for source in data.sources])
         identities = [corpus.identity for corpus in corpora]
         key = key_of("trained", FORMAT, wanted.vocab_size, data.eval_fraction, weights, identities)
 

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_corpora import MakeRecipe, make_texts, write_jsonl
 
 from llmtrain.recipe import Recipe, parse_recipe
-
-WORDS = "the of naïve snow 雪 model trains on text, with (many) words; and\nlines = 12345\t# so\n".split(" ")
-
-
-def make_texts(count: int, seed: int = 0, longest: int = 120) -> list[str]:
-    """Different documents of 1 to `longest` words."""
-    rng = random.Random(seed)
-    return [f"{n} " + " ".join(rng.choices(WORDS, k=rng.randint(1, longest))) for n in range(count)]
-
-
-def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"id": n, column: text}) + "\n" for n, text in enumerate(texts)))
-    return path
 
 
 @pytest.fixture
@@ -40,9 +24,6 @@ def corpus_file(tmp_path: Path, texts: list[str]) -> Path:
 @pytest.fixture
 def cache_dir(tmp_path: Path) -> Path:
     return tmp_path / "cache"
-
-
-MakeRecipe = Callable[..., Recipe]
 
 
 @pytest.fixture

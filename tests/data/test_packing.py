@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_no_document_that_fits_is_split(stream: Stream, length: int) -> None:
     inputs, _, _ = everything(pack(stream, length))
     row_of = {int(token): row for row in range(len(inputs)) for token in inputs[row]}
     bounds = stream.documents.astype(int)
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         if end - start - 1 <= length:
             assert len({row_of[10_000 + token] for token in range(start, end - 1)}) == 1
 

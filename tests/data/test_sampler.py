@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeRecipe, make_texts, write_jsonl
+from small_corpora import MakeRecipe, make_texts, write_jsonl
 
 from llmtrain.data import Prepared, Schedule, StepBatch, prepare
 from llmtrain.errors import DataError, Exit
