@@ -71,7 +71,7 @@ def _train(
 
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
         engine = build_engine(plan, ds_config, device)
-        state = _resume(run_dir, plan, engine, resume)
+        state = _resume(run_dir, plan, engine, resume, prepared.key)
     data = _schedule(plan, prepared, rank)
     if rank.is_main:
         shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
@@ -126,7 +126,7 @@ def _schedule(plan: Plan, prepared: Prepared, rank: Rank) -> Schedule:
     )
 
 
-def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str) -> TrainerState:
+def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str) -> TrainerState:
     """The state to start from; the generators of a new run are seeded, each rank's its own."""
     import torch
     from torch import distributed as dist
@@ -142,8 +142,8 @@ def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str) -> Trainer
     dist.broadcast_object_list(chosen, src=0)
     if chosen[0] is None:
         torch.manual_seed(plan.recipe.train.seed + dist.get_rank())
-        return TrainerState()
-    return load(Path(chosen[0]), engine, plan)
+        return TrainerState(data=data)
+    return load(Path(chosen[0]), engine, plan, data)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ class TrainerState:
     """Sequences consumed: the cursor of the data, whatever the batch size was."""
     tokens: int = 0
     """Target tokens consumed."""
+    data: str = ""
+    """Key of the prepared data that `samples` counts in."""
     eval_loss: float | None = None
     """Last evaluation, in nats per token."""
     eval_step: int | None = None
@@ -46,16 +48,26 @@ def save_random_state(folder: Path, rank: int) -> None:
     save_file(states, _random_state_file(folder, rank))
 
 
-def load(folder: Path, engine: Engine, plan: Plan) -> TrainerState:
+def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
     """Continues from a checkpoint that was written under the same layout; called by all ranks.
 
-    Raises CheckpointError where a file is missing or damaged, where a pickle names anything but
-    tensors and DeepSpeed's own records, or where the layout differs.
+    data: key of the prepared data. Raises CheckpointError where a file is missing or damaged, where
+    a pickle names anything but tensors and DeepSpeed's own records, or where the layout or the data
+    differ.
     """
     check(folder, plan)
+    state = read_state(folder)
+    if state.data != data:
+        problem = Problem(
+            "checkpoint.data",
+            str(folder),
+            "was trained on other data: the corpus, the tokenizer or the packing has changed since",
+            "bring the data back, or start anew with another --run-dir",
+        )
+        raise CheckpointError(problem)
     engine.load(folder)
     _load_random_state(folder, dist.get_rank())
-    return read_state(folder)
+    return state
 
 
 def check(folder: Path, plan: Plan | None = None) -> None:
