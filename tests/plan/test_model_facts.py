@@ -129,9 +129,11 @@ def problems(**model) -> dict[str, str]:
 
 
 def test_misspelt_keys_name_the_nearest():
-    found = problems(architecture="llama", config={"hiden_size": 64, "num_layers": 2})
+    found = problems(architecture="llama", config={"hiden_size": 64, "num_layers": 2, "rms_norm_eps": 1e-5})
     assert "did you mean 'hidden_size'" in found["model.config.hiden_size"]
     assert {"model.config.num_layers", "model.config.vocab_size"} < set(found)
+    found = problems(architecture="llama", config={"hiden_size": 64, "num_hidden_layers": 0})
+    assert {"model.config.hiden_size", "model.config.num_hidden_layers"} < set(found)
     found = problems(architecture="phi3", config={"hiden_size": 64, "vocab_size": 8})
     assert "did you mean 'hidden_size'" in found["model.config.hiden_size"]
 
