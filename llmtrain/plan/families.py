@@ -207,6 +207,7 @@ _GEMMA = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "attention_bias": False,
@@ -217,6 +218,7 @@ _MIXTRAL = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
     "sliding_window": None,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
@@ -306,7 +308,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
     "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
-    "mixtral": Family(_MIXTRAL, RotaryDecoder(experts=_mixtral_experts), aliases={"num_experts": "num_local_experts"}),
+    "mixtral": Family(
+        _MIXTRAL,
+        RotaryDecoder(experts=_mixtral_experts),
+        aliases={"num_experts": "num_local_experts"},
+        moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    ),
     "qwen3_moe": Family(
         _QWEN3_MOE,
         RotaryDecoder(

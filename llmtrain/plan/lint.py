@@ -193,7 +193,7 @@ def _batch_triangle(document: Document) -> Iterator[Finding]:
     """train = micro × accumulation × data parallel ranks, as DeepSpeed will assert or round."""
     given = [document.values.get(key) for key in _BATCH]
     total, micro, steps = (_batch_number(value) for value in given)
-    if total is None and micro is None and "auto" not in given[:2]:
+    if given[:2] == [None, None]:
         message = "is missing: DeepSpeed needs it or train_micro_batch_size_per_gpu"
         yield _find(document, "lint.batch_missing", ("train_batch_size",), message)
     if not document.world_size or total is None:

@@ -49,9 +49,7 @@ def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_si
     problems = _unknown_keys(model.config, family.keys, model_type)
     if "vocab_size" not in config:
         problems.append(_no_vocabulary())
-    if problems:
-        raise RecipeError(problems)
-    return _arithmetic_facts(model_type, family, config)
+    return _arithmetic_facts(model_type, family, config, problems)
 
 
 def _no_vocabulary() -> Problem:
@@ -70,9 +68,10 @@ def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str)
     ]
 
 
-def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any]) -> ModelFacts:
-    config, problems = _with_defaults(family, given)
-    problems += _wrong_sizes(family, config)
+def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], problems: list[Problem]) -> ModelFacts:
+    """Facts by counting; `problems` are the faults already found, raised with the others."""
+    config, named_twice = _with_defaults(family, given)
+    problems = [*problems, *named_twice, *_wrong_sizes(family, config)]
     if problems:
         raise RecipeError(problems)
     shape = _shape(family, config)

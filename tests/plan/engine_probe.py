@@ -59,14 +59,10 @@ def optimizer_of(case, parameters):
     return getattr(torch.optim, name)(param_groups(parameters), **params)
 
 
-def plain_run(case):
-    """fp32 master weights, forward and backward in the case's precision.
-
-    Gradients are summed in the type of the weights where the case says so, else in fp32.
-    """
-    precision, accumulate_in = case["precision"], DTYPES[case["config"]["data_types"]["grad_accum_dtype"]]
+def plain_run(case, accumulate_in):
+    """fp32 master weights, forward and backward in the case's precision, gradients summed in a given type."""
+    precision = case["precision"]
     weights_in = DTYPES.get(precision, torch.float32)
-    accumulate_in = accumulate_in if accumulate_in == weights_in else torch.float32
     autocast = DTYPES.get(precision.removeprefix("autocast_")) if precision.startswith("autocast") else None
     model = new_model().to(weights_in)
     master = copy.deepcopy(model).float()  # DeepSpeed too copies its master weights from the rounded ones
@@ -99,7 +95,7 @@ def engine_run(case):
         for inputs in step[rank() :: world_size()]:
             engine.backward(loss_of(engine, inputs, weights_in))
             engine.step()
-        norms.append(float(engine.get_global_grad_norm() or 0))
+        norms.append(engine.get_global_grad_norm())  # None where the engine takes none: ZeRO 0 with fp32 weights
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=engine.zero_optimization_stage() == 3):
         weights = [p.detach().float().clone() for p in model.parameters()]
     facts = {
@@ -116,7 +112,7 @@ def engine_run(case):
 
 
 def outcome(case):
-    """The largest deviation of a weight after the run, relative to how far the run moved the weights."""
+    """Largest deviations of a weight after the run, relative to how far the run moved the weights."""
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed keeps it for the life of a process
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
     get_accelerator().is_fp16_supported = lambda: case.get("allow_fp16", False)
@@ -124,11 +120,24 @@ def outcome(case):
         weights, norms, facts = engine_run(case)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    expected, expected_norms = plain_run(case)
+    told = DTYPES[case["config"]["data_types"]["grad_accum_dtype"]]
+    expected, expected_norms = plain_run(case, told)
+    exact, _ = plain_run(case, torch.float32)
+    norm_apart = (
+        None if None in norms else max(abs(float(a) - b) / b for a, b in zip(norms, expected_norms, strict=True))
+    )
+    return {
+        "deviation": deviation(weights, expected),
+        "deviation_from_fp32_sum": deviation(weights, exact),
+        "norm_deviation": norm_apart,
+        **facts,
+    }
+
+
+def deviation(weights, expected):
     moved = max((e - s.detach()).abs().max() for e, s in zip(expected, new_model().parameters(), strict=True))
     apart = max((w - e).abs().max() for w, e in zip(weights, expected, strict=True))
-    norm_apart = max(abs(a - b) / b for a, b in zip(norms, expected_norms, strict=True))
-    return {"deviation": float(apart / moved), "norm_deviation": norm_apart, **facts}
+    return float(apart / moved)
 
 
 def rank():

@@ -23,7 +23,7 @@ from llmtrain.plan.rules import RULES, broken
 PROBE = Path(__file__).with_name("engine_probe.py")
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16")
 # How far a weight may end up from the plain loop's, relative to the way it went. fp16 rounds scaled gradients.
-TOLERANCE = {"fp32": 5e-5, "bf16": 5e-5, "autocast_bf16": 5e-5, "fp16": 2e-2, "autocast_fp16": 2e-2}
+TOLERANCE = {"fp32": 5e-5, "bf16": 5e-5, "autocast_bf16": 5e-5, "fp16": 5e-3, "autocast_fp16": 5e-3}
 
 
 def run_probe(cases: list[dict], ranks: int, folder: Path) -> dict[str, dict]:
@@ -69,9 +69,7 @@ class Sweep:
             for offload in ("offload_optimizer", "offload_param"):
                 if "pin_memory" in (block := config["zero_optimization"].get(offload, {})):
                     block["pin_memory"] = False
-            cases.append(
-                {"id": name, "config": config, "precision": draft.parallel.precision, "allow_fp16": True}
-            )
+            cases.append({"id": name, "config": config, "precision": draft.parallel.precision, "allow_fp16": True})
         return run_probe(cases, self.ranks, folder)
 
 
@@ -80,16 +78,24 @@ def falsified(draft, outcome) -> str:
     if "error" in outcome:
         return outcome["error"]
     parallel = draft.parallel
-    asked = (parallel.offload_optimizer != "none", parallel.offload_param != "none", parallel.offload_optimizer == "nvme")
+    asked = (
+        parallel.offload_optimizer != "none",
+        parallel.offload_param != "none",
+        parallel.offload_optimizer == "nvme",
+    )
     did = (outcome["offloads_optimizer"], outcome["offloads_param"], outcome["swaps"])
     if asked != did:
         return f"offload was {asked} and is {did}"
-    if draft.parallel.zero_stage and outcome["norm_deviation"] > 2e-3:
+    if outcome["norm_deviation"] is not None and outcome["norm_deviation"] > 2e-3:
         return f"gradient norm off by {outcome['norm_deviation']:.1e}"
-    low_precision_sum = parallel.grad_accum_dtype == draft.weight_dtype != "fp32"
-    if low_precision_sum and draft.cluster.world_size > 1:
+    given, tolerance = parallel.grad_accum_dtype, TOLERANCE[parallel.precision]
+    if given not in ("fp32", draft.weight_dtype):
+        # Not the exact sum, or not the one that was asked for (ignored, or dependent on the layout).
+        apart = max(outcome["deviation_from_fp32_sum"], outcome["deviation"])
+        return f"sum of gradients off by {apart:.1e}" if apart > tolerance else ""
+    if given == draft.weight_dtype != "fp32" and draft.cluster.world_size > 1:
         return ""  # another order of the sum rounds otherwise: the norm above is what can be compared
-    if outcome["deviation"] > TOLERANCE[parallel.precision]:
+    if outcome["deviation"] > tolerance:
         return f"weights off by {outcome['deviation']:.1e}"
     return ""
 
@@ -106,9 +112,7 @@ def everything(sweep):
     for precision, stage, grad_accum, optimizer, param in itertools.product(
         PRECISIONS, range(4), ("fp32", "bf16", "fp16"), ("none", "cpu"), ("none", "cpu")
     ):
-        sweep.add(
-            precision, stage, grad_accum_dtype=grad_accum, offload_optimizer=optimizer, offload_param=param
-        )
+        sweep.add(precision, stage, grad_accum_dtype=grad_accum, offload_optimizer=optimizer, offload_param=param)
     return sweep
 
 
@@ -133,7 +137,7 @@ def selection(sweep):
 def test_rules_and_engine_agree(tiny, tmp_path):
     sweep = selection(Sweep(tiny, ranks=1))
     results = sweep.run(tmp_path)
-    assert list(disagreements(sweep, results)) == []
+    assert not (found := list(disagreements(sweep, results))), "\n".join(found)
     # Both directions were seen, for every rule that says so.
     tried = {problem.rule for draft in sweep.drafts.values() for problem in broken(draft)[0]}
     claimed = {rule.id for rule in RULES if rule.seen == "run"} - {"precision.fp16_cpu"}
@@ -162,4 +166,4 @@ def test_fp16_does_not_start_on_a_cpu(tiny, tmp_path):
 def test_rules_and_engine_agree_on_everything(tiny, tmp_path, ranks):
     sweep = everything(Sweep(tiny, ranks))
     results = sweep.run(tmp_path)
-    assert list(disagreements(sweep, results)) == []
+    assert not (found := list(disagreements(sweep, results))), "\n".join(found)

@@ -45,9 +45,7 @@ def world(draft: Draft) -> Iterator[Fault]:
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule(
-    "layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read"
-)
+@rule("layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read")
 def exclusive(draft: Draft) -> Iterator[Fault]:
     """Tensor, sequence and pipeline parallelism exclude each other (`runtime/pipe/engine.py`, `__init__.py`)."""
     parallel = draft.parallel
