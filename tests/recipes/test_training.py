@@ -1,0 +1,142 @@
+"""Every recipe, shrunk by `--set` alone, trains for some steps, and learns."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES = {
+    "tiny": LLAMA,
+    "gpt2_124m": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "llama_1b": LLAMA,
+    "llama3_8b": LLAMA,
+    "llama3_70b": LLAMA,
+    "llama3_8b_long": LLAMA,
+    "qwen3_30b_a3b": {
+        **LLAMA,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "continue_pretrained": {},
+}
+SHRUNK = {
+    "data.tokenizer": {"vocab_size": 512},
+    "data.sequence_length": 64,
+    "data.eval_fraction": 0.1,
+    "batch.global_batch_size": 8,
+    "batch.micro_batch_size": 4,
+    "model.attention": "sdpa",  # flash attention runs on a GPU only
+    "parallel.pipeline": 1,
+    "parallel.sequence": 1,
+    "parallel.expert": 1,
+    "optim.lr": 0.01,
+    "optim.warmup_steps": 1,
+    "train.max_steps": 6,
+    "evaluation.every_steps": 3,
+    "evaluation.max_sequences": 8,
+    "logging.every_steps": 1,
+    "logging.trackers": [],
+    "export.sample_prompt": "def ",
+    "export.sample_tokens": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
+    path.write_text("".join(json.dumps({"text": module.read_text("utf-8")[:3000]}) + "\n" for module in modules))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pretrained(corpus, tmp_path_factory) -> Path:
+    """A folder as the hub has it: safetensors, configuration and tokenizer of a small Qwen3."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from llmtrain.data import prepare
+    from llmtrain.plan.load import load_recipe
+
+    fields = {**SHRUNK, "data.sources": [{"name": str(corpus)}], "data.cache_dir": str(corpus.parent)}
+    recipe, _ = load_recipe(str(ROOT / "recipes/tiny.py"), [])
+    folder = tmp_path_factory.mktemp("pretrained")
+    AutoTokenizer.from_pretrained(prepare(recipe.with_(**fields)).tokenizer_dir).save_pretrained(folder)
+    config = AutoConfig.for_model("qwen3", vocab_size=512, head_dim=16, max_position_embeddings=64, **LLAMA)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def _train(name: str, fields: dict[str, object], run_dir: Path) -> list[dict]:
+    assignments = [part for key, value in fields.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "-m", "llmtrain", "train", f"recipes/{name}.py", "--run-dir", run_dir, *assignments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=os.environ)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _fields(name: str, corpus: Path) -> dict[str, object]:
+    sizes = {f"model.config.{key}": value for key, value in SIZES[name].items()}
+    if SIZES[name]:
+        sizes["model.config.vocab_size"] = 512
+    local = {"data.sources": [{"name": str(corpus)}], "data.cache_dir": str(corpus.parent)}
+    return {**SHRUNK, **sizes, **local}
+
+
+def _assert_learned(lines: list[dict]) -> None:
+    evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(evaluations) == 2
+    assert evaluations[1] < evaluations[0]
+
+
+def test_no_recipe_is_forgotten():
+    assert set(SIZES) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name != "continue_pretrained"])
+def test_shrunk_recipe_trains(name, corpus, tmp_path):
+    _assert_learned(_train(name, _fields(name, corpus), tmp_path / "run"))
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_training_continues_from_pretrained_weights(zero_stage, corpus, pretrained, tmp_path):
+    """Read whole, or a tensor at a time into a partitioned model: the first loss is that of the folder."""
+    fields = _fields("continue_pretrained", corpus)
+    fields |= {"model.pretrained": str(pretrained), "data.tokenizer": str(pretrained)}
+    fields |= {"parallel.zero_stage": zero_stage, "parallel.precision": "fp32"}
+    lines = _train("continue_pretrained", fields, tmp_path / "run")
+    _assert_learned(lines)
+    assert lines[0]["loss"] == pytest.approx(_loss_of(pretrained, fields), rel=1e-5)
+
+
+def _loss_of(folder: Path, fields: dict[str, object]) -> float:
+    """Loss of the folder's own model on the first global batch."""
+    from transformers import AutoModelForCausalLM
+
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.engines.reference import ReferenceEngine
+    from llmtrain.plan.load import load_recipe
+
+    recipe, _ = load_recipe(str(ROOT / "recipes/continue_pretrained.py"), [])
+    recipe = recipe.with_(**fields)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
+    data = Schedule(prepare(recipe), seed=recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
+    engine = ReferenceEngine(AutoModelForCausalLM.from_pretrained(folder), recipe)
+    return engine.eval_step(data.train_batch(0)).item()
