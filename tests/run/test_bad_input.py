@@ -1,0 +1,136 @@
+"""A mistake is one clear message and the designed exit code, and nothing is started or lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import llmtrain
+
+USAGE, DATA, CHECKPOINT = 2, 3, 4
+
+
+def _refused(result, code: int, *words: str) -> str:
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes/tinny.py"], ["does not exist", "tiny.py"]),
+        (["{recipe}:64gpu"], ["64gpu"]),
+        (["{recipe}", "--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
+        (["{recipe}", "--set", "paralel.zero_stage=1"], ["did you mean 'parallel'"]),
+        (["{recipe}", "--set", "optim.lr=fast", "--set", "parallel.zero_stage=4"], ["optim.lr", "parallel.zero_stage"]),
+        (["{recipe}", "--set", "optim.lr"], ["KEY=VALUE"]),
+        (["{recipe}", "--set", "batch.global_batch_size=9"], ["9", "8", "10"]),
+        (["{recipe}", "--set", "model.config.hiden_size=64"], ["hiden_size", "hidden_size"]),
+        (["{recipe}", "--set", "parallel.precision=bf16"], ["precision.stage0"]),
+        (["{recipe}", "--set", "parallel.offload_param=cpu"], ["parallel.offload_param"]),
+        (["{recipe}", "--set", "parallel.precision=fp16"], ["fp16"]),
+        (["{recipe}", "--set", "parallel.pipeline=2", "--nproc", "2"], ["parallel.pipeline"]),
+        (["{recipe}", "--nproc", "0"], ["nproc"]),
+        (["{recipe}", "--frobnicate"], ["frobnicate"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith(("{", "recipes")) else "",
+)
+def test_a_wrong_command_line_starts_nothing(arguments, words, small_recipe, tmp_path):
+    filled = [argument.format(recipe=small_recipe) for argument in arguments]
+    result = llmtrain("train", *filled, "--run-dir", tmp_path / "run")
+    _refused(result, USAGE, *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nothing_of_this_name\n", ["nothing_of_this_name", "line 1"]),
+        ("def recipe(:\n", ["line 1"]),
+        ("x = 1\n", ["recipe"]),
+        ("def recipe():\n    return 3\n", ["int"]),
+        (
+            "from llmtrain import *\ndef recipe():\n    return OptimConfig(lr=-1, weight_decy=0.1)\n",
+            ["optim.lr", "weight_decay"],
+        ),
+    ],
+)
+def test_a_broken_recipe_file_is_named_with_its_line(text, words, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    _refused(llmtrain("train", file, "--run-dir", tmp_path / "run"), USAGE, *words)
+
+
+def _with_source(recipe, name, tmp_path, *more: str):
+    source = json.dumps([{"name": str(name)}])
+    return llmtrain("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.sources={source}", *more)
+
+
+def test_an_empty_corpus(small_recipe, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    _refused(_with_source(small_recipe, tmp_path / "empty.jsonl", tmp_path), DATA, "empty.jsonl")
+
+
+def test_text_that_is_not_utf8(small_recipe, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    _refused(_with_source(small_recipe, tmp_path / "latin.txt", tmp_path), DATA, "latin.txt", "UTF-8")
+
+
+def test_a_missing_column(small_recipe, tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"content": "a text"}\n' * 50)
+    _refused(_with_source(small_recipe, tmp_path / "c.jsonl", tmp_path), DATA, "text", "content")
+
+
+def test_a_corpus_that_does_not_exist(small_recipe, tmp_path):
+    _refused(_with_source(small_recipe, tmp_path / "nothing.jsonl", tmp_path), DATA, "nothing.jsonl")
+
+
+def test_a_corpus_shorter_than_one_batch(small_recipe, tmp_path):
+    with (tmp_path / "short.jsonl").open("w") as file:
+        for number in range(40):
+            file.write(json.dumps({"text": f"document {number} is short"}) + "\n")
+    more = ["--set", "batch.global_batch_size=512", "--set", "batch.micro_batch_size=8"]
+    said = _refused(_with_source(small_recipe, tmp_path / "short.jsonl", tmp_path, *more), DATA, "512")
+    assert said.count("training sequences") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_larger_than_the_vocabulary(small_recipe, tmp_path):
+    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", "model.config.vocab_size=300")
+    _refused(result, DATA, "300", "512")
+
+
+def test_a_checkpoint_that_is_none(small_recipe, tmp_path):
+    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--resume", tmp_path)
+    _refused(result, CHECKPOINT, "--resume")
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "list"], ["checkpoint", "verify"], ["export"]])
+def test_a_folder_that_is_no_run(command, tmp_path):
+    out = [tmp_path / "out"] if command == ["export"] else []
+    _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "no run directory")
+
+
+def test_a_tracker_that_is_not_installed(small_recipe, tmp_path):
+    pytest.importorskip("torch")
+    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", 'logging.trackers=["wandb"]')
+    _refused(result, USAGE, "llmtrain[wandb]")
+
+
+def test_plan_refuses_in_json(small_recipe):
+    result = llmtrain("plan", small_recipe, "--json", "--set", "batch.global_batch_size=9")
+    assert result.returncode == USAGE
+    answer = json.loads(result.stdout)
+    assert answer["legal"] is False
+    assert {"rule", "field", "message", "fix"} == set(answer["problems"][0])
+
+
+def test_plan_in_json_has_what_was_promised(small_recipe):
+    answer = json.loads(llmtrain("plan", small_recipe, "--json").stdout)
+    assert answer["legal"] is True
+    assert answer["layout"] == {"dp": 1, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
+    assert answer["batch"]["gradient_accumulation_steps"] == 4
+    assert answer["ds_config"]["gradient_clipping"] == 0.5
