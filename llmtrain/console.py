@@ -68,9 +68,8 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     stdout, stderr = _duplicate(1), _duplicate(2)
     _redirect(run_dir.log_file(rank.rank))
     faulthandler.enable(file=2)
-    print(
-        f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} rank {rank.rank} of {rank.world_size}, {os.getpid()=}"
-    )
+    now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+    print(f"--- {now}: rank {rank.rank} of {rank.world_size}, process {os.getpid()} on {socket.gethostname()}")
     console = _Terminal(file=stdout) if rank.is_main else Console(quiet=True)
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
 
