@@ -1,3 +1,51 @@
-"""Train language models with DeepSpeed: one recipe, every strategy, the same training run."""
+"""Train language models with DeepSpeed: one recipe, every strategy, the same training run.
+
+What a recipe file needs is imported from here.
+"""
+
+from collections.abc import Callable
+
+from llmtrain.cluster import Cluster
+from llmtrain.recipe import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    TrainedTokenizer,
+)
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "Cluster",
+    "DataConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Recipe",
+    "Source",
+    "TrainConfig",
+    "TrainedTokenizer",
+    "main",
+]
+
+
+def main(recipe: Callable[[], Recipe]) -> None:
+    """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
+    # Imported here, so that reading a recipe stays as cheap as the recipe.
+    from llmtrain.entry import main as run
+
+    run(recipe)

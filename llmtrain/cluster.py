@@ -26,6 +26,7 @@ class Device(Part):
 
     @property
     def on_cpu(self) -> bool:
+        """Whether workers compute on the host, and talk through gloo."""
         return self.name == "cpu"
 
 
@@ -70,10 +71,12 @@ class Cluster(Part):
 
     @property
     def world_size(self) -> int:
+        """Devices, and so workers, in all."""
         return self.nodes * self.devices_per_node
 
     @property
     def spec(self) -> Device:
+        """The device's entry in the catalogue."""
         return DEVICES[self.device]
 
 

@@ -43,6 +43,7 @@ class Problem:
         return f"{self.field}: {self.message} [{self.rule}]{fix}"
 
     def as_dict(self) -> dict[str, str]:
+        """The problem as JSON data."""
         return asdict(self)
 
 

@@ -303,14 +303,23 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     return fields
 
 
+# A part that a recipe file builds on its own does not know its place in the recipe; its class does.
+_PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer"}
+
+
 def recipe_problems(error: ValidationError) -> list[Problem]:
     """The faults of a pydantic error, with the nearest name for a field that does not exist."""
-    return [_problem(details) for details in error.errors(include_url=False)]
+    places = _PLACES | {
+        _part_in(field.annotation).__name__: name
+        for name, field in Recipe.model_fields.items()
+        if _part_in(field.annotation)
+    }
+    return [_problem(details, places.get(error.title, "")) for details in error.errors(include_url=False)]
 
 
-def _problem(details: Any) -> Problem:
+def _problem(details: Any, place: str) -> Problem:
     location = [str(part) for part in details["loc"] if str(part) not in ("str", "TrainedTokenizer")]
-    field = ".".join(location) or "recipe"
+    field = ".".join(filter(None, (place, *location))) or "recipe"
     if details["type"] == "extra_forbidden":
         return _unknown_field(field)
     if details["type"] == "missing":

@@ -125,6 +125,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """Copy of the tokenizer, so that a run can be exported where its data is not."""
+        return self.path / "tokenizer"
+
+    @property
     def export(self) -> Path:
         """The Hugging Face folder of the finished model."""
         return self.path / "export"

@@ -52,6 +52,8 @@ class ModelFacts(Part):
     """Parameters that a token meets; fewer than `parameters` in a mixture of experts."""
     embedding_parameters: int
     """Input embeddings, positions included; looked up, so they cost no FLOPs."""
+    largest_parameter: int
+    """Elements of the largest single parameter, as the model holds it."""
     layers: int
     """Decoder layers."""
     hidden_size: int
@@ -66,6 +68,8 @@ class ModelFacts(Part):
     """Rows of the embedding."""
     max_positions: int | None
     """Longest sequence the configuration declares."""
+    learned_positions: bool = False
+    """Whether positions are a table, which no sequence may run past."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     tied_embeddings: bool

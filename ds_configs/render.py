@@ -1,0 +1,61 @@
+"""Renders the DeepSpeed configuration of every recipe and variant into this folder.
+
+python ds_configs/render.py            writes them
+python ds_configs/render.py --check    exit 1 where a file is not what its recipe says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.ds_config import render
+from llmtrain.plan import resolve
+from llmtrain.plan.load import cluster_of, import_recipe, recipe_of, variants_of
+from llmtrain.plan.model_facts import model_facts
+
+HERE = Path(__file__).parent
+RECIPES = HERE.parent / "recipes"
+
+
+def rendered() -> Iterator[tuple[str, str]]:
+    """File name and text of every configuration, each on the cluster that its recipe names."""
+    for path in sorted(RECIPES.glob("*.py")):
+        module = import_recipe(path)
+        # Published weights are planned from their architecture, so that rendering needs no hub.
+        facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
+        for variant in ("", *variants_of(module)):
+            cluster = cluster_of(module, variant)
+            assert cluster is not None, f"{path} names no cluster"
+            config = render(resolve(recipe_of(module, variant), cluster, facts))
+            name = f"{path.stem}-{variant}" if variant else path.stem
+            yield f"{name}.json", json.dumps(config, indent=2) + "\n"
+
+
+def main() -> int:
+    """Writes or checks the files; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    texts = dict(rendered())
+    stale = {file.name for file in HERE.glob("*.json")} - set(texts)
+    stale |= {name for name, text in texts.items() if not _holds(HERE / name, text)}
+    for name in sorted(stale):
+        if check:
+            print(f"{name} is not what its recipe says", file=sys.stderr)
+        elif name in texts:
+            (HERE / name).write_text(texts[name], encoding="utf-8")
+        else:
+            (HERE / name).unlink()
+    return int(check and bool(stale))
+
+
+def _holds(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text(encoding="utf-8") == text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

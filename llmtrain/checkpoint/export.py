@@ -1,0 +1,63 @@
+"""From a checkpoint to a Hugging Face folder, in one process, on the CPU."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from llmtrain.checkpoint.state import check, read_plan
+from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models import model_configuration
+from llmtrain.plan import Plan
+
+
+def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
+    """Writes weights, configuration and tokenizer to `out`, as `from_pretrained` reads them.
+
+    The weights keep the type that the forward pass read (bf16 of a bf16 run), so that the exported
+    model has the run's evaluation loss. Written under a temporary name and renamed, so `out` is whole
+    or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(Problem("export.exists", str(out), "is not empty", "name a new folder"))
+    check(checkpoint)
+    plan = read_plan(checkpoint)
+    dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
+    model = _empty_model(plan, dtype)
+    weights = _weights(checkpoint, plan, dtype)
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    text = AutoTokenizer.from_pretrained(tokenizer)
+    for config in (model.config, model.generation_config or GenerationConfig()):
+        config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
+        config.bos_token_id = text.bos_token_id
+    model.save_pretrained(temporary, state_dict=weights)
+    text.save_pretrained(temporary)
+    if out.exists():
+        out.rmdir()
+    temporary.rename(out)
+
+
+def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_configuration(plan.recipe), dtype=dtype, trust_remote_code=plan.recipe.model.trust_remote_code
+        )
+    return model
+
+
+def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.layout.zero_stage == 3:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        whole: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
+        return {name: tensor.to(dtype) for name, tensor in whole.items()}
+    file = checkpoint / TAG / "mp_rank_00_model_states.pt"
+    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["module"]
+    return weights

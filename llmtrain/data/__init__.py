@@ -1,0 +1,23 @@
+"""Text to training batches: corpora, tokenizer, token store, packing, sampling.
+
+Importing it loads neither `torch`, `transformers` nor `datasets`; each is imported where it is used.
+"""
+
+from llmtrain.data.prepare import Prepared, PreparedSource, prepare
+from llmtrain.data.progress import Progress
+from llmtrain.data.report import report, summary
+from llmtrain.data.sampler import MicroBatch, Schedule, StepBatch
+from llmtrain.data.store import TokenStore
+
+__all__ = [
+    "MicroBatch",
+    "Prepared",
+    "PreparedSource",
+    "Progress",
+    "Schedule",
+    "StepBatch",
+    "TokenStore",
+    "prepare",
+    "report",
+    "summary",
+]

@@ -1,0 +1,230 @@
+"""Reads documents out of one file: plain text, JSON lines, Parquet, Arrow.
+
+Files are read directly, a batch at a time, and not through `datasets`: memory stays bounded, no
+second copy is written beside the token store, and a fault is named by its file and place.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+
+from llmtrain.errors import DataError, Problem, nearest
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_ROWS = 1000
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class Document(NamedTuple):
+    """A text, and how much has been read with it."""
+
+    text: str
+    fraction: float
+    """Share of the whole that has been read, 0 to 1."""
+
+
+Reader = Callable[[Path, str], Iterator[Document]]
+
+
+def read_text(path: Path, column: str) -> Iterator[Document]:
+    """The whole file as one document; a byte order mark is dropped, line ends stay. `column` is not used."""
+    with opened(path) as (file, _):
+        yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
+
+
+def read_json_lines(path: Path, column: str) -> Iterator[Document]:
+    """A document per line, the text in field `column`; blank lines and null texts are passed over."""
+    size = max(1, path.stat().st_size)
+    offset = 0
+    with opened(path) as (file, raw):
+        for number, line in enumerate(file, start=1):
+            text = decode(line, path, offset)
+            offset += len(line)
+            row = _json_row(text.removeprefix(BYTE_ORDER_MARK), path, number)
+            if row is None:
+                continue
+            if column not in row:
+                raise DataError(column_problem(f"{path}, line {number}", column, row))
+            yield from _document(row[column], f"{path}, line {number}", column, min(1.0, raw.tell() / size))
+
+
+def read_parquet(path: Path, column: str) -> Iterator[Document]:
+    """A document per row."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with _arrow_errors(path), pyarrow.parquet.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            raise DataError(column_problem(str(path), column, file.schema_arrow.names))
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=[column])
+        yield from read_batches(with_fraction(batches, file.metadata.num_rows), column, str(path))
+
+
+def read_arrow(path: Path, column: str) -> Iterator[Document]:
+    """A document per row, of an Arrow IPC file or stream (`datasets` writes streams)."""
+    import pyarrow
+
+    with _arrow_errors(path), pyarrow.memory_map(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        if column not in reader.schema.names:
+            raise DataError(column_problem(str(path), column, reader.schema.names))
+        yield from read_batches(
+            _file_batches(reader) if is_file else _stream_batches(reader, source), column, str(path)
+        )
+
+
+def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    """Each record batch with the share of all `rows` that has been read with it."""
+    done = 0
+    for batch in batches:
+        done += batch.num_rows
+        yield batch, done / max(1, rows)
+
+
+def read_batches(batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str, place: str) -> Iterator[Document]:
+    """The documents of Arrow record batches, each with the share read; `place` names them in errors."""
+    row = 0
+    for batch, fraction in batches:
+        for value in batch.column(batch.schema.get_field_index(column)):
+            row += 1
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(_not_utf8(f"{place}, row {row}", error, 0)) from None
+            yield from _document(text, f"{place}, row {row}", column, fraction)
+
+
+READERS: dict[str, Reader] = {
+    ".txt": read_text,
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+}
+COMPRESSIONS = (".gz", ".zst")
+
+
+def kind_of(path: Path) -> str | None:
+    """The suffix in `READERS` that a file is read by, its compression left out; None for any other file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    if compressed:
+        suffixes.pop()
+    kind = suffixes[-1] if suffixes else ""
+    if compressed and READERS.get(kind) not in (read_text, read_json_lines):
+        return None  # Parquet and Arrow compress inside
+    return kind if kind in READERS else None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A file's bytes, decompressed, and the file below, whose position tells how much has been read."""
+    suffix = path.suffix.lower()
+    try:
+        with path.open("rb") as raw:
+            if suffix == ".gz":
+                with gzip.open(raw) as file:
+                    yield cast(IO[bytes], file), raw
+            elif suffix == ".zst":
+                with _zstandard(raw) as file:
+                    yield file, raw
+            else:
+                yield raw, raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error}")) from error
+
+
+def _zstandard(raw: IO[bytes]) -> IO[bytes]:
+    import io
+
+    import pyarrow  # brings the codec along
+
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
+    return io.BufferedReader(stream)
+
+
+def decode(data: bytes, path: Path, offset: int = 0) -> str:
+    """UTF-8 text. Raises DataError with the file and the byte, counted from `offset`, that is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(_not_utf8(str(path), error, offset)) from None
+
+
+def column_problem(place: str, column: str, known: Any) -> Problem:
+    """A text column that is not there, with those that are."""
+    names = [str(name) for name in known]
+    message = f"there is no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
+    return Problem("data.column", place, message, "set text_column of the source to the column that holds the text")
+
+
+def _not_utf8(place: str, error: UnicodeDecodeError, offset: int) -> Problem:
+    message = f"is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset + error.start:,}"
+    return Problem("data.utf8", place, message, "convert the file (iconv -f OLD -t UTF-8), or leave it out")
+
+
+def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        row = error
+    if isinstance(row, dict):
+        return row
+    reason = f"not JSON ({row})" if isinstance(row, ValueError) else f"a {type(row).__name__}, not an object"
+    fix = 'JSON lines hold one {"text": ...} per line'
+    raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
+
+
+def _document(value: Any, place: str, column: str, fraction: float) -> Iterator[Document]:
+    """The document of a cell; none for a null."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        message = f"column '{column}' holds a {type(value).__name__}, not text"
+        raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
+    if not value.isascii() and not _encodable(value):
+        # JSON can spell half of a surrogate pair, "\ud800", which no UTF-8 text contains.
+        raise DataError(Problem("data.utf8", place, "holds a lone surrogate, which is not a character"))
+    yield Document(value, fraction)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    count = reader.num_record_batches
+    return ((reader.get_batch(number), (number + 1) / count) for number in range(count))
+
+
+def _stream_batches(
+    reader: pyarrow.ipc.RecordBatchStreamReader, source: pyarrow.MemoryMappedFile
+) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    size = source.size()
+    return ((batch, source.tell() / size) for batch in reader)
+
+
+@contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error}")) from error

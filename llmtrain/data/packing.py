@@ -1,0 +1,109 @@
+"""Best-fit packing: no document of at most T tokens is split, and hardly a slot stays empty.
+
+Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of n + 1
+tokens has n inputs with a target each. Documents of more than T inputs are cut every T; the pieces
+are placed by decreasing length, each in the fullest sequence that still has room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.arrays import ArrayWriter
+from llmtrain.data.store import SPLITS, Stream, TokenStore
+
+FORMAT = 1
+"""Version of the index; part of its key."""
+CHUNK_DOCUMENTS = 1_000_000
+"""Documents that are packed together; bounds the memory."""
+
+
+class Pieces(NamedTuple):
+    """Runs of inputs of a stream: piece i reads tokens[starts[i] : starts[i] + lengths[i]]."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any]:
+    """Writes the index of both splits of a store; returns how many sequences and pieces each has."""
+    meta: dict[str, Any] = {}
+    for split in SPLITS:
+        with ExitStack() as stack:
+            starts = stack.enter_context(ArrayWriter(folder, f"{split}_starts", np.uint64))
+            lengths = stack.enter_context(ArrayWriter(folder, f"{split}_lengths", np.uint32))
+            # Sequence i is made of the pieces offsets[i] to offsets[i + 1].
+            offsets = stack.enter_context(ArrayWriter(folder, f"{split}_offsets", np.uint64))
+            targets = stack.enter_context(ArrayWriter(folder, f"{split}_targets", np.uint32))
+            offsets.append(np.zeros(1, np.uint64))
+            for pieces in _chunks(store.streams[split], sequence_length):
+                order, sizes = best_fit(pieces.lengths, sequence_length)
+                ends = np.cumsum(sizes)
+                offsets.append(starts.length + ends)
+                starts.append(pieces.starts[order])
+                lengths.append(pieces.lengths[order])
+                targets.append(np.add.reduceat(pieces.lengths[order], ends - sizes))
+            meta[split] = {"sequences": targets.length, "pieces": starts.length}
+    return meta
+
+
+def _chunks(stream: Stream, sequence_length: int) -> Iterator[Pieces]:
+    documents = len(stream.documents) - 1
+    for first in range(0, documents, CHUNK_DOCUMENTS):
+        bounds = stream.documents[first : first + CHUNK_DOCUMENTS + 1].astype(np.int64)
+        yield cut_documents(bounds, sequence_length)
+
+
+def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
+    """The pieces of the documents between `bounds`, in order.
+
+    Two pieces of a document overlap by one token, the last target of the first of them.
+    """
+    inputs = np.diff(bounds) - 1
+    pieces = -(-inputs // sequence_length)
+    document = np.repeat(np.arange(len(inputs)), pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offset = number * sequence_length
+    return Pieces(bounds[document] + offset, np.minimum(sequence_length, inputs[document] - offset))
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Best-fit decreasing bin packing of pieces of 1 to `capacity`.
+
+    Returns the pieces ordered by bin, and how many pieces each bin has.
+    """
+    full = np.flatnonzero(lengths == capacity)
+    partial = np.flatnonzero(lengths < capacity)
+    partial = partial[np.argsort(-lengths[partial], kind="stable")]
+    bins = _place(partial.tolist(), lengths[partial].tolist(), capacity)
+    order = np.concatenate([full, np.array([piece for pieces in bins for piece in pieces], np.int64)])
+    sizes = np.concatenate([np.ones(len(full), np.int64), np.array([len(pieces) for pieces in bins], np.int64)])
+    return order, sizes
+
+
+def _place(pieces: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
+    """The bins of pieces given by decreasing length."""
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity)]  # bins by the room left in them
+    rooms = 0  # bit r is set where a bin has room r, so that the best fit is the lowest bit of a shift
+    for piece, length in zip(pieces, lengths, strict=True):
+        if fitting := rooms >> length:
+            room = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
+            bins[chosen].append(piece)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([piece])
+        room -= length
+        if room:
+            with_room[room].append(chosen)
+            rooms |= 1 << room
+    return bins

@@ -1,0 +1,46 @@
+"""A keyed permutation of [0, n) that is evaluated, not stored.
+
+A Feistel network is a bijection of 2b-bit numbers whatever its round function; numbers that it
+takes out of [0, n) are sent through it again until they fall inside ("cycle walking", Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), fewer than four times on average.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = 2**64
+
+
+def permutation_key(*parts: int | str) -> int:
+    """A 64-bit key, the hash of its parts."""
+    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode())
+
+
+def permute(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
+    """Where the permutation of [0, size) chosen by `key` takes each of `index`; any shape, O(1) each."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    values = _feistel(index.astype(np.uint64), half, key)
+    while (outside := values >= size).any():
+        values[outside] = _feistel(values[outside], half, key)
+    return values.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], half: np.uint64, key: int) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for number in range(ROUNDS):
+        round_key = np.uint64((key + (number + 1) * _GOLDEN) % _WORD)
+        left, right = right, left ^ (_mix(right ^ round_key) & mask)
+    return (left << half) | right
+
+
+def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,68 @@
+"""What a person sees while data is prepared: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+LINE_SECONDS = 10.0
+"""Seconds between plain lines where the output is not a terminal."""
+
+
+class Task:
+    """One piece of work under way; made by `Progress.task`."""
+
+    def __init__(self, name: str, console: Console, bar: Bar | None) -> None:
+        self.fraction: float | None = None
+        """Share of the work done, 0 to 1; None while it is unknown."""
+        self._name = name
+        self._console = console
+        self._bar = bar
+        self._id: TaskID | None = None if bar is None else bar.add_task(name, total=None, detail="")
+        self._last = time.monotonic()
+
+    def update(self, fraction: float | None, detail: str = "") -> None:
+        """Shows how far the work is: its share done (0 to 1, None if unknown) and some words on it."""
+        self.fraction = fraction
+        if self._bar is not None and self._id is not None:
+            total = None if fraction is None else 1.0
+            self._bar.update(self._id, total=total, completed=fraction or 0.0, detail=detail)
+        elif time.monotonic() - self._last >= LINE_SECONDS:
+            self._last = time.monotonic()
+            share = "" if fraction is None else f"{fraction:.0%} "
+            self._console.print(f"{self._name}: {share}{detail}", highlight=False)
+
+
+class Progress:
+    """Prints to a console of the caller's; silent without one."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(quiet=True)
+        self._task: Task | None = None
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the current task that is done; None where that is unknown."""
+        return self._task.fraction if self._task else None
+
+    def say(self, message: str) -> None:
+        """Prints one line."""
+        self._console.print(message, highlight=False, markup=False)
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[Task]:
+        """Shows a task until the block ends; `fraction` stays readable afterwards, for error messages."""
+        if not self._console.is_terminal:
+            self.say(f"{name} ...")
+            self._task = Task(name, self._console, None)
+            yield self._task
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
+        with Bar(*columns, TimeRemainingColumn(), console=self._console, transient=True) as bar:
+            self._task = Task(name, self._console, bar)
+            yield self._task

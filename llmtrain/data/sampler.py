@@ -1,0 +1,177 @@
+"""Which sequences each step trains on, and this rank's part of them as tensors.
+
+The order is a function of the seed and the number of samples consumed, and of nothing else:
+neither the number of ranks nor the size of a batch changes it, and any place in it is reached in
+constant time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.evaluation import EvalOrder
+from llmtrain.data.mixture import Mixture
+from llmtrain.data.permutation import permutation_key, permute
+from llmtrain.data.prefetch import prefetched
+from llmtrain.data.prepare import Prepared, PreparedSource
+from llmtrain.data.samples import Rows, Samples, empty_rows
+from llmtrain.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads; each [micro_batch_size, T], int64."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    """They start again at 0 at each document where documents are masked."""
+    labels: torch.Tensor
+    """The target of the input at the same place: already shifted. -100 where there is none."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one optimizer step, or one step of evaluation, reads on this rank."""
+
+    micro_batches: list[MicroBatch]
+    """This rank's part."""
+    target_tokens: int
+    """Labels other than -100 in the whole global batch."""
+    samples: int
+    """Sequences of the global batch, padding rows not counted."""
+    first_sample: int
+    """Number of its first sequence."""
+
+
+class Schedule:
+    """The batches of one rank.
+
+    Sample j of a global batch goes to micro step m and row k of the rank where
+    j = (m · dp_size + dp_rank) · micro_batch_size + k.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        gradient_accumulation_steps: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        """Raises DataError where a source has fewer sequences than one global batch takes from it."""
+        if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
+            raise ValueError(
+                f"{global_batch_size} != {micro_batch_size} * {gradient_accumulation_steps} * {dp_size} sequences"
+            )
+        self._prepared = prepared
+        self._seed = seed
+        self._global = global_batch_size
+        self._micro = micro_batch_size
+        self._steps = gradient_accumulation_steps
+        self._rank = dp_rank
+        self._size = dp_size
+        self._mixture = Mixture([source.weight for source in prepared.sources])
+        self._train = [source.train for source in prepared.sources]
+        self._eval = [source.eval for source in prepared.sources]
+        self._check_sizes()
+
+    def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
+        """The source, and the sequence within it, of training samples `cursor` to `cursor + samples`."""
+        sources, numbers = self._mixture.locate(np.arange(cursor, cursor + samples))
+        sequences = np.empty_like(numbers)
+        for number, source in enumerate(self._prepared.sources):
+            mine = sources == number
+            sequences[mine] = _shuffled(numbers[mine], source, self._seed)
+        return sources, sequences
+
+    def train_batch(self, cursor: int) -> StepBatch:
+        """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
+        sources, sequences = self.sample_ids(cursor, self._global)
+        micro_batches = []
+        for step in range(self._steps):
+            rows = self._rows(step)
+            micro_batches.append(self._micro_batch(self._train, sources[rows], sequences[rows]))
+        return StepBatch(micro_batches, _targets(self._train, sources, sequences), self._global, cursor)
+
+    def train_batches(self, cursor: int) -> Iterator[StepBatch]:
+        """Batch after batch from sample `cursor` on, without end, made ahead in a thread; close it to stop."""
+        return prefetched(self.train_batch(start) for start in count(cursor, self._global))
+
+    def eval_batches(self, max_sequences: int | None = None) -> Iterator[StepBatch]:
+        """The first `max_sequences` held-out sequences (default all), one micro batch per rank and step.
+
+        The order is the same in every run. Rows without a target fill the last batch.
+        """
+        order = EvalOrder(self._eval, [source.key for source in self._prepared.sources])
+        total = len(order) if max_sequences is None else min(max_sequences, len(order))
+        step = self._micro * self._size
+        return prefetched(self._eval_batch(order, first, min(first + step, total)) for first in range(0, total, step))
+
+    def _eval_batch(self, order: EvalOrder, first: int, end: int) -> StepBatch:
+        sources, sequences = order.sources[first:end], order.index[first:end]
+        rows = self._rows(0)
+        micro_batch = self._micro_batch(self._eval, sources[rows], sequences[rows])
+        return StepBatch([micro_batch], _targets(self._eval, sources, sequences), end - first, first)
+
+    def _rows(self, step: int) -> slice:
+        """This rank's samples of a micro step, within the global batch."""
+        start = (step * self._size + self._rank) * self._micro
+        return slice(start, start + self._micro)
+
+    def _micro_batch(self, views: list[Samples], sources: Index, sequences: Index) -> MicroBatch:
+        """Reads sequences into tensors; rows that are lacking are padding."""
+        batch = empty_rows(self._micro, self._prepared.sequence_length, self._prepared.eos_id)
+        for number in np.unique(sources):
+            mine = np.flatnonzero(sources == number)
+            for target, values in zip(batch, views[number].read(sequences[mine]), strict=True):
+                target[mine] = values
+        return _tensors(batch)
+
+    def _check_sizes(self) -> None:
+        problems = []
+        for number, source in enumerate(self._prepared.sources):
+            needed = self._mixture.share(number, self._global)
+            if len(source.train) < needed:
+                message = (
+                    f"'{source.name}' has {len(source.train):,} training sequences of "
+                    f"{self._prepared.sequence_length} tokens, and one global batch takes {needed:,} of them"
+                )
+                fix = "give more text, or lower batch.global_batch_size or data.sequence_length"
+                problems.append(Problem("data.short", f"data.sources.{number}", message, fix))
+        if problems:
+            raise DataError(problems)
+
+
+def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
+    """The sequence that is the n-th one drawn from a source, each epoch in its own order."""
+    size = len(source.train)
+    epochs, places = np.divmod(numbers, size)
+    for epoch in np.unique(epochs).tolist():
+        mine = epochs == epoch
+        places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
+    return places
+
+
+def _targets(views: list[Samples], sources: Index, sequences: Index) -> int:
+    return sum(view.targets(sequences[sources == number]) for number, view in enumerate(views))
+
+
+def _tensors(rows: Rows) -> MicroBatch:
+    # Here and not above: preparing data, in a launcher, must not load torch.
+    import torch
+
+    return MicroBatch(*(torch.from_numpy(values) for values in rows))

@@ -1,0 +1,168 @@
+"""Sequences of T tokens read from a stream: cut from it, or packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.arrays import open_array
+from llmtrain.data.store import Split, Stream
+
+NO_TARGET = -100
+"""Label of a position without a target; `torch.nn.functional.cross_entropy` ignores it by default."""
+
+
+class Rows(NamedTuple):
+    """Sequences, one a row; each [rows, T], int64."""
+
+    input_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    """The target of the input at the same place, already shifted; `NO_TARGET` where there is none."""
+
+
+class Samples(Protocol):
+    """The sequences of a split."""
+
+    @property
+    def sequence_length(self) -> int:
+        """T."""
+
+    def __len__(self) -> int: ...
+
+    def targets(self, index: NDArray[np.int64]) -> int:
+        """Labels other than `NO_TARGET` in the sequences of `index` together."""
+
+    def read(self, index: NDArray[np.int64]) -> Rows:
+        """The sequences of `index`."""
+
+    def unused(self) -> int:
+        """Tokens of the stream that no sequence reads as input or target."""
+
+
+@dataclass(frozen=True)
+class ConcatSamples:
+    """Sequence i is tokens i·T to (i + 1)·T of the stream; what is left at its end, less than T, is not used."""
+
+    stream: Stream
+    sequence_length: int
+    mask_documents: bool
+
+    def __len__(self) -> int:
+        return max(0, len(self.stream) - 1) // self.sequence_length
+
+    def unused(self) -> int:
+        """What is left at the end of the stream."""
+        return len(self.stream) - (len(self) * self.sequence_length + 1 if len(self) else 0)
+
+    def targets(self, index: NDArray[np.int64]) -> int:
+        """Every position has a target."""
+        return len(index) * self.sequence_length
+
+    def read(self, index: NDArray[np.int64]) -> Rows:
+        """The sequences of `index`; with `mask_documents`, positions start again at each document."""
+        length = self.sequence_length
+        place = index[:, None] * length + np.arange(length)
+        positions = np.tile(np.arange(length), (len(index), 1))
+        if self.mask_documents:
+            for row, start in enumerate((index * length).tolist()):
+                positions[row] -= self._document_starts(start)
+        tokens = self.stream.tokens
+        return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
+
+    def _document_starts(self, start: int) -> NDArray[np.int64]:
+        """[T]: where in the window that begins at `start` the document of each of its tokens begins."""
+        bounds = np.array([start, start + self.sequence_length], np.uint64)
+        first, end = np.searchsorted(self.stream.documents, bounds, side="left")
+        starts = np.zeros(self.sequence_length, np.int64)
+        inside = self.stream.documents[first:end].astype(np.int64) - start
+        starts[inside] = inside
+        return np.maximum.accumulate(starts)
+
+
+@dataclass(frozen=True)
+class PackedSamples:
+    """Sequence i is pieces offsets[i] to offsets[i + 1] of the index that `packing.pack` wrote, then padding.
+
+    The padding counts its own positions from 0, as if it were one more document.
+    """
+
+    stream: Stream
+    sequence_length: int
+    mask_documents: bool
+    pad_id: int
+    starts: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    target_counts: NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.target_counts)
+
+    def unused(self) -> int:
+        """Every token is used."""
+        return 0
+
+    def targets(self, index: NDArray[np.int64]) -> int:
+        """Every input that is not padding has a target."""
+        return int(self.target_counts[index].sum(dtype=np.int64))
+
+    def read(self, index: NDArray[np.int64]) -> Rows:
+        """The sequences of `index`; with `mask_documents`, positions start again at each piece."""
+        shape = (len(index), self.sequence_length)
+        first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
+        piece = _runs(first, end - first)
+        starts, lengths = self.starts[piece].astype(np.int64), self.lengths[piece].astype(np.int64)
+        token = _runs(starts, lengths)
+        # A row's pieces fill it from the left.
+        filled = np.arange(self.sequence_length) < self.target_counts[index].astype(np.int64)[:, None]
+        inputs = np.full(shape, self.pad_id, np.int64)
+        labels = np.full(shape, NO_TARGET, np.int64)
+        inputs[filled] = self.stream.tokens[token]
+        labels[filled] = self.stream.tokens[token + 1]
+        positions = np.tile(np.arange(self.sequence_length), (len(index), 1))
+        if self.mask_documents:
+            positions -= filled.sum(axis=1, keepdims=True)
+            positions[filled] = _runs(np.zeros_like(lengths), lengths)
+        return Rows(inputs, positions, labels)
+
+
+def packed_samples(
+    folder: Path, meta: dict[str, Any], split: Split, stream: Stream, sequence_length: int, mask: bool, pad_id: int
+) -> PackedSamples:
+    """Opens one split of the index that `packing.pack` wrote to a folder."""
+    sequences, pieces = meta[split]["sequences"], meta[split]["pieces"]
+    return PackedSamples(
+        stream,
+        sequence_length,
+        mask,
+        pad_id,
+        starts=open_array(folder, f"{split}_starts", np.uint64, pieces),
+        lengths=open_array(folder, f"{split}_lengths", np.uint32, pieces),
+        offsets=open_array(folder, f"{split}_offsets", np.uint64, sequences + 1),
+        target_counts=open_array(folder, f"{split}_targets", np.uint32, sequences),
+    )
+
+
+def fill(samples: Samples) -> float:
+    """Share of the slots that hold an input with a target; 0 without sequences."""
+    slots = len(samples) * samples.sequence_length
+    return samples.targets(np.arange(len(samples))) / slots if slots else 0.0
+
+
+def empty_rows(rows: int, sequence_length: int, pad_id: int) -> Rows:
+    """Rows of padding, without a target."""
+    shape = (rows, sequence_length)
+    positions = np.tile(np.arange(sequence_length), (rows, 1))
+    return Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
+
+
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The runs start, start + 1, ... of each length, one after another."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)

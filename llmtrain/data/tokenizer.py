@@ -1,0 +1,212 @@
+"""The tokenizer of a recipe: from a folder, from the hub, or trained on the corpus."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.corpus import Corpus, held_out
+from llmtrain.data.mixture import integer_weights
+from llmtrain.errors import DataError, Problem
+from llmtrain.recipe import DataConfig, TrainedTokenizer
+
+FIELD = "data.tokenizer"
+FORMAT = 1
+"""Version of what lies in the folder; part of its key."""
+END_OF_TEXT = "<|endoftext|>"
+"""The only special token of a trained tokenizer: begins, ends and pads."""
+BYTES = 256
+TRAINING_CHARACTERS = 64_000_000
+"""Text that a tokenizer is trained on at most: more hardly changes the merges, and takes memory and minutes."""
+PIECE_CHARACTERS = 1 << 17
+"""Longer documents are tokenized in pieces, so that one of them neither fills the memory nor keeps one core busy."""
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+WORD_START = re.compile(r"(?<=\S)(?= \S)")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",  # `AutoTokenizer` looks up the class here where tokenizer_config.json names none
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+@dataclass(frozen=True)
+class PreparedTokenizer:
+    """A tokenizer in the cache."""
+
+    folder: Path
+    """`AutoTokenizer.from_pretrained` loads it."""
+    identity: str
+    """Hash of the tokenizer itself."""
+    vocab_size: int
+    """Highest token id plus one."""
+    eos_id: int
+    bos_id: int | None
+    """Token that the tokenizer puts before each text; None if it puts none."""
+    made: bool
+    """Whether this call made it."""
+
+    def encoder(self) -> Encoder:
+        """Loads it for encoding."""
+        return Encoder(self.folder)
+
+
+class Encoder:
+    """Text to token ids, many documents at once, on all cores (`RAYON_NUM_THREADS`)."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A corpus is text: "<|endoftext|>" in a source file must not end the document.
+        self._tokenizer.encode_special_tokens = True
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def prepare_tokenizer(data: DataConfig, corpora: Sequence[Corpus], cache: Cache) -> PreparedTokenizer:
+    """The recipe's tokenizer, imported or trained once.
+
+    Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast one.
+    """
+    wanted = data.tokenizer
+    if isinstance(wanted, TrainedTokenizer):
+        weights = integer_weights([source.weight for source in data.sources])
+        identities = [corpus.identity for corpus in corpora]
+        key = key_of("trained", FORMAT, wanted.vocab_size, data.eval_fraction, weights, identities)
+
+        def build(folder: Path) -> dict[str, Any]:
+            return _train(folder, wanted, data, corpora, cache)
+    else:
+        source = Path(wanted).expanduser()
+        # A hub name means what it meant when this folder first saw it, see `hub_corpus`.
+        content = _files_hash(source) if source.is_dir() else wanted
+        key = key_of("imported", FORMAT, source.is_dir(), content)
+
+        def build(folder: Path) -> dict[str, Any]:
+            return _import(folder, str(source) if source.is_dir() else wanted)
+
+    entry = cache.entry("tokenizers", key, build)
+    return PreparedTokenizer(entry.path, made=entry.made, **entry.meta)
+
+
+def cut(text: str) -> Iterator[str]:
+    """The text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
+
+    That is at a single line end or before a single space, so that cutting does not change the
+    tokens; only a text that has neither for long is cut anywhere. (A tokenizer that marks the
+    start of a text marks each piece.)
+    """
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        lowest, highest = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
+        found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
+        stop = found.end() if found else highest
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _train(
+    folder: Path, wanted: TrainedTokenizer, data: DataConfig, corpora: Sequence[Corpus], cache: Cache
+) -> dict[str, Any]:
+    """Trains a byte-level BPE (Radford et al. 2019) and writes it as `transformers` reads it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if wanted.vocab_size <= BYTES:
+        message = f"{wanted.vocab_size} tokens cannot hold the {BYTES} bytes and {END_OF_TEXT}"
+        raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"at least {BYTES + 1}"))
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=wanted.vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with cache.progress.task("Training the tokenizer") as task:
+        texts = _training_texts(data, corpora)
+        tokenizer.train_from_iterator(texts, trainer)
+        task.update(1.0)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": data.sequence_length,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    eos = tokenizer.token_to_id(END_OF_TEXT)
+    return _meta(folder, tokenizer, eos, None)
+
+
+def _training_texts(data: DataConfig, corpora: Sequence[Corpus]) -> Iterator[str]:
+    """The first training documents of each source, as much of each as its weight says."""
+    total = sum(source.weight for source in data.sources)
+    for source, corpus in zip(data.sources, corpora, strict=True):
+        left = TRAINING_CHARACTERS * source.weight / total
+        for text, _ in corpus.documents():
+            if left <= 0:
+                break
+            if not held_out(text, data.eval_fraction):
+                text = text[: int(left) + 1]
+                left -= len(text)
+                yield from cut(text)
+
+
+def _import(folder: Path, name: str) -> dict[str, Any]:
+    """Writes a copy of a tokenizer of a folder or the hub."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        message = f"'{name}' is neither a folder with a tokenizer, nor one that the hub gives: {reason}"
+        raise DataError(Problem("data.tokenizer", FIELD, message)) from error
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        message = f"'{name}' has no fast form (tokenizer.json)"
+        raise DataError(
+            Problem("data.tokenizer", FIELD, message, "convert it with transformers' convert_slow_tokenizer")
+        )
+    if tokenizer.eos_token_id is None:
+        message = f"'{name}' has no end-of-text token, which separates documents"
+        fix = "set eos_token in its tokenizer_config.json to a token of its vocabulary"
+        raise DataError(Problem("data.eos", FIELD, message, fix))
+    tokenizer.save_pretrained(folder)
+    first = tokenizer("a")["input_ids"][:1]
+    bos = tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else None
+    return _meta(folder, fast, tokenizer.eos_token_id, bos)
+
+
+def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, Any]:
+    """The fields of `PreparedTokenizer` that its folder remembers."""
+    identity = key_of(_files_hash(folder), eos, bos)
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return {"identity": identity, "vocab_size": vocab_size, "eos_id": eos, "bos_id": bos}
+
+
+def _files_hash(folder: Path) -> str:
+    files = (folder / name for name in TOKENIZER_FILES)
+    return key_of({path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files if path.exists()})

@@ -1,0 +1,239 @@
+"""A plan as DeepSpeed JSON: complete and explicit, so that no default of the engine decides anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import OffloadDevice, OptimConfig
+
+Block = dict[str, Any]
+
+TORCH_DTYPE = {"autocast_bf16": "bfloat16", "autocast_fp16": "float16"}
+
+
+def render(plan: Plan) -> dict[str, Any]:
+    """The DeepSpeed configuration of a plan, as a new dictionary of JSON values.
+
+    There is no scheduler block, since the learning rate schedule is passed to the engine as an
+    object, and no activation checkpointing block, since DeepSpeed applies it only to code that asks
+    for it: `transformers` models have their own switch.
+    """
+    config = {
+        **_batch(plan),
+        **_gradients(plan),
+        "optimizer": _optimizer(plan.recipe.optim),
+        # DeepSpeed takes SGD for untested although its ZeRO treats every optimizer of torch alike.
+        "zero_allow_untested_optimizer": plan.recipe.optim.name == "sgd",
+        "zero_force_ds_cpu_optimizer": False,
+        **_precision(plan),
+        "zero_optimization": _zero(plan),
+        **_parallelism(plan),
+        **_run_time(),
+    }
+    if "nvme" in (plan.recipe.parallel.offload_optimizer, plan.recipe.parallel.offload_param):
+        config["aio"] = _aio()
+    return config
+
+
+def _batch(plan: Plan) -> Block:
+    """The batch triangle in integers.
+
+    With tensor parallelism DeepSpeed takes the ranks of a tensor group for data parallel ones, so the
+    right global batch size would be refused (DeepSpeed issue 7298): it is left out there.
+    """
+    batch = {
+        "train_batch_size": plan.batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
+        "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
+    }
+    if plan.layout.tp > 1:
+        del batch["train_batch_size"]
+    return batch
+
+
+def _gradients(plan: Plan) -> Block:
+    """How gradients are summed.
+
+    They are reduced over ranks in the type that they are accumulated in over micro-batches: only then
+    is a sum over ranks as exact as one over micro-batches, and a run independent of its layout.
+    DeepSpeed's own default is the type of the weights, in which a sum over 256 ranks loses its low bits.
+    """
+    accumulated_in = plan.recipe.parallel.grad_accum_dtype
+    return {
+        "gradient_clipping": plan.recipe.optim.clip_grad_norm,  # left out, DeepSpeed clips at 1.0
+        "communication_data_type": accumulated_in,
+        "seq_parallel_communication_data_type": accumulated_in,
+        "data_types": {"grad_accum_dtype": accumulated_in},
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_allreduce_op": "mean",
+    }
+
+
+def _optimizer(optim: OptimConfig) -> Block:
+    """torch's own optimizers, fused where torch has that: DeepSpeed's would be compiled at the first start."""
+    if optim.name == "sgd":
+        params: Block = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
+        return {"type": "SGD", "params": params}
+    params = {
+        "lr": optim.lr,
+        "betas": list(optim.betas),
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "torch_adam": True,
+        "fused": True,
+        # "Adam" is AdamW to DeepSpeed unless this says otherwise.
+        "adam_w_mode": optim.name == "adamw",
+    }
+    return {"type": {"adamw": "AdamW", "adam": "Adam"}[optim.name], "params": params}
+
+
+def _precision(plan: Plan) -> Block:
+    precision = plan.recipe.parallel.precision
+    return {
+        "bf16": {"enabled": precision == "bf16", "immediate_grad_update": False, "check_grad_overflow": True},
+        "fp16": {
+            "enabled": precision == "fp16",
+            "auto_cast": False,
+            "loss_scale": 0,  # dynamic
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        },
+        "torch_autocast": {
+            "enabled": precision in TORCH_DTYPE,
+            "dtype": TORCH_DTYPE.get(precision, "bfloat16"),
+            # Gradients of the modules listed here would be reduced in the lower type.
+            "lower_precision_safe_modules": [],
+        },
+    }
+
+
+def bucket_elements(plan: Plan) -> int:
+    """Elements per reduction, the same heuristic as Megatron-LM's: max(40e6, 1e6 × dp), so that each of
+    the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
+    model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
+    """
+    share = plan.model.parameters // (plan.layout.pp * plan.layout.tp)
+    elements = min(max(40_000_000, 1_000_000 * plan.layout.dp), share)
+    return max(elements + elements % 2, 2)
+
+
+def _zero(plan: Plan) -> Block:
+    stage, parallel = plan.layout.zero_stage, plan.recipe.parallel
+    if stage == 0:
+        return {"stage": 0}
+    bucket = bucket_elements(plan)
+    pin = not plan.cluster.spec.on_cpu
+    zero: Block = {
+        "stage": stage,
+        # At stages 1 and 2 overlapping has raced and produced NaN (DeepSpeed issues 5545, 8061).
+        "overlap_comm": stage == 3,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": bucket,
+        "allgather_partitions": True,
+        "allgather_bucket_size": bucket,
+        "use_multi_rank_bucket_allreduce": True,
+        "round_robin_gradients": False,
+        "ignore_unused_parameters": True,
+        "load_from_fp32_weights": True,
+        "offload_optimizer": _offload(parallel.offload_optimizer, parallel.nvme_path, pin),
+    }
+    return zero | _zero3(plan, bucket, pin) if stage == 3 else zero
+
+
+def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
+    parallel = plan.recipe.parallel
+    offload_param = _offload(parallel.offload_param, parallel.nvme_path, pin)
+    if parallel.offload_param == "nvme":
+        # A partition has to fit into one buffer.
+        partition = -(-plan.model.largest_parameter // plan.layout.dp)
+        offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
+    return {
+        "offload_param": offload_param,
+        "leaf_module": {"classes": _leaf_classes(plan), "names": [], "name_suffixes": []},
+        "sub_group_size": 1_000_000_000,
+        "stage3_prefetch_bucket_size": bucket,
+        # Norms and biases stay whole; each is not worth a message of its own.
+        "stage3_param_persistence_threshold": 10 * plan.model.hidden_size,
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+        "stage3_module_granularity_threshold": 0,
+        "stage3_allgather_sequential": False,
+        # Weights are gathered for export from the engine, parameter by parameter.
+        "stage3_gather_16bit_weights_on_model_save": False,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "zero_quantized_gradients": False,
+    }
+
+
+def _leaf_classes(plan: Plan) -> list[str]:
+    """Blocks gathered as a whole, since ranks may reach the experts within in different orders."""
+    family = FAMILIES.get(plan.model.model_type)
+    return [family.moe_block] if family and family.moe_block and plan.layout.ep == 1 else []
+
+
+def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
+    """Where states live; pinned memory is for a device that copies from it."""
+    if device == "none":
+        return {"device": "none"}
+    block: Block = {"device": device, "pin_memory": pin}
+    if device == "nvme":
+        block["nvme_path"] = nvme_path
+    return block
+
+
+def _aio() -> Block:
+    return {
+        "block_size": 1_048_576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+
+
+def _parallelism(plan: Plan) -> Block:
+    """Blocks of the degrees above 1."""
+    layout, blocks = plan.layout, Block()
+    if layout.pp > 1:
+        blocks["pipeline"] = {
+            "activation_checkpoint_interval": int(plan.recipe.parallel.activation_checkpointing == "full"),
+            "use_reentrant": False,  # re-entrant checkpoints fail on integer inputs
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+        }
+    if layout.tp > 1:
+        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False}
+    if layout.sp > 1:
+        blocks["sequence_parallel_size"] = layout.sp
+    if layout.ep > 1:
+        blocks["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": layout.ep,
+            "preset_model": plan.model.model_type,
+            "expert_tensor_parallel_size": 1,
+            "comm_backend": "comm",
+        }
+    return blocks
+
+
+def _run_time() -> Block:
+    """What DeepSpeed writes and measures by itself: nothing, since the run does."""
+    return {
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+        "memory_breakdown": False,
+        "dump_state": False,
+        # Synchronises the device twice in each micro-batch.
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        # A checkpoint whose ranks name it differently cannot be loaded.
+        "checkpoint": {"tag_validation": "Fail", "load_universal": False, "use_node_local_storage": False},
+    }

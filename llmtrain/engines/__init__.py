@@ -1,0 +1,6 @@
+"""What runs one optimizer step of a plan, behind one seam (`Engine`)."""
+
+from llmtrain.engines.build import build_engine
+from llmtrain.engines.seam import Engine, StepResult
+
+__all__ = ["Engine", "StepResult", "build_engine"]

@@ -1,0 +1,150 @@
+"""DeepSpeed's data parallel engine: ZeRO 0 to 3, offload, every precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from llmtrain.data import StepBatch
+from llmtrain.engines.forward import forward
+from llmtrain.engines.optim import parameter_groups, schedule
+from llmtrain.engines.seam import StepResult
+from llmtrain.models import build_model
+from llmtrain.plan import Plan
+
+TAG = "engine"
+"""Folder of DeepSpeed's files in a checkpoint."""
+
+WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type of the weights that the forward pass reads; fp32 for the precisions that are not listed."""
+
+
+class DeepSpeedDataParallel:
+    """`deepspeed.initialize` on a whole causal LM, replicated or sharded over data parallel ranks."""
+
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        recipe = plan.recipe
+        model = _build(plan, ds_config, device)
+        if recipe.parallel.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = model
+        self.engine: _Engine = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, recipe.optim.weight_decay),
+            lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
+            config=ds_config,
+        )[0]
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Accumulates this rank's micro-batches and updates once.
+
+        DeepSpeed averages gradients over data parallel ranks, so a rank's loss is multiplied by
+        their number: the sum over all ranks and micro-batches, divided by the target tokens, is left.
+        """
+        self.engine.train()
+        lr = self.engine.get_lr()[0]
+        replicas = self.plan.layout.dp
+        total = torch.zeros((), device=self.device)
+        grad_norm: Tensor | None = None
+        for index, micro_batch in enumerate(batch.micro_batches, start=1):
+            loss_sum, auxiliary = forward(self.engine, self.model.config, micro_batch, self.device)
+            loss = loss_sum * (replicas / batch.target_tokens)
+            if auxiliary is not None:
+                loss = loss + auxiliary / len(batch.micro_batches)
+            self.engine.backward(loss, scale_wrt_gas=False)
+            total += loss_sum.detach()
+            if index == len(batch.micro_batches):
+                grad_norm = self._replicated_grad_norm()
+            self.engine.step()
+        if grad_norm is None:
+            grad_norm = self._engine_grad_norm()
+        return StepResult(loss=self._sum_over_replicas(total) / batch.target_tokens, grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Mean cross-entropy over the target tokens of all ranks."""
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
+        return self._sum_over_replicas(total) / batch.target_tokens
+
+    def save(self, folder: Path) -> None:
+        """Writes DeepSpeed's files to `folder/engine`."""
+        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Reads DeepSpeed's files from `folder/engine`, written under the same layout."""
+        self.engine.load_checkpoint(str(folder), tag=TAG)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, under its Hugging Face name; tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            with _gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
+                yield name, parameter.detach().cpu().clone()
+
+    def describe(self) -> dict[str, Any]:
+        """Classes that DeepSpeed has chosen, the device and the backend."""
+        return {
+            "engine": f"deepspeed {deepspeed.__version__}",
+            "optimizer": type(self.engine.optimizer).__name__,
+            "basic_optimizer": type(self.engine.basic_optimizer).__name__,
+            "device": str(self.device),
+            "backend": dist.get_backend(),
+        }
+
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        if self.plan.layout.dp > 1:
+            dist.all_reduce(value)
+        return value
+
+    def _replicated_grad_norm(self) -> Tensor | None:
+        """The norm where DeepSpeed keeps none: fp32 weights at ZeRO-0, whose gradients lie whole on every rank.
+
+        Between `backward` and `step` of the last micro-batch they are already averaged.
+        """
+        if self.plan.layout.zero_stage > 0 or self.plan.recipe.parallel.precision in WEIGHT_DTYPES:
+            return None
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        return norm / scaler.get_scale() if scaler else norm
+
+    def _engine_grad_norm(self) -> Tensor:
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+
+
+def _build(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    recipe = plan.recipe
+    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+    if plan.layout.zero_stage < 3:
+        return build_model(recipe, dtype, device)
+
+    def partitioned() -> AbstractContextManager[object]:
+        # Only the device is overridden. The type is already that of the parameters, and forcing it on
+        # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
+        # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
+        context: AbstractContextManager[object] = deepspeed.zero.Init(
+            config_dict_or_path=ds_config, tensor_overrides=[DeepSpeedTensorOverride.device]
+        )
+        return context
+
+    return build_model(recipe, dtype, device, partitioned=partitioned, gather=_gather)
+
+
+def _gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+    context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return context

@@ -1,0 +1,94 @@
+"""Plain PyTorch in one process: what every strategy must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmtrain.data import StepBatch
+from llmtrain.engines.forward import forward
+from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.seam import StepResult
+from llmtrain.recipe import Recipe
+
+
+class ReferenceEngine:
+    """A loop over micro-batches, `clip_grad_norm_`, `optimizer.step()`; nothing else.
+
+    fp32, or autocast over fp32 weights. A bf16 recipe is refused by the caller: DeepSpeed's bf16
+    weights are the rounded copy of fp32 master weights, which this loop does not keep.
+    """
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.device = next(model.parameters()).device
+        self.optimizer = torch_optimizer(parameter_groups(model, recipe.optim.weight_decay), recipe.optim)
+        self.scheduler = schedule(self.optimizer, recipe)
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """One update from the sum over all micro-batches, divided by the target tokens."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        lr = self.optimizer.param_groups[0]["lr"]
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            with self._autocast():
+                loss_sum, auxiliary = forward(self.model, self.model.config, micro_batch, self.device)
+            loss = loss_sum / batch.target_tokens
+            if auxiliary is not None:
+                loss = loss + auxiliary / len(batch.micro_batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss_sum.detach()
+        limit = self.recipe.optim.clip_grad_norm or float("inf")
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.optimizer.step()
+        self.scheduler.step()
+        return StepResult(loss=total / batch.target_tokens, grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Mean cross-entropy over the target tokens."""
+        self.model.eval()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            with self._autocast():
+                total += forward(self.model, self.model.config, micro_batch, self.device)[0]
+        return total / batch.target_tokens
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach().cpu()
+
+    def save(self, folder: Path) -> None:
+        """Writes one file, `reference.pt`."""
+        torch.save(self._state(), folder / "reference.pt")
+
+    def load(self, folder: Path) -> None:
+        """Reads `reference.pt`."""
+        state = torch.load(folder / "reference.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def describe(self) -> dict[str, Any]:
+        """Optimizer class and device."""
+        return {"engine": "plain PyTorch", "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}.get(self.recipe.parallel.precision)
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()

@@ -1,0 +1,41 @@
+"""What a finished run leaves: a Hugging Face folder, and a sample of what it says."""
+
+from __future__ import annotations
+
+import shutil
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.state import TrainerState
+from llmtrain.data import Prepared
+from llmtrain.generate import generate
+from llmtrain.plan import Plan
+from llmtrain.run_dir import RunDir
+
+
+def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared, console: Console) -> None:
+    """Compares the evaluation with a unigram model, exports and samples; on rank 0, after the last step."""
+    recipe = plan.recipe
+    if state.eval_loss is not None:
+        unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
+        console.print(
+            f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",
+            highlight=False,
+        )
+    checkpoint = newest(run_dir.checkpoints)
+    if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
+        return
+    with console.status("exporting"):
+        if run_dir.export.exists():
+            shutil.rmtree(run_dir.export)  # of an earlier, shorter run in this folder
+        export(checkpoint, run_dir.tokenizer, run_dir.export)
+    console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
+    prompt = recipe.export.sample_prompt
+    if prompt is not None:
+        continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens)
+        text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
+        console.print(Panel(text, title="sample", title_align="left"))

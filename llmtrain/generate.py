@@ -1,0 +1,30 @@
+"""Continue a text with an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import Problem, RecipeError
+
+
+def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
+    """The continuation of `prompt`, sampled from the 50 likeliest tokens; temperature 0 takes the likeliest.
+
+    Raises RecipeError where the folder holds no model.
+    """
+    if not (folder / "config.json").is_file():
+        problem = Problem("generate.folder", str(folder), "holds no model (no config.json)", "name an exported folder")
+        raise RecipeError(problem)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
+    continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return continuation

@@ -1,0 +1,106 @@
+"""The training loop. It reads aloud, and knows nothing of how the work is split."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState
+from llmtrain.data import Schedule, StepBatch
+from llmtrain.engines import Engine, StepResult
+from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.recipe import Recipe
+
+
+@dataclass
+class Run:
+    """What a rank trains with."""
+
+    recipe: Recipe
+    engine: Engine
+    data: Schedule
+    saver: Saver
+    state: TrainerState
+    stop_step: int
+    """Step to stop after; before `train.max_steps` where the user asked for that."""
+    progress: TrainingProgress
+    metrics: MetricsLogger | None
+    """On rank 0 only."""
+
+
+def fit(run: Run) -> None:
+    """Trains from `run.state` to `run.stop_step`; evaluates, logs and saves as the recipe says, and at the end."""
+    recipe, state = run.recipe, run.state
+    meter = Meter()
+    with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
+        while state.step < run.stop_step:
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - asked
+            result = run.engine.train_step(batch)
+            state.step += 1
+            state.samples += batch.samples
+            state.tokens += batch.target_tokens
+            meter.add(batch.target_tokens, waited)
+            run.progress.advance(state.step)
+            last = state.step == run.stop_step
+            if last or state.step % recipe.logging.every_steps == 0:
+                _log(run, result, meter)
+            with meter.paused():
+                if _due(recipe.evaluation.every_steps, state.step, state.step == recipe.train.max_steps):
+                    evaluate(run)
+                if last or _due(recipe.checkpoint.every_steps, state.step):
+                    with run.progress.busy("saving"):
+                        run.saver.save(state)
+
+
+def evaluate(run: Run) -> None:
+    """Mean loss over the target tokens of the held-out sequences, into `run.state` and the metrics."""
+    total, targets = 0.0, 0
+    with run.progress.busy("evaluating"):
+        for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
+            total += _weighted(run.engine, batch)
+            targets += batch.target_tokens
+    run.state.eval_loss, run.state.eval_step = total / targets, run.state.step
+    if run.metrics:
+        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss))
+
+
+def _weighted(engine: Engine, batch: StepBatch) -> float:
+    return engine.eval_step(batch).item() * batch.target_tokens
+
+
+def _due(every_steps: int, step: int, at_end: bool = False) -> bool:
+    return every_steps > 0 and (at_end or step % every_steps == 0)
+
+
+def _log(run: Run, result: StepResult, meter: Meter) -> None:
+    """Reads the numbers of a step, which waits for the device; the other ranks do not log, and do not wait."""
+    if run.metrics is None:
+        return
+    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    record = run.metrics.log_step(
+        StepMetrics(
+            step=run.state.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=result.lr,
+            tokens=run.state.tokens,
+            samples=run.state.samples,
+            window=meter.close(),
+            peak_memory_bytes=_peak_memory(),
+        )
+    )
+    run.progress.show(record)
+
+
+def _peak_memory() -> int:
+    """Bytes: allocated on the device, or resident where the device is the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,143 @@
+"""Builds the model of a recipe, whole or partitioned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.initial import Gather, initialise
+from llmtrain.recipe import ModelConfig, Recipe
+
+
+def model_configuration(recipe: Recipe) -> PreTrainedConfig:
+    """The `transformers` configuration of a recipe's model.
+
+    Raises RecipeError where the architecture does not exist or the pretrained model is not there.
+    """
+    model = recipe.model
+    values = dict(model.config)
+    if model.architecture is not None and recipe.vocab_size is not None:
+        values["vocab_size"] = recipe.vocab_size
+    try:
+        if model.architecture is not None:
+            return AutoConfig.for_model(model.architecture, **values)
+        return AutoConfig.from_pretrained(
+            model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **values
+        )
+    except (ValueError, OSError, TypeError) as error:
+        field = "model.architecture" if model.architecture else "model.pretrained"
+        raise RecipeError(
+            Problem("model.config", field, f"{model.architecture or model.pretrained!r}: {_first_line(error)}")
+        ) from error
+
+
+def build_model(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    partitioned: Callable[[], AbstractContextManager[object]] | None = None,
+    gather: Gather | None = None,
+) -> PreTrainedModel:
+    """The recipe's causal LM with its initial or pretrained weights.
+
+    partitioned, gather: ZeRO-3's contexts for building and for reaching parameters; with them no
+    rank ever holds the whole model, and rank 0 reads pretrained weights tensor by tensor.
+    """
+    config = model_configuration(recipe)
+    if recipe.model.pretrained is not None and partitioned is None:
+        return _load_whole(recipe.model, config, dtype, device)
+    with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=recipe.model.attention,
+            dtype=dtype,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+    model.tie_weights()
+    initialise(model, recipe.train.seed, gather)
+    if recipe.model.pretrained is not None and gather is not None:
+        _load_partitioned(model, recipe.model, gather)
+    return model
+
+
+def _load_whole(
+    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model.pretrained,
+        config=config,
+        revision=model.revision,
+        dtype=dtype,
+        attn_implementation=model.attention,
+        trust_remote_code=model.trust_remote_code,
+        use_safetensors=True,
+    )
+    return loaded.to(device)
+
+
+@torch.no_grad()
+def _load_partitioned(model: PreTrainedModel, source: ModelConfig, gather: Gather) -> None:
+    """Copies safetensors into a ZeRO-3 model: rank 0 reads one tensor at a time, the others receive their part.
+
+    Raises RecipeError where the file's names are not the model's own: such a checkpoint is
+    converted while it is loaded (per-expert weights joined, for example), which needs it whole.
+    """
+    from safetensors import safe_open
+
+    files = _safetensors_of(source)
+    parameters = dict(model.named_parameters())
+    missing = sorted(parameters.keys() - files.keys())
+    if missing:
+        raise RecipeError(
+            Problem(
+                "model.pretrained_names",
+                "model.pretrained",
+                f"{source.pretrained} stores {len(missing)} weights under other names than the model's "
+                f"(first: {missing[0]}), so it cannot be loaded partitioned",
+                "load it once with from_pretrained(...).save_pretrained(FOLDER) and name that folder, "
+                "or use parallel.zero_stage=2",
+            )
+        )
+    is_reader = torch.distributed.get_rank() == 0
+    for name, parameter in parameters.items():
+        with gather([parameter]):
+            if is_reader:
+                with safe_open(files[name], framework="pt") as tensors:
+                    parameter.data.copy_(tensors.get_tensor(name))
+
+
+def _safetensors_of(source: ModelConfig) -> dict[str, Path]:
+    """File of each tensor of a local folder or hub repository."""
+    from safetensors import safe_open
+
+    assert source.pretrained is not None
+    folder = Path(source.pretrained)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, Any] = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
+    names: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names.update(dict.fromkeys(tensors.keys(), file))
+    return names
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

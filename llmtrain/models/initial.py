@@ -1,0 +1,61 @@
+"""Initial weights that depend on the seed and on a module's name, and on nothing else.
+
+Each module draws from a generator of its own, in fp32, on the device that it will live on. So a
+model starts from the same weights whether it is built whole, partitioned by ZeRO-3 or, a stage on
+each rank, by a pipeline; which is what lets two strategies be compared at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
+"""Makes parameters whole inside the context and spreads what rank 0 wrote when it ends (ZeRO-3)."""
+
+
+@torch.no_grad()
+def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) -> None:
+    """Draws every weight of `model` by its family's own `_init_weights`, module by module."""
+    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        for name, module, owner in _children_first(model, "", model):
+            # A family may reach into the children of a module (GPT-2 scales `c_proj` from its
+            # block), never deeper, so these are the parameters to make whole.
+            parameters = [p for part in (module, *module.children()) for p in part.parameters(recurse=False)]
+            torch.manual_seed(_key(seed, name))
+            with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters):
+                owner._init_weights(module)
+
+
+def _children_first(
+    module: nn.Module, name: str, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Each module after its children, with the model whose `_init_weights` is meant for it."""
+    for child_name, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, child_owner)
+    yield name, module, owner
+
+
+@contextmanager
+def _in_fp32(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Lets an initialiser draw in fp32, so that a bf16 model starts from the rounded fp32 weights."""
+    stored = [(parameter, parameter.data) for parameter in parameters if parameter.dtype != torch.float32]
+    for parameter, data in stored:
+        parameter.data = data.float()
+    try:
+        yield
+    finally:
+        for parameter, data in stored:
+            data.copy_(parameter.data)
+            parameter.data = data
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

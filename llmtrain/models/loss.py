@@ -1,0 +1,22 @@
+"""The loss of a language model, as a sum: whoever knows the global batch divides it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+"""Label of a position that has no target (padding)."""
+
+
+def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies over the target tokens, in nats, in fp32.
+
+    A sum and not a mean, because micro-batches hold different numbers of target tokens: a mean of
+    means would weigh a token by its neighbours (huggingface/transformers#34191).
+
+    logits: [batch, T, vocab]; labels: [batch, T], already shifted, IGNORE where there is no target.
+    """
+    return torch.nn.functional.cross_entropy(
+        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="sum"
+    )

@@ -1,0 +1,57 @@
+"""What the rules look at: a recipe on a cluster, before anybody knows whether it is legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.plan import ModelFacts
+from llmtrain.recipe import ParallelConfig, Precision, Recipe
+
+WEIGHT_DTYPE: dict[Precision, str] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "autocast_bf16": "fp32",
+    "autocast_fp16": "fp32",
+}
+"""Type that the engine holds the weights of the forward pass in."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe on a cluster, with the numbers that follow from both where they come out whole."""
+
+    recipe: Recipe
+    cluster: Cluster
+    facts: ModelFacts | None
+    """None where the model's own configuration is at fault."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the recipe wants the work split."""
+        return self.recipe.parallel
+
+    @property
+    def weight_dtype(self) -> str:
+        """Type of the weights in the forward pass, and so of the gradients."""
+        return WEIGHT_DTYPE[self.parallel.precision]
+
+    @property
+    def model_parallel(self) -> int:
+        """Devices that share one replica of the model: pp × tp × sp."""
+        return self.parallel.pipeline * self.parallel.tensor * self.parallel.sequence
+
+    @property
+    def dp(self) -> int | None:
+        """Replicas that see different samples; None where the degrees do not divide the devices."""
+        replicas, rest = divmod(self.cluster.world_size, self.model_parallel)
+        return None if rest else replicas
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-batches per step and replica; None where the batch does not divide."""
+        if self.dp is None:
+            return None
+        steps, rest = divmod(self.recipe.batch.global_batch_size, self.recipe.batch.micro_batch_size * self.dp)
+        return None if rest or not steps else steps

@@ -1,0 +1,341 @@
+"""The decoder families whose parameters are counted by arithmetic, and the configuration each one declares.
+
+`transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that
+nothing reads, so the keys are listed here and a test compares them with the library's own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# Keys of every configuration: `transformers.PreTrainedConfig`, those that do not change a causal LM left out.
+COMMON_KEYS = frozenset({"architectures", "dtype", "model_type", "name_or_path", "transformers_version", "use_cache"})
+# Written by older versions of the library; rotary models still read them.
+LEGACY_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling"})
+
+TOKEN_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that a parameter count needs, under one name for all families."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    positions: int | None
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a model by part, tied ones once."""
+
+    embedding: int
+    """Input tables, learned positions included."""
+    head: int
+    """Output projection; 0 where it is tied to the embedding."""
+    body: int
+    """Decoder layers and the final norm, all experts included."""
+    idle: int = 0
+    """Expert parameters that a token does not meet."""
+    largest: int = 0
+    """Largest single parameter."""
+    experts: int = 0
+    """Experts per layer."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a `model_type` declares and how its parameters are counted."""
+
+    defaults: dict[str, Any]
+    """Default of every key that the family declares."""
+    count: Callable[[dict[str, Any], Shape], Count]
+    """Counts the parameters of a configuration with its defaults filled in."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Standard name → the family's own (`attribute_map` of `transformers`)."""
+    extra_keys: frozenset[str] = frozenset()
+    """Keys that the model reads without declaring them."""
+    inner_key: str = "intermediate_size"
+    """Key of the width of the feed-forward layer."""
+    learned_positions: bool = False
+    """Whether positions are a table, which no sequence may run past."""
+    moe_block: str | None = None
+    """Class of the module that holds a layer's router and experts; None for dense families."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Every key that a recipe may set."""
+        rotary = LEGACY_ROPE_KEYS if "rope_parameters" in self.defaults else frozenset()
+        return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
+
+
+def count_gpt2(config: dict[str, Any], shape: Shape) -> Count:
+    """GPT-2: learned positions, biases everywhere, a two-matrix feed-forward, LayerNorms with a bias."""
+    width, inner = shape.width, shape.inner
+    attention = width * 3 * width + 3 * width + width * width + width
+    feed_forward = width * inner + inner + inner * width + width
+    tables = (shape.vocab * width, (shape.positions or 0) * width)
+    return Count(
+        embedding=sum(tables),
+        head=0 if shape.tied else shape.vocab * width,
+        body=shape.layers * (attention + feed_forward + 4 * width) + 2 * width,
+        largest=max(*tables, width * 3 * width, width * inner),
+    )
+
+
+@dataclass(frozen=True)
+class RotaryDecoder:
+    """Counts the Llama line: rotary positions, gated feed-forward, RMSNorms without a bias.
+
+    The fields say in what a family differs; a bias is on, off, or a key of the configuration.
+    """
+
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    query_key_norm: str = "none"
+    """`head`: one weight per dimension of a head (Qwen 3); `full`: over all heads (OLMo 2)."""
+    norms: int = 2
+    """RMSNorms per layer over the residual stream."""
+    experts: Callable[[dict[str, Any]], Experts] | None = None
+
+    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
+        """Parameters of a whole model."""
+        width, inner = shape.width, shape.inner
+        layer = self._attention(config, shape) + self.norms * width
+        dense = 3 * width * inner + (2 * inner + width if _on(self.mlp_bias, config) else 0)
+        table = shape.vocab * width
+        query = width * shape.heads * shape.head_dim
+        body, idle, largest = shape.layers * layer + width, 0, max(table, query, width * inner)
+        experts = self.experts(config) if self.experts else Experts()
+        sparse = experts.layers(shape.layers)
+        body += (shape.layers - sparse) * dense
+        if sparse:
+            expert = 3 * width * experts.inner
+            body += sparse * experts.number * (expert + width)  # and the router's row for it
+            idle = sparse * (experts.number - experts.per_token) * expert
+            # Gate and up projections of all experts of a layer are one tensor.
+            largest = max(largest, experts.number * 2 * width * experts.inner)
+        return Count(table, 0 if shape.tied else table, body, idle, largest, experts.number if sparse else 0)
+
+    def _attention(self, config: dict[str, Any], shape: Shape) -> int:
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        weights = shape.width * (queries + 2 * keys) + queries * shape.width
+        biases = (queries + 2 * keys) * _on(self.qkv_bias, config) + shape.width * _on(self.output_bias, config)
+        norms = {"none": 0, "head": 2 * shape.head_dim, "full": queries + keys}[self.query_key_norm]
+        return weights + biases + norms
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a configuration: how many, how wide, and in which layers."""
+
+    number: int = 0
+    per_token: int = 0
+    inner: int = 0
+    step: int = 1
+    """Every `step`-th layer is sparse; 1 is all of them."""
+    dense_layers: tuple[int, ...] = ()
+
+    def layers(self, total: int) -> int:
+        """How many of `total` layers are sparse."""
+        if not self.number:
+            return 0
+        return sum((layer + 1) % self.step == 0 and layer not in self.dense_layers for layer in range(total))
+
+
+def _on(switch: bool | str, config: dict[str, Any]) -> bool:
+    return bool(config.get(switch)) if isinstance(switch, str) else switch
+
+
+def _mixtral_experts(config: dict[str, Any]) -> Experts:
+    return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"])
+
+
+def _qwen3_experts(config: dict[str, Any]) -> Experts:
+    return Experts(
+        config["num_experts"],
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size"],
+        config["decoder_sparse_step"],
+        tuple(config["mlp_only_layers"] or ()),
+    )
+
+
+_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+    "attention_dropout": 0.0,
+    **TOKEN_IDS,
+}
+_SLIDING = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN = {
+    **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
+    **_SLIDING,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_GEMMA = {
+    **_LLAMA,
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "use_bidirectional_attention": None,
+}
+_MIXTRAL = {
+    **_LLAMA,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+}
+_QWEN3_MOE = {
+    **{key: value for key, value in _QWEN.items() if key not in ("max_window_layers", "layer_types")},
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "norm_topk_prob": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "mlp_only_layers": None,
+}
+_GEMMA2 = {
+    **{key: value for key, value in _GEMMA.items() if key != "hidden_act"},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GPT2 = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "tie_word_embeddings": True,
+    **TOKEN_IDS,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        {**_LLAMA, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    ),
+    "mistral": Family(
+        {
+            **_LLAMA,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        RotaryDecoder(),
+    ),
+    "qwen2": Family(_QWEN, RotaryDecoder(qkv_bias=True), extra_keys=frozenset({"head_dim"})),
+    "qwen3": Family(
+        {**_QWEN, "head_dim": 128, "attention_bias": False},
+        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="head"),
+    ),
+    "olmo2": Family(
+        {
+            **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
+            "vocab_size": 50304,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+        },
+        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="full"),
+        extra_keys=frozenset({"head_dim"}),
+    ),
+    "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
+    "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
+    "mixtral": Family(
+        _MIXTRAL,
+        RotaryDecoder(experts=_mixtral_experts),
+        aliases={"num_experts": "num_local_experts"},
+        moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    ),
+    "qwen3_moe": Family(
+        _QWEN3_MOE,
+        RotaryDecoder(
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            query_key_norm="head",
+            experts=_qwen3_experts,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+        extra_keys=frozenset({"head_dim", "max_window_layers"}),
+        moe_block="transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    ),
+    "gpt2": Family(
+        _GPT2,
+        count_gpt2,
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        inner_key="n_inner",
+        learned_positions=True,
+    ),
+}

@@ -1,0 +1,25 @@
+"""FLOPs of a training step, by the convention that published MFU figures use."""
+
+from __future__ import annotations
+
+from llmtrain.plan.plan import ModelFacts
+
+
+def matmul_parameters(facts: ModelFacts) -> int:
+    """N: the active parameters without the input tables.
+
+    Looking a row up costs no FLOPs. A tied table stays in once, since it is also the matrix of the
+    output projection; learned positions are never multiplied with.
+    """
+    tied_head = facts.vocab_size * facts.hidden_size if facts.tied_embeddings else 0
+    return facts.active_parameters - facts.embedding_parameters + tied_head
+
+
+def flops_per_token(facts: ModelFacts, sequence_length: int) -> float:
+    """Model FLOPs of forward and backward per token: 6·N + 12·L·d·T (PaLM, arXiv 2204.02311, appendix B).
+
+    d is heads × head_dim. Attention counts in full: halving it because it is causal, as some do,
+    lowers the figure. Work done again under activation checkpointing does not count.
+    """
+    attention = 12 * facts.layers * facts.heads * facts.head_dim * sequence_length
+    return float(6 * matmul_parameters(facts) + attention)

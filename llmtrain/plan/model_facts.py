@@ -1,0 +1,270 @@
+"""What a plan must know of a model: by arithmetic where the family is known, else from the model itself.
+
+A plan has to answer at once on a login node, so `transformers` is imported only for a family that
+`llmtrain.plan.families` does not know and for names on the hub. A model that is built here is built
+on the meta device: its shapes exist, its weights do not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
+from llmtrain.plan.plan import ModelFacts
+from llmtrain.recipe import ModelConfig
+
+_SIZES = {
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+}
+_OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+
+
+def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
+    """The facts of a recipe's model.
+
+    `vocab_size` is what the recipe knows of the vocabulary (`Recipe.vocab_size`); pretrained weights
+    bring their own. Raises RecipeError naming every key or size that is wrong, and for a model that
+    cannot be found.
+    """
+    if model.pretrained is not None:
+        model_type, declared = _pretrained_config(model)
+        return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
+    assert model.architecture is not None  # ModelConfig asks for one of the two
+    return _facts(model, model.architecture, dict(model.config), vocab_size)
+
+
+def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_size: int | None) -> ModelFacts:
+    """Facts of a configuration; only the keys that the recipe sets itself are checked."""
+    if vocab_size is not None:
+        config.setdefault("vocab_size", vocab_size)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        return _meta_facts(model, model_type, config)
+    problems = _unknown_keys(model.config, family.keys, model_type)
+    if "vocab_size" not in config:
+        problems.append(_no_vocabulary())
+    return _arithmetic_facts(model_type, family, config, problems)
+
+
+def _no_vocabulary() -> Problem:
+    message = "is unknown: the tokenizer is not trained by this recipe, so the size of the embedding has to be said"
+    return Problem("model.vocab_size", "model.config.vocab_size", message, "--set model.config.vocab_size=50304")
+
+
+def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str) -> list[Problem]:
+    """`transformers` keeps any key and reads only those that it knows: a typo would train the default."""
+    return [
+        Problem(
+            "model.config_key", f"model.config.{key}", f"'{model_type}' has no such configuration{nearest(key, known)}"
+        )
+        for key in given
+        if key not in known
+    ]
+
+
+def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], problems: list[Problem]) -> ModelFacts:
+    """Facts by counting; `problems` are the faults already found, raised with the others."""
+    config, named_twice = _with_defaults(family, given)
+    problems = [*problems, *named_twice, *_wrong_sizes(family, config)]
+    if problems:
+        raise RecipeError(problems)
+    shape = _shape(family, config)
+    if problems := _impossible(family, given, shape):
+        raise RecipeError(problems)
+    count = family.count(config, shape)
+    total = count.embedding + count.head + count.body
+    return ModelFacts(
+        model_type=model_type,
+        parameters=total,
+        active_parameters=total - count.idle,
+        embedding_parameters=count.embedding,
+        largest_parameter=count.largest,
+        layers=shape.layers,
+        hidden_size=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_positions=shape.positions,
+        learned_positions=family.learned_positions,
+        experts=count.experts,
+        tied_embeddings=shape.tied,
+        source="arithmetic",
+    )
+
+
+def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The configuration under the family's own names, with its defaults; one thing set by two names is a fault."""
+    problems = []
+    config = dict(family.defaults)
+    for key, value in given.items():
+        own = family.aliases.get(key, key)
+        if own != key and given.get(own, value) != value:
+            message = f"{value!r} was given, and {given[own]!r} as {own}: the two are one setting"
+            problems.append(Problem("model.config_twice", f"model.config.{key}", message, f"keep {own} only"))
+        config[own] = value
+    return config, problems
+
+
+def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
+    """Sizes that are not positive integers; None stands for a derived one where the family derives it."""
+    problems = []
+    required = ["vocab_size", *(family.aliases.get(key, key) for key in _SIZES if key != "num_key_value_heads")]
+    optional = [family.inner_key, "num_key_value_heads", *(key for key in _OPTIONAL_SIZES if key in config)]
+    if family.inner_key == "intermediate_size":
+        required.append(optional.pop(0))
+    for key in (*required, *optional):
+        value = config.get(key)
+        wrong = not isinstance(value, int) or isinstance(value, bool) or value < 1
+        if wrong and not (value is None and key in optional):
+            problems.append(
+                Problem("model.size", f"model.config.{key}", f"{value!r} was given: must be a positive integer")
+            )
+    return problems
+
+
+def _shape(family: Family, config: dict[str, Any]) -> Shape:
+    def get(key: str) -> Any:
+        return config.get(family.aliases.get(key, key))
+
+    width, heads = get("hidden_size"), get("num_attention_heads")
+    return Shape(
+        vocab=config["vocab_size"],
+        width=width,
+        layers=get("num_hidden_layers"),
+        heads=heads,
+        kv_heads=get("num_key_value_heads") or heads,
+        head_dim=get("head_dim") or width // heads,
+        inner=config[family.inner_key] or 4 * width,
+        positions=get("max_position_embeddings"),
+        tied=bool(config["tie_word_embeddings"]),
+    )
+
+
+def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Problem]:
+    """Sizes that do not fit each other; the model would fail while it is built, or in its first step."""
+    problems = []
+    if not given.get("head_dim") and not family.defaults.get("head_dim") and shape.width % shape.heads:
+        key = family.aliases.get("num_attention_heads", "num_attention_heads")
+        message = f"{shape.heads} heads do not divide a width of {shape.width}, and head_dim is not given"
+        problems.append(Problem("model.heads", f"model.config.{key}", message))
+    if shape.heads % shape.kv_heads:
+        message = f"{shape.heads} query heads cannot share {shape.kv_heads} key and value heads evenly"
+        problems.append(Problem("model.kv_heads", "model.config.num_key_value_heads", message))
+    return problems
+
+
+def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """`model_type` and configuration of pretrained weights: a local folder is read, a hub name is asked for."""
+    assert model.pretrained is not None
+    folder = Path(model.pretrained).expanduser()
+    if folder.is_dir():
+        config = _read_config(folder / "config.json")
+    elif _is_path(model.pretrained):
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", f"there is no folder '{model.pretrained}'"))
+    else:
+        config = _hub_config(model)
+    model_type = config.pop("model_type", None)
+    if not isinstance(model_type, str):
+        message = f"the configuration of '{model.pretrained}' names no model_type"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message))
+    return model_type, config
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a path: hub names are `NAME` or `OWNER/NAME`."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        message = f"{path} cannot be read: {error}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
+    if not isinstance(config, dict):
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", f"{path} holds no JSON object"))
+    return config
+
+
+def _hub_config(model: ModelConfig) -> dict[str, Any]:
+    """Configuration of a hub model, from the local cache or the hub."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(model.pretrained, "config.json", revision=model.revision)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = f"'{model.pretrained}' is neither a folder nor a model that the hub or its cache gives: {reason}"
+        fix = f"download it where the hub is reached: hf download {model.pretrained}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix)) from None
+    return _read_config(Path(path))
+
+
+def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
+    """Facts of a family that arithmetic does not know: the model is built without its weights."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if model.trust_remote_code:
+        # Its class is code of the hub's that only a worker runs.
+        message = f"'{model_type}' comes with its own code, whose size a plan cannot know"
+        raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message))
+    if model_type not in CONFIG_MAPPING:
+        message = f"'{model_type}' is no architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
+        raise RecipeError(Problem("model.architecture", "model.architecture", message))
+    config_class = CONFIG_MAPPING[model_type]
+    known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS
+    if problems := _unknown_keys(model.config, known | COMMON_KEYS | {"head_dim", "num_key_value_heads"}, model_type):
+        raise RecipeError(problems)
+    try:
+        config = config_class(**given)
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault
+        message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
+        raise RecipeError(Problem("model.config", "model.config", message)) from None
+    return _facts_of(built, model_type)
+
+
+def _facts_of(built: Any, model_type: str) -> ModelFacts:
+    """Facts of a model object. `parameters()` yields a tied weight once."""
+    config = built.config.get_text_config()
+    total = sum(parameter.numel() for parameter in built.parameters())
+    embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
+    heads = config.num_attention_heads
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
+    )
+    idle = 0
+    if experts:
+        in_experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
+        idle = in_experts - in_experts * (_int(config, "num_experts_per_tok") or experts) // experts
+    return ModelFacts(
+        model_type=model_type,
+        parameters=total,
+        active_parameters=total - idle,
+        embedding_parameters=embedding.numel(),
+        largest_parameter=max(parameter.numel() for parameter in built.parameters()),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        heads=heads,
+        kv_heads=_int(config, "num_key_value_heads") or heads,
+        head_dim=_int(config, "head_dim") or config.hidden_size // heads,
+        vocab_size=embedding.shape[0],
+        max_positions=_int(config, "max_position_embeddings"),
+        experts=experts,
+        tied_embeddings=head is not None and head.weight is embedding,
+        source="meta device",
+    )
+
+
+def _int(config: Any, key: str) -> int | None:
+    value = getattr(config, key, None)
+    return value if isinstance(value, int) and value > 0 else None

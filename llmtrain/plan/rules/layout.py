@@ -1,0 +1,165 @@
+"""Degrees against devices, and against what the model has to divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+EXPERT_PRESETS = tuple(name for name, family in FAMILIES.items() if family.moe_block)
+"""Families whose experts the engine has a preset for and this package counts."""
+
+
+def divisors_near(number: int, value: int) -> list[int]:
+    """The largest divisor of `number` up to `value`, and the smallest from there on."""
+    value = min(max(value, 1), number)
+    below = next(d for d in range(value, 0, -1) if number % d == 0)
+    above = next(d for d in range(value, number + 1) if number % d == 0)
+    return sorted({below, above})
+
+
+def _nearest(number: int, value: int) -> str:
+    return " or ".join(str(divisor) for divisor in divisors_near(number, value))
+
+
+@rule("layout.world", "pp × tp × sp ranks share one replica, so they divide the devices.", "arithmetic")
+def world(draft: Draft) -> Iterator[Fault]:
+    """Degrees that do not divide the number of devices."""
+    if draft.dp:
+        return
+    parallel, cluster = draft.parallel, draft.cluster
+    equation = f"{parallel.pipeline} × {parallel.tensor} × {parallel.sequence} = {draft.model_parallel}"
+    message = (
+        f"pipeline × tensor × sequence = {equation} does not divide {cluster.nodes} × "
+        f"{cluster.devices_per_node} = {cluster.world_size} devices"
+    )
+    # The largest degree is the one to change; the others stay as they are.
+    name = max(("pipeline", "tensor", "sequence"), key=lambda degree: getattr(parallel, degree))
+    rest = draft.model_parallel // getattr(parallel, name)
+    fix = f"use a multiple of {draft.model_parallel} devices"
+    if cluster.world_size % rest == 0:
+        best = divisors_near(cluster.world_size // rest, getattr(parallel, name))[0]
+        fix += f", or {assignment(**{f'parallel__{name}': best})}"
+    yield Fault(f"parallel.{name}", message, fix)
+
+
+@rule("layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read")
+def exclusive(draft: Draft) -> Iterator[Fault]:
+    """Tensor, sequence and pipeline parallelism exclude each other (`runtime/pipe/engine.py`, `__init__.py`)."""
+    parallel = draft.parallel
+    if parallel.pipeline > 1 and parallel.tensor > 1:
+        message = "the pipeline engine does not take tensor parallelism: its groups overwrite each other"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+    if parallel.pipeline > 1 and parallel.sequence > 1:
+        message = "the pipeline engine takes no sequence groups ('mpu must be None with pipeline parallelism')"
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
+    if parallel.tensor > 1 and parallel.sequence > 1:
+        message = "the engine takes either tensor or sequence groups, not both"
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
+
+
+@rule("layout.tensor_divides", "A tensor parallel rank holds whole heads.", "arithmetic")
+def tensor_divides(draft: Draft) -> Iterator[Fault]:
+    """Heads that tensor parallel ranks cannot share evenly."""
+    degree, facts = draft.parallel.tensor, draft.facts
+    if facts is None or degree == 1:
+        return
+    for name, number in (("query heads", facts.heads), ("key and value heads", facts.kv_heads)):
+        if number % degree:
+            message = f"{degree} was given: the model's {number} {name} do not divide by it"
+            yield Fault("parallel.tensor", message, f"use {_nearest(number, degree)}")
+
+
+@rule("layout.sequence_divides", "Ulysses gives each rank a slice of the sequence, then whole heads.", "arithmetic")
+def sequence_divides(draft: Draft) -> Iterator[Fault]:
+    """Sequences and heads that sequence parallel ranks cannot share evenly (arXiv 2309.14509)."""
+    degree, facts, length = draft.parallel.sequence, draft.facts, draft.recipe.data.sequence_length
+    if degree == 1:
+        return
+    if length % degree:
+        message = f"{degree} was given: a sequence of {length} tokens does not divide by it"
+        yield Fault("parallel.sequence", message, f"use {_nearest(length, degree)}")
+    if facts is not None and facts.heads % degree:
+        message = f"{degree} was given: the model's {facts.heads} heads do not divide by it"
+        yield Fault("parallel.sequence", message, f"use {_nearest(facts.heads, degree)}")
+    # Fewer key and value heads than ranks are replicated by the engine, as long as that is even.
+    if facts is not None and facts.kv_heads % degree and degree % facts.kv_heads:
+        message = f"{degree} was given: {facts.kv_heads} key and value heads can neither be split nor copied evenly"
+        yield Fault("parallel.sequence", message, f"use {_nearest(facts.kv_heads, degree)}")
+
+
+@rule(
+    "layout.sequence_attention",
+    "Ulysses exchanges heads around a fused attention and reads key and value heads.",
+    "read",
+)
+def sequence_attention(draft: Draft) -> Iterator[Fault]:
+    """Attention implementations and models that Ulysses does not take."""
+    if draft.parallel.sequence == 1:
+        return
+    if draft.recipe.model.attention == "eager":
+        message = "'eager' was given: it needs the attention mask, which sequence parallelism drops"
+        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
+    if draft.facts is not None and draft.facts.model_type == "gpt2":
+        message = "the engine reads num_key_value_heads, which gpt2 does not declare"
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
+
+
+@rule(
+    "layout.sequence_documents", "Ulysses drops attention masks: documents are told apart by their positions.", "read"
+)
+def sequence_documents(draft: Draft) -> Iterator[Fault]:
+    """Separating packed documents takes a variable-length kernel, since the mask does not arrive."""
+    fused = draft.recipe.model.attention in ("flash_attention_2", "flash_attention_3")
+    if draft.parallel.sequence > 1 and draft.recipe.data.mask_documents and not fused:
+        message = f"'{draft.recipe.model.attention}' separates documents by a mask, which sequence parallelism drops"
+        fix = f"{assignment(model__attention='flash_attention_2')}, or {assignment(data__mask_documents='false')}"
+        yield Fault("data.mask_documents", message, fix)
+
+
+@rule("layout.expert", "Experts are spread over the ranks of data parallelism.", "arithmetic")
+def expert(draft: Draft) -> Iterator[Fault]:
+    """Expert parallelism of a dense model, or degrees that divide neither experts nor ranks."""
+    degree, facts = draft.parallel.expert, draft.facts
+    if degree == 1:
+        return
+    if draft.dp and draft.dp % degree:
+        message = f"{degree} was given: data parallelism has {draft.dp} ranks, which do not divide by it"
+        yield Fault("parallel.expert", message, f"use {_nearest(draft.dp, degree)}")
+    if facts is None:
+        return
+    if not facts.experts:
+        message = f"{degree} was given, but '{facts.model_type}' has no experts"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+    elif facts.experts % degree:
+        message = f"{degree} was given: {facts.experts} experts do not divide by it"
+        yield Fault("parallel.expert", message, f"use {_nearest(facts.experts, degree)}")
+    elif facts.model_type not in EXPERT_PRESETS:
+        message = f"the engine's expert parallelism is known for {', '.join(EXPERT_PRESETS)} only"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+@rule("layout.tensor_node", "A tensor parallel group communicates in every layer.", "arithmetic", refuses=False)
+def tensor_node(draft: Draft) -> Iterator[Fault]:
+    """Notes tensor parallel groups that span nodes."""
+    parallel, cluster = draft.parallel, draft.cluster
+    if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
+        message = (
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: slow links in each layer"
+        )
+        fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
+        yield Fault("parallel.tensor", message, fix)
+
+
+RULES = (
+    world,
+    exclusive,
+    tensor_divides,
+    sequence_divides,
+    sequence_attention,
+    sequence_documents,
+    expert,
+    tensor_node,
+)

@@ -1,0 +1,50 @@
+"""Sizes of the model against the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.recipe import TrainedTokenizer
+
+
+@rule("model.vocabulary", "A token without a row in the embedding is an index out of range.", "arithmetic")
+def vocabulary(draft: Draft) -> Iterator[Fault]:
+    """An embedding smaller than the tokenizer that the recipe trains."""
+    tokenizer, facts = draft.recipe.data.tokenizer, draft.facts
+    if facts is None or not isinstance(tokenizer, TrainedTokenizer) or facts.vocab_size >= tokenizer.vocab_size:
+        return
+    message = f"the model has {facts.vocab_size} rows for a tokenizer of {tokenizer.vocab_size} tokens"
+    fix = assignment(data__tokenizer__vocab_size=facts.vocab_size)
+    yield Fault("data.tokenizer.vocab_size", message, fix)
+
+
+@rule("model.pretrained_tokenizer", "Pretrained weights know the ids of their own tokenizer only.", "arithmetic")
+def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
+    """A newly trained tokenizer for pretrained weights."""
+    model, tokenizer = draft.recipe.model, draft.recipe.data.tokenizer
+    if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
+        message = "a tokenizer is to be trained, but pretrained weights mean the ids of theirs"
+        yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
+
+
+@rule("model.positions", "A table of positions has no row past its end.", "arithmetic")
+def positions(draft: Draft) -> Iterator[Fault]:
+    """Sequences that run past learned positions."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = f"{length} was given, but '{facts.model_type}' has {facts.max_positions} positions"
+        yield Fault("data.sequence_length", message, assignment(data__sequence_length=facts.max_positions))
+
+
+@rule("model.rotary_length", "A checkpoint declares the length that it was made for.", "arithmetic", refuses=False)
+def rotary_length(draft: Draft) -> Iterator[Fault]:
+    """Notes sequences beyond what the configuration declares; rotary positions go on."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = f"{length} is beyond max_position_embeddings = {facts.max_positions}, which the export will declare"
+        yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
+
+
+RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length)

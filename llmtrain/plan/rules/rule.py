@@ -1,0 +1,53 @@
+"""A rule of legality: what may not be combined, why, and where that was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from llmtrain.errors import Problem
+from llmtrain.plan.draft import Draft
+
+ENGINE = "DeepSpeed 0.19.8"
+
+Seen = Literal["run", "read", "arithmetic"]
+"""`run`: on the real engine, by a test; `read`: in its source; `arithmetic`: follows from the numbers."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One violation: the field, what was given and why it cannot be, and what to do."""
+
+    field: str
+    message: str
+    fix: str = ""
+
+
+Check = Callable[[Draft], Iterator[Fault]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule with its reason and evidence; `check` yields the faults of a draft."""
+
+    id: str
+    reason: str
+    seen: Seen
+    check: Check
+    refuses: bool = True
+    """False: legal, but worth a note in the plan."""
+
+    def problems(self, draft: Draft) -> list[Problem]:
+        """The faults of a draft under this rule's id."""
+        return [Problem(self.id, fault.field, fault.message, fault.fix) for fault in self.check(draft)]
+
+
+def rule(id_: str, reason: str, seen: Seen, *, refuses: bool = True) -> Callable[[Check], Rule]:
+    """Turns a check into a rule; a module lists its rules in `RULES`."""
+    return lambda check: Rule(id_, reason, seen, check, refuses)
+
+
+def assignment(**fields: object) -> str:
+    """A fix to paste: `--set parallel.zero_stage=1`; `__` stands for the dot."""
+    return " ".join(f"--set {name.replace('__', '.')}={value}" for name, value in fields.items())

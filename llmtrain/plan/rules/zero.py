@@ -1,0 +1,93 @@
+"""ZeRO stages and what only some of them can offload. What does not apply, the engine ignores silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.layout import EXPERT_PRESETS
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+
+@rule("zero.offload_optimizer_stage", "Without ZeRO nothing is sharded, and offload is ignored.", "run")
+def offload_optimizer_stage(draft: Draft) -> Iterator[Fault]:
+    """Optimizer offload at ZeRO 0."""
+    parallel = draft.parallel
+    if parallel.offload_optimizer != "none" and parallel.zero_stage == 0:
+        message = f"'{parallel.offload_optimizer}' was given, but at ZeRO 0 the optimizer states stay on the device"
+        yield Fault("parallel.offload_optimizer", message, assignment(parallel__zero_stage=1))
+
+
+@rule("zero.offload_param_stage", "Only ZeRO 3 shards parameters; at other stages their offload is ignored.", "run")
+def offload_param_stage(draft: Draft) -> Iterator[Fault]:
+    """Parameter offload below ZeRO 3."""
+    parallel = draft.parallel
+    if parallel.offload_param != "none" and parallel.zero_stage < 3:
+        message = (
+            f"'{parallel.offload_param}' was given, but at ZeRO {parallel.zero_stage} parameters stay on the device"
+        )
+        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_param='none')}"
+        yield Fault("parallel.offload_param", message, fix)
+
+
+@rule("zero.nvme_stage", "Only ZeRO 3 swaps to a disk; stages 1 and 2 take host memory without a word.", "run")
+def nvme_stage(draft: Draft) -> Iterator[Fault]:
+    """NVMe offload of the optimizer at ZeRO 1 and 2."""
+    parallel = draft.parallel
+    if parallel.offload_optimizer == "nvme" and parallel.zero_stage in (1, 2):
+        message = f"'nvme' was given, but ZeRO {parallel.zero_stage} would keep the states in host memory instead"
+        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_optimizer='cpu')}"
+        yield Fault("parallel.offload_optimizer", message, fix)
+
+
+@rule("zero.nvme_path", "A path without a use, or a use without a path, is a mistake.", "read")
+def nvme_path(draft: Draft) -> Iterator[Fault]:
+    """NVMe offload without its folder, and the folder without it."""
+    parallel = draft.parallel
+    wanted = "nvme" in (parallel.offload_optimizer, parallel.offload_param)
+    if wanted and not parallel.nvme_path:
+        message = "is required for nvme offload: a folder on a local disk of each node"
+        yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="/local_nvme"))
+    if parallel.nvme_path and not wanted:
+        message = f"'{parallel.nvme_path}' was given, but nothing is offloaded to nvme"
+        yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
+
+
+@rule("zero.expert", "The engine's own checks of expert parallelism.", "read")
+def expert(draft: Draft) -> Iterator[Fault]:
+    """What expert parallelism excludes (`_validate_zero3_moe_compatibility`, `validate_folding_global`)."""
+    parallel = draft.parallel
+    if parallel.expert == 1:
+        return
+    if parallel.zero_stage == 3 and parallel.sequence > 1:
+        message = "expert parallelism with ZeRO 3 takes no sequence parallelism"
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
+    offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    if parallel.tensor > 1 and offloads:
+        message = "expert with tensor parallelism takes no offload"
+        yield Fault("parallel.expert", message, assignment(parallel__tensor=1))
+    if parallel.pipeline > 1:
+        message = "the pipeline engine has no expert groups"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+@rule(
+    "zero.expert_leaf",
+    "ZeRO 3 gathers a module's parameters when it runs. Where ranks reach experts in different orders they wait for "
+    "each other for ever, unless the block is gathered as a whole.",
+    "read",
+    refuses=False,
+)
+def expert_leaf(draft: Draft) -> Iterator[Fault]:
+    """Notes mixtures of experts at ZeRO 3 whose block this package cannot name to the engine."""
+    facts, parallel = draft.facts, draft.parallel
+    if facts is None or not facts.experts or parallel.zero_stage < 3:
+        return
+    if facts.model_type not in EXPERT_PRESETS:
+        message = (
+            f"the experts of '{facts.model_type}' are gathered one module at a time: watch the first steps for a hang"
+        )
+        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=2))
+
+
+RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert, expert_leaf)

@@ -1,0 +1,24 @@
+"""Which legal plans this version can train, as opposed to plan and render."""
+
+from __future__ import annotations
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.plan import Plan
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raises RecipeError where the plan asks for a kind of parallelism that has no engine here."""
+    layout = plan.layout
+    degrees = {"pipeline": layout.pp, "tensor": layout.tp, "sequence": layout.sp, "expert": layout.ep}
+    problems = [
+        Problem(
+            "engine.degree",
+            f"parallel.{name}",
+            f"{degree} was given; this version plans and renders {name} parallelism, but trains with 1",
+            f"--set parallel.{name}=1",
+        )
+        for name, degree in degrees.items()
+        if degree > 1
+    ]
+    if problems:
+        raise RecipeError(problems)

@@ -1,0 +1,84 @@
+"""Goes on training published weights, from the hub or a local folder, on further text.
+
+    llmtrain train recipes/continue_pretrained.py
+    llmtrain train recipes/continue_pretrained.py --set model.pretrained=/models/mine --set data.tokenizer=/models/mine
+
+Rates: warm the rate up again to a fraction of the old peak and let it fall anew (arXiv 2403.08763).
+"""
+
+from llmtrain import (
+    BatchConfig,
+    CheckpointConfig,
+    Cluster,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    main,
+)
+
+WEIGHTS = "Qwen/Qwen3-0.6B-Base"
+
+
+def recipe() -> Recipe:
+    """Qwen3 0.6B on 5 billion tokens of mathematics from the web (arXiv 2310.06786)."""
+    return Recipe(
+        name="continue_pretrained",
+        model=ModelConfig(pretrained=WEIGHTS),
+        data=DataConfig(
+            sources=[Source("open-web-math/open-web-math")],
+            tokenizer=WEIGHTS,
+            sequence_length=4096,
+            eval_fraction=0.001,
+        ),
+        optim=OptimConfig(lr=3e-5, weight_decay=0.1, schedule="cosine", warmup_steps=200, min_lr_ratio=0.1),
+        batch=BatchConfig(global_batch_size=256, micro_batch_size=4),
+        parallel=ParallelConfig(zero_stage=1, precision="bf16"),
+        train=TrainConfig(max_steps=4_768),
+        evaluation=EvalConfig(every_steps=250, max_sequences=512),
+        checkpoint=CheckpointConfig(every_steps=500, keep_last=3),
+        export=ExportConfig(sample_prompt="Theorem. "),
+    )
+
+
+def recipe_1gpu() -> Recipe:
+    """One device."""
+    return recipe().with_(**{"batch.micro_batch_size": 2})
+
+
+def architecture() -> ModelConfig:
+    """The same model as an architecture, so that it can be planned where the hub is out of reach."""
+    return ModelConfig(
+        architecture="qwen3",
+        config={
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+        },
+    )
+
+
+def cluster() -> Cluster:
+    """One node of eight."""
+    return Cluster(devices_per_node=8, device="h100")
+
+
+def cluster_1gpu() -> Cluster:
+    """One device."""
+    return Cluster(device="h100")
+
+
+if __name__ == "__main__":
+    main(recipe)

@@ -1,0 +1,49 @@
+"""Llama 3 70B from scratch on FineWeb-Edu: pipeline × ZeRO 1 × data parallel on 256 devices.
+
+Sizes: huggingface.co/meta-llama/Meta-Llama-3-70B. Rates: The Llama 3 Herd of Models (arXiv
+2407.21783): peak 1.5e-4 (table 3), 8000 steps of warm-up, cosine to a hundredth; 8M tokens a step,
+the second phase of the batch's ramp (section 3.4.1).
+
+    llmtrain plan recipes/llama3_70b.py
+    llmtrain train recipes/llama3_70b.py --hostfile hosts
+"""
+
+from llama3_8b import recipe as llama3_8b
+
+from llmtrain import Cluster, Recipe, main
+
+
+def recipe() -> Recipe:
+    """70,553,706,496 parameters: 16 stages of 5 layers, 16 replicas, 64 micro-batches."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    return llama3_8b().with_(
+        name="llama3_70b",
+        **{f"model.config.{key}": value for key, value in sizes.items()},
+        **{"data.tokenizer": "meta-llama/Meta-Llama-3-70B", "optim.lr": 1.5e-4},
+        **{"batch.global_batch_size": 1024, "train.max_steps": 119_210},
+        **{"parallel.zero_stage": 1, "parallel.pipeline": 16},
+    )
+
+
+def recipe_h200() -> Recipe:
+    """Devices with room for 10 layers: half the stages, more replicas."""
+    return recipe().with_(**{"parallel.pipeline": 8})
+
+
+def recipe_zero3() -> Recipe:
+    """No pipeline: every parameter is gathered from 256 devices when it is used."""
+    return recipe().with_(**{"parallel.pipeline": 1, "parallel.zero_stage": 3})
+
+
+def cluster() -> Cluster:
+    """32 nodes of eight."""
+    return Cluster(nodes=32, devices_per_node=8, device="h100")
+
+
+def cluster_h200() -> Cluster:
+    """32 nodes of eight."""
+    return Cluster(nodes=32, devices_per_node=8, device="h200")
+
+
+if __name__ == "__main__":
+    main(recipe)

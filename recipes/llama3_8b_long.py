@@ -1,0 +1,56 @@
+"""Llama 3 8B on whole books, 128k tokens at a time: eight devices share each sequence.
+
+Meant to go on from trained weights, say those of `llama3_8b`:
+
+    llmtrain train recipes/llama3_8b_long.py --set model.architecture=null --set model.pretrained=RUN/export
+
+Rotary positions: huggingface.co/meta-llama/Llama-3.1-8B. Batch and rates: ProLong (arXiv 2410.02660):
+4M tokens a step, 1e-5 falling to a tenth, a tenth of the steps as warm-up, 20 billion tokens. The
+attention kernel tells packed documents apart by their positions, since sequence parallelism takes no mask.
+"""
+
+from llama3_8b import recipe as llama3_8b
+
+from llmtrain import Cluster, Recipe, Source, main
+
+ROPE_128K = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def recipe() -> Recipe:
+    """Ulysses over the eight devices of a node (arXiv 2309.14509), ZeRO 3 over all."""
+    return llama3_8b().with_(
+        name="llama3_8b_long",
+        **{"model.config.rope_parameters": ROPE_128K, "model.config.max_position_embeddings": 131072},
+        **{"model.attention": "flash_attention_2"},
+        **{"data.sources": [Source("emozilla/pg19")], "data.sequence_length": 131072, "data.eval_fraction": 0.005},
+        **{"optim.lr": 1e-5, "optim.warmup_steps": 477, "optim.min_lr_ratio": 0.1},
+        **{"batch.global_batch_size": 32, "parallel.sequence": 8, "parallel.zero_stage": 3},
+        **{"train.max_steps": 4_768, "evaluation.every_steps": 200, "evaluation.max_sequences": 64},
+    )
+
+
+def recipe_512k() -> Recipe:
+    """ProLong's second stage: two nodes share each sequence, rotary base 1.28e8, 8M tokens a step."""
+    return recipe().with_(
+        name="llama3_8b_512k",
+        **{"model.config.rope_parameters": {"rope_type": "default", "rope_theta": 1.28e8}},
+        **{"model.config.max_position_embeddings": 524288, "data.sequence_length": 524288},
+        **{"batch.global_batch_size": 16, "parallel.sequence": 16, "train.max_steps": 2_384},
+        **{"optim.warmup_steps": 238},
+    )
+
+
+def cluster() -> Cluster:
+    """Four nodes of eight."""
+    return Cluster(nodes=4, devices_per_node=8, device="h100")
+
+
+if __name__ == "__main__":
+    main(recipe)

@@ -1,0 +1,86 @@
+"""A Llama of 1.1 billion parameters on educational web text and code, seven to three.
+
+Sizes and rates: TinyLlama (arXiv 2401.02385): 2M tokens a step, 4e-4 falling to a tenth, 2000 steps
+of warm-up. The data are newer: FineWeb-Edu (arXiv 2406.17557) and StarCoder's (arXiv 2305.06161).
+
+    llmtrain train recipes/llama_1b.py
+    llmtrain train recipes/llama_1b.py:64gpu --hostfile hosts
+"""
+
+from llmtrain import (
+    BatchConfig,
+    CheckpointConfig,
+    Cluster,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    main,
+)
+
+
+def recipe() -> Recipe:
+    """1,100,048,384 parameters on one node; 100 billion tokens."""
+    return Recipe(
+        name="llama_1b",
+        model=ModelConfig(
+            architecture="llama",
+            config={
+                "vocab_size": 32000,
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 22,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                "tie_word_embeddings": False,
+            },
+        ),
+        data=DataConfig(
+            sources=[
+                Source("HuggingFaceFW/fineweb-edu", subset="sample-100BT", weight=0.7),
+                Source("bigcode/starcoderdata", text_column="content", weight=0.3),
+            ],
+            tokenizer="TinyLlama/TinyLlama_v1.1",
+            sequence_length=2048,
+            eval_fraction=0.0005,
+        ),
+        optim=OptimConfig(lr=4e-4, weight_decay=0.1, schedule="cosine", warmup_steps=2000, min_lr_ratio=0.1),
+        batch=BatchConfig(global_batch_size=1024, micro_batch_size=8),
+        parallel=ParallelConfig(zero_stage=1, precision="bf16"),
+        train=TrainConfig(max_steps=47_684),
+        evaluation=EvalConfig(every_steps=1000, max_sequences=2048),
+        checkpoint=CheckpointConfig(every_steps=1000, keep_last=3),
+        export=ExportConfig(sample_prompt="The capital of France"),
+    )
+
+
+def recipe_64gpu() -> Recipe:
+    """The same batch in one micro-batch per device."""
+    return recipe().with_(**{"batch.micro_batch_size": 16})
+
+
+def recipe_wsd() -> Recipe:
+    """Warm-up, stable, decay: the stable part can be prolonged later (arXiv 2404.06395)."""
+    return recipe().with_(**{"optim.schedule": "wsd", "optim.decay_steps": 4_768, "optim.min_lr_ratio": 0.0})
+
+
+def cluster() -> Cluster:
+    """One node of eight."""
+    return Cluster(devices_per_node=8, device="h100")
+
+
+def cluster_64gpu() -> Cluster:
+    """Eight nodes of eight."""
+    return Cluster(nodes=8, devices_per_node=8, device="h100")
+
+
+if __name__ == "__main__":
+    main(recipe)

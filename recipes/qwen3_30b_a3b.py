@@ -1,0 +1,82 @@
+"""Qwen3-30B-A3B, a mixture of 128 experts of which a token meets 8, from scratch on FineWeb-Edu.
+
+Sizes: huggingface.co/Qwen/Qwen3-30B-A3B-Base. Its rates are not published; these are those of
+DeepSeek-V2-Lite, a mixture of as many active parameters (arXiv 2405.04434, appendix B): 4.2e-4, 2000
+steps of warm-up, 4608 sequences of 4096 tokens.
+
+    llmtrain train recipes/qwen3_30b_a3b.py --hostfile hosts
+"""
+
+from llmtrain import (
+    BatchConfig,
+    CheckpointConfig,
+    Cluster,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    main,
+)
+
+
+def recipe() -> Recipe:
+    """30,532,122,624 parameters, 3,353,032,704 active: 16 experts of a layer per device, eight nodes."""
+    return Recipe(
+        name="qwen3_30b_a3b",
+        model=ModelConfig(
+            architecture="qwen3_moe",
+            config={
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                # The balancing loss is part of the loss only where the router's logits are asked for.
+                "output_router_logits": True,
+                "router_aux_loss_coef": 0.001,
+                "max_position_embeddings": 32768,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+                "tie_word_embeddings": False,
+            },
+        ),
+        data=DataConfig(
+            sources=[Source("HuggingFaceFW/fineweb-edu")],
+            tokenizer="Qwen/Qwen3-30B-A3B-Base",
+            sequence_length=4096,
+            eval_fraction=0.0001,
+        ),
+        optim=OptimConfig(
+            lr=4.2e-4, weight_decay=0.1, schedule="wsd", warmup_steps=2000, decay_steps=5300, min_lr_ratio=0.1
+        ),
+        batch=BatchConfig(global_batch_size=4608, micro_batch_size=2),
+        parallel=ParallelConfig(zero_stage=1, expert=8, precision="bf16", activation_checkpointing="full"),
+        train=TrainConfig(max_steps=53_000),
+        evaluation=EvalConfig(every_steps=1000, max_sequences=1024),
+        checkpoint=CheckpointConfig(every_steps=500, keep_last=3),
+    )
+
+
+def recipe_zero3() -> Recipe:
+    """Experts whole, sharded with everything else."""
+    return recipe().with_(**{"parallel.expert": 1, "parallel.zero_stage": 3})
+
+
+def cluster() -> Cluster:
+    """Eight nodes of eight."""
+    return Cluster(nodes=8, devices_per_node=8, device="h100")
+
+
+if __name__ == "__main__":
+    main(recipe)

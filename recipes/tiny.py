@@ -1,0 +1,73 @@
+"""A small Llama on the source text of Python's own standard library: the whole path in minutes, offline.
+
+Data, tokenizer and model are made here; any machine will do, without a GPU and without the hub.
+
+    llmtrain train recipes/tiny.py
+"""
+
+from llmtrain import (
+    BatchConfig,
+    CheckpointConfig,
+    Cluster,
+    DataConfig,
+    EvalConfig,
+    ExportConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    TrainedTokenizer,
+    main,
+)
+
+
+def recipe() -> Recipe:
+    """2.4 million parameters, about a million tokens."""
+    return Recipe(
+        name="tiny",
+        model=ModelConfig(
+            architecture="llama",
+            config={
+                "hidden_size": 192,
+                "intermediate_size": 512,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "max_position_embeddings": 256,
+                "tie_word_embeddings": True,
+            },
+        ),
+        data=DataConfig(
+            sources=[Source("stdlib")],
+            tokenizer=TrainedTokenizer(vocab_size=4096),
+            sequence_length=256,
+        ),
+        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=25, min_lr_ratio=0.1),
+        batch=BatchConfig(global_batch_size=16, micro_batch_size=8),
+        train=TrainConfig(max_steps=250),
+        evaluation=EvalConfig(every_steps=50, max_sequences=64),
+        checkpoint=CheckpointConfig(every_steps=100, keep_last=2),
+        logging=LoggingConfig(every_steps=5),
+        export=ExportConfig(sample_prompt="def "),
+    )
+
+
+def recipe_zero3() -> Recipe:
+    """Parameters, gradients and optimizer states sharded."""
+    return recipe().with_(**{"parallel.zero_stage": 3})
+
+
+def recipe_bf16() -> Recipe:
+    """bf16 weights with fp32 master weights, which the engine keeps at ZeRO 1 and above."""
+    return recipe().with_(**{"parallel.zero_stage": 1, "parallel.precision": "bf16"})
+
+
+def cluster() -> Cluster:
+    """One CPU worker."""
+    return Cluster()
+
+
+if __name__ == "__main__":
+    main(recipe)

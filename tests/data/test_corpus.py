@@ -1,0 +1,250 @@
+"""Every kind of source, and everything that can be wrong with one."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+from small_corpora import make_texts, write_jsonl
+
+from llmtrain.data.cache import Cache
+from llmtrain.data.corpus import held_out, open_corpora
+from llmtrain.data.hub import hub_corpus
+from llmtrain.data.progress import Progress
+from llmtrain.errors import DataError, Exit
+from llmtrain.recipe import Source
+
+TEXTS = make_texts(30)
+
+
+@pytest.fixture
+def cache(cache_dir: Path) -> Cache:
+    return Cache(cache_dir, Progress())
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+def read(cache: Cache, name: Path | str, **fields: Any) -> list[str]:
+    (corpus,) = open_corpora([Source(str(name), **fields)], cache)
+    documents = list(corpus.documents())
+    fractions = [document.fraction for document in documents]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == pytest.approx(1.0, abs=0.05)  # an Arrow stream has an end mark
+    return [document.text for document in documents]
+
+
+def fault(cache: Cache, name: Path | str, rule: str, **fields: Any) -> str:
+    """The message of the one fault that reading a source ends in."""
+    with pytest.raises(DataError) as caught:
+        read(cache, name, **fields)
+    assert caught.value.exit_code == Exit.DATA
+    assert [problem.rule for problem in caught.value.problems] == [rule]
+    return str(caught.value)
+
+
+def table() -> pyarrow.Table:
+    return pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
+
+
+def test_jsonl(cache: Cache, tmp_path: Path) -> None:
+    assert read(cache, write_jsonl(tmp_path / "a.jsonl", TEXTS)) == TEXTS
+
+
+def test_another_column(cache: Cache, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS, column="content")
+    assert read(cache, path, text_column="content") == TEXTS
+
+
+def test_compressed(cache: Cache, tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
+    (tmp_path / "c.jsonl.zst").write_bytes(pyarrow.compress(plain, "zstd", asbytes=True))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"one"))
+    assert read(cache, tmp_path / "b.jsonl.gz") == TEXTS
+    assert read(cache, tmp_path / "c.jsonl.zst") == TEXTS
+    assert read(cache, tmp_path / "d.txt.gz") == ["one"]
+
+
+def test_parquet(cache: Cache, tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(table(), tmp_path / "a.parquet", row_group_size=7)
+    assert read(cache, tmp_path / "a.parquet") == TEXTS
+
+
+def test_arrow_file_stream_and_compressed(cache: Cache, tmp_path: Path) -> None:
+    pyarrow.feather.write_feather(table(), tmp_path / "a.arrow", compression="lz4", chunksize=7)
+    assert read(cache, tmp_path / "a.arrow") == TEXTS
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table().schema) as stream:
+        stream.write_table(table(), max_chunksize=7)
+    assert read(cache, tmp_path / "b.arrow") == TEXTS
+
+
+def test_what_datasets_saved(cache: Cache, tmp_path: Path) -> None:
+    splits = {"train": datasets.Dataset.from_dict({"text": TEXTS}), "test": datasets.Dataset.from_dict({"text": ["x"]})}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert read(cache, tmp_path / "saved") == TEXTS
+    assert read(cache, tmp_path / "saved", split="test") == ["x"]
+    assert "did you mean 'test'" in fault(cache, tmp_path / "saved", "data.split", split="tests")
+
+
+def test_a_text_file_is_a_document(cache: Cache, tmp_path: Path) -> None:
+    for name, text in (("b/2.txt", "two\r\nlines\n"), ("a.txt", "\ufeffone"), (".hidden/3.txt", "no"), ("c.md", "no")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text.encode())
+    assert read(cache, tmp_path) == ["one", "two\r\nlines\n"]
+
+
+def test_globs_and_folders_are_sorted(cache: Cache, tmp_path: Path) -> None:
+    for number in (2, 0, 1):
+        write_jsonl(tmp_path / f"data/{number}.jsonl", TEXTS[number * 10 : number * 10 + 10])
+    assert read(cache, tmp_path / "data") == TEXTS
+    assert read(cache, tmp_path / "**/*.jsonl") == TEXTS
+    assert read(cache, tmp_path / "data/[12].jsonl") == TEXTS[10:]
+
+
+def test_stdlib_is_source_text_without_tests(cache: Cache) -> None:
+    (corpus,) = open_corpora([Source("stdlib")], cache)
+    texts = [document.text for document in corpus.documents()]
+    assert 300 < len(texts) < 3000
+    assert 5_000_000 < sum(map(len, texts)) < 40_000_000
+    assert Path(os.__file__).read_text() in texts
+    assert not any("test" in path.parts or "site-packages" in path.parts for path in corpus.files)  # type: ignore[attr-defined]
+
+
+def test_a_dataset_that_datasets_loads(cache: Cache, tmp_path: Path) -> None:
+    """`load_dataset` takes folders as it takes hub names; the hub itself cannot be reached in a test."""
+    folder = tmp_path / "named"
+    write_jsonl(folder / "train.jsonl", TEXTS)
+    write_jsonl(folder / "test.jsonl", ["held"])
+    corpus = hub_corpus(Source(str(folder)), "data.sources.0", cache)
+    assert [document.text for document in corpus.documents()] == TEXTS
+    test = hub_corpus(Source(str(folder), split="test"), "data.sources.0", cache)
+    assert [document.text for document in test.documents()] == ["held"]
+    assert corpus.identity != test.identity
+    missing = hub_corpus(Source(str(folder), text_column="txt"), "data.sources.0", cache)
+    with pytest.raises(DataError, match=r"no column 'txt'; did you mean 'text'\? \(columns: id, text\)"):
+        list(missing.documents())
+    with pytest.raises(DataError, match="nosplit"):
+        list(hub_corpus(Source(str(folder), split="nosplit"), "data.sources.0", cache).documents())
+
+
+def test_a_dataset_that_moved_since_it_was_first_used_is_refused(cache: Cache, tmp_path: Path) -> None:
+    folder = tmp_path / "named"
+    path = write_jsonl(folder / "train.jsonl", TEXTS)
+    hub_corpus(Source(str(folder)), "data.sources.0", cache)
+    write_jsonl(path, TEXTS[:5])
+    with pytest.raises(DataError, match=r"when it was first prepared(.|\n)*set data.sources.0.revision"):
+        list(hub_corpus(Source(str(folder)), "data.sources.0", cache).documents())
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_byte(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    assert "a.txt: is not UTF-8: byte 0xe9 at offset 3" in fault(cache, tmp_path / "a.txt", "data.utf8")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one"}\n{"text": "caf\xe9"}\n')
+    assert "b.jsonl: is not UTF-8: byte 0xe9 at offset 29" in fault(cache, tmp_path / "b.jsonl", "data.utf8")
+    raw = pyarrow.array([b"good", b"\xff"], pyarrow.binary())
+    unchecked = pyarrow.StringArray.from_buffers(len(raw), *raw.buffers()[1:])
+    pyarrow.parquet.write_table(pyarrow.table({"text": unchecked}), tmp_path / "c.parquet")
+    assert "c.parquet, row 2: is not UTF-8: byte 0xff" in fault(cache, tmp_path / "c.parquet", "data.utf8")
+
+
+def test_half_a_surrogate_pair_is_refused(cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d"}\n')
+    assert "a.jsonl, line 1: holds a lone surrogate" in fault(cache, tmp_path / "a.jsonl", "data.utf8")
+
+
+def test_a_missing_column_is_named_with_those_there_are(cache: Cache, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    pyarrow.parquet.write_table(table(), tmp_path / "a.parquet")
+    pyarrow.feather.write_feather(table(), tmp_path / "a.arrow")
+    for suffix in ("jsonl", "parquet", "arrow"):
+        message = fault(cache, tmp_path / f"a.{suffix}", "data.column", text_column="texts")
+        assert "no column 'texts'; did you mean 'text'? (columns: id, text)" in message
+
+
+def test_nulls_are_passed_over_and_numbers_refused(cache: Cache, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n\n{"text": "one"}\n')
+    assert read(cache, path) == ["one"]
+    path.write_text('{"text": "one"}\n{"text": 12345}\n')
+    assert "line 2: column 'text' holds a int" in fault(cache, path, "data.column")
+
+
+@pytest.mark.parametrize("line", ['{"text": "cut', '["text"]', "plain"])
+def test_a_line_that_is_no_json_object_is_named(cache: Cache, tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + line)
+    assert "a.jsonl, line 2: is" in fault(cache, tmp_path / "a.jsonl", "data.json")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst"])
+def test_damaged_files_are_named(cache: Cache, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"ARROW1 this is not what its name says")
+    assert name in fault(cache, tmp_path / name, "data.read")
+
+
+def test_a_truncated_archive_is_named(cache: Cache, tmp_path: Path) -> None:
+    whole = gzip.compress(write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert "a.jsonl.gz" in fault(cache, tmp_path / "a.jsonl.gz", "data.read")
+
+
+def test_names_that_mean_nothing(cache: Cache, tmp_path: Path) -> None:
+    assert f"at {tmp_path}/nothing.jsonl" in fault(cache, tmp_path / "nothing.jsonl", "data.missing")
+    assert "has no data files (.txt, .jsonl" in fault(cache, tmp_path / "*.jsonl", "data.missing")
+    (tmp_path / "empty").mkdir()
+    assert "has no data files" in fault(cache, tmp_path / "empty", "data.missing")
+    message = fault(cache, "nobody/nothing", "data.missing")
+    assert "'nobody/nothing' is neither a file, folder or glob here, nor a dataset that can be loaded" in message
+
+
+def test_files_of_several_or_unknown_kinds(cache: Cache, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.txt").write_text("licence")
+    (tmp_path / "c.csv").write_text("a,b")
+    assert "files of several kinds (1 .jsonl, 1 .txt)" in fault(cache, tmp_path, "data.mixed")
+    assert "c.csv' is not of a known kind" in fault(cache, tmp_path / "c.csv", "data.format")
+
+
+def test_the_faults_of_all_sources_are_told_at_once(cache: Cache, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        open_corpora([Source(str(tmp_path / "x.txt")), Source("stdlib"), Source(str(tmp_path / "y.txt"))], cache)
+    assert [problem.field for problem in caught.value.problems] == ["data.sources.0.name", "data.sources.2.name"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(cache: Cache, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (corpus,) = open_corpora([Source(str(path))], cache)
+    write_jsonl(path, TEXTS[::-1])
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(corpus.documents())
+
+
+def test_identity_is_the_content_wherever_it_lies(cache: Cache, tmp_path: Path) -> None:
+    def identity(name: Path, **fields: Any) -> str:
+        return open_corpora([Source(str(name), **fields)], cache)[0].identity
+
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    first = identity(path)
+    assert identity(write_jsonl(tmp_path / "elsewhere/b.jsonl", TEXTS)) == first
+    assert identity(path, weight=2.0) == first
+    assert identity(path, text_column="id") != first
+    write_jsonl(path, [TEXTS[0].replace("0", "9", 1), *TEXTS[1:]])  # as long as before
+    assert identity(path) != first
+
+
+def test_the_split_is_a_property_of_the_text() -> None:
+    chosen = {text for text in make_texts(2000) if held_out(text, 0.1)}
+    assert 150 < len(chosen) < 250
+    assert chosen < {text for text in make_texts(2000) if held_out(text, 0.2)}
+    assert not any(held_out(text, 0.0) for text in chosen)

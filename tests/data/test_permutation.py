@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmtrain.data.permutation import permutation_key, permute
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 255, 256, 257, 1000, 4097, 65537])
+def test_is_a_bijection(size: int) -> None:
+    out = permute(np.arange(size), size, permutation_key(1, "source", 0))
+    assert np.array_equal(np.sort(out), np.arange(size))
+
+
+def test_a_place_does_not_depend_on_what_else_is_asked() -> None:
+    key = permutation_key(3)
+    whole = permute(np.arange(1000), 1000, key)
+    assert permute(np.array([[7, 999], [0, 7]]), 1000, key).tolist() == [[whole[7], whole[999]], [whole[0], whole[7]]]
+
+
+def test_every_key_gives_another_order() -> None:
+    orders = [permute(np.arange(100), 100, permutation_key(seed, "s", epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_every_item_comes_in_every_place() -> None:
+    """Over 4000 keys each of the 10 x 10 (item, place) pairs is met about 400 times (5 sigma: 95)."""
+    met = np.zeros((10, 10), int)
+    for key in range(4000):
+        met[np.arange(10), permute(np.arange(10), 10, permutation_key(key))] += 1
+    assert abs(met - 400).max() < 100
+
+
+def test_neighbours_are_torn_apart() -> None:
+    order = permute(np.arange(10_000), 10_000, permutation_key(5))
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
+
+
+def test_the_largest_sizes() -> None:
+    size = 2**45 + 12345
+    out = permute(np.arange(size - 1000, size), size, permutation_key(1))
+    assert len(np.unique(out)) == 1000
+    assert out.min() >= 0
+    assert out.max() < size

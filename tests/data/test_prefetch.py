@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from llmtrain.data.prefetch import prefetched
+
+
+def running() -> int:
+    return sum(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+def test_gives_everything_in_order() -> None:
+    assert list(prefetched(range(100))) == list(range(100))
+    assert running() == 0
+
+
+def test_an_error_arrives_after_what_came_before_it() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("lost")
+
+    items = prefetched(broken())
+    assert next(items) == 1
+    with pytest.raises(KeyError, match="lost"):
+        next(items)
+    assert running() == 0
+
+
+def test_works_ahead_but_not_without_end() -> None:
+    made = []
+    enough = threading.Event()
+
+    def endless() -> Iterator[int]:
+        for number in range(10**9):
+            made.append(number)
+            if number == 3:
+                enough.set()
+            yield number
+
+    items = prefetched(endless(), depth=2)
+    assert next(items) == 0
+    assert enough.wait(5)
+    assert len(made) <= 4  # one taken, two ready, one waiting for room
+    items.close()
+    assert running() == 0

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_corpora import MakeRecipe, make_texts, write_jsonl
+
+from llmtrain.data import Prepared, Schedule, StepBatch, prepare
+from llmtrain.errors import DataError, Exit
+
+
+@pytest.fixture
+def prepared(make_recipe: MakeRecipe, tmp_path: Path) -> Prepared:
+    first = write_jsonl(tmp_path / "first.jsonl", make_texts(200, 1))
+    second = write_jsonl(tmp_path / "second.jsonl", make_texts(100, 2))
+    return prepare(make_recipe({"name": str(first), "weight": 3.0}, {"name": str(second), "weight": 1.0}))
+
+
+def schedule(prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, steps: int = 2, **more: Any) -> Schedule:
+    return Schedule(
+        prepared,
+        **{
+            "seed": 7,
+            "global_batch_size": micro * steps * size,
+            "micro_batch_size": micro,
+            "gradient_accumulation_steps": steps,
+            "dp_rank": rank,
+            "dp_size": size,
+            **more,
+        },
+    )
+
+
+def rows(batches: list[StepBatch], field: str = "input_ids") -> list[torch.Tensor]:
+    """All rows of some ranks' parts of a step, in the order of the global batch."""
+    steps = len(batches[0].micro_batches)
+    return [row for step in range(steps) for batch in batches for row in getattr(batch.micro_batches[step], field)]
+
+
+LAYOUTS = [(1, 8, 1), (1, 2, 4), (2, 2, 2), (4, 2, 1), (2, 4, 1), (8, 1, 1)]
+
+
+@pytest.mark.parametrize(("size", "micro", "steps"), LAYOUTS)
+def test_the_samples_of_a_step_do_not_depend_on_the_layout(
+    prepared: Prepared, size: int, micro: int, steps: int
+) -> None:
+    reference = schedule(prepared, micro=8, steps=1).train_batch(16)
+    parts = [schedule(prepared, rank, size, micro, steps).train_batch(16) for rank in range(size)]
+    for field in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(torch.stack(rows(parts, field)), torch.stack(rows([reference], field)))
+    assert {(part.target_tokens, part.samples, part.first_sample) for part in parts} == {
+        (reference.target_tokens, 8, 16)
+    }
+    assert reference.target_tokens == sum(int((row != -100).sum()) for row in rows([reference], "labels"))
+
+
+def test_the_order_does_not_depend_on_the_batch_size(prepared: Prepared) -> None:
+    small, large = schedule(prepared, micro=1, steps=1), schedule(prepared, micro=8, steps=2)
+    one_by_one = [rows([small.train_batch(cursor)])[0] for cursor in range(16)]
+    assert torch.equal(torch.stack(one_by_one), torch.stack(rows([large.train_batch(0)])))
+
+
+def test_an_epoch_reads_each_sequence_once_and_the_next_in_another_order(
+    make_recipe: MakeRecipe, corpus_file: Path
+) -> None:
+    plan = schedule(prepared := prepare(make_recipe(corpus_file)))
+    size = prepared.train_sequences
+    _, epochs = plan.sample_ids(0, 2 * size)
+    first, second = epochs[:size].tolist(), epochs[size:].tolist()
+    assert sorted(first) == sorted(second) == list(range(size))
+    assert first != second
+    assert first != list(range(size))
+    assert schedule(prepared, seed=8).sample_ids(0, size)[1].tolist() != first
+
+
+def test_sources_are_mixed_by_weight(prepared: Prepared) -> None:
+    sources, _ = schedule(prepared).sample_ids(0, 400)
+    assert [(sources == number).sum() for number in (0, 1)] == [300, 100]
+
+
+def test_any_place_is_reached_at_once(prepared: Prepared) -> None:
+    plan = schedule(prepared)
+    started = time.perf_counter()
+    far = plan.train_batch(10**12)
+    assert time.perf_counter() - started < 1
+    assert torch.equal(rows([far])[0], rows([schedule(prepared, micro=1, steps=1).train_batch(10**12)])[0])
+
+
+def test_batches_follow_each_other_from_the_cursor(prepared: Prepared) -> None:
+    plan = schedule(prepared)
+    batches = plan.train_batches(24)
+    for cursor in (24, 32, 40):
+        batch = next(batches)
+        assert batch.first_sample == cursor
+        assert torch.equal(torch.stack(rows([batch])), torch.stack(rows([plan.train_batch(cursor)])))
+    batches.close()  # type: ignore[attr-defined]
+
+
+def test_tensors_are_as_promised(prepared: Prepared) -> None:
+    batch = schedule(prepared).train_batch(0)
+    assert len(batch.micro_batches) == 2
+    for micro in batch.micro_batches:
+        for tensor in (micro.input_ids, micro.position_ids, micro.labels):
+            assert tensor.shape == (4, 32)
+            assert tensor.dtype == torch.int64
+        assert int(micro.input_ids.max()) < prepared.vocab_size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("limit", [None, 1, 5])
+def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: int, limit: int | None) -> None:
+    parts = [list(schedule(prepared, rank, size, micro=4).eval_batches(limit)) for rank in range(size)]
+    total = prepared.eval_sequences if limit is None else limit
+    assert total % (4 * size)  # so that there is something to pad
+    assert len({len(part) for part in parts}) == 1
+    assert sum(batch.samples for batch in parts[0]) == total
+    seen = [row for step in zip(*parts, strict=True) for row in rows(list(step), "labels")]
+    assert all((row != -100).any() for row in seen[:total])
+    assert all((row == -100).all() for row in seen[total:])
+    assert sum(batch.target_tokens for batch in parts[0]) == sum(int((row != -100).sum()) for row in seen)
+    assert len({tuple(row.tolist()) for row in seen[:total]}) == total
+
+
+def test_evaluation_does_not_depend_on_seed_or_layout(prepared: Prepared) -> None:
+    one = [row for batch in schedule(prepared, micro=4).eval_batches() for row in rows([batch])]
+    parts = [list(schedule(prepared, rank, 2, micro=2, seed=99).eval_batches()) for rank in range(2)]
+    two = [row for step in zip(*parts, strict=True) for row in rows(list(step))]
+    total = prepared.eval_sequences
+    assert torch.equal(torch.stack(one[:total]), torch.stack(two[:total]))
+
+
+def test_a_short_evaluation_meets_all_sources(prepared: Prepared) -> None:
+    from llmtrain.data.evaluation import EvalOrder
+
+    order = EvalOrder([source.eval for source in prepared.sources], [source.key for source in prepared.sources])
+    assert set(order.sources[: len(order) // 2].tolist()) == {0, 1}
+
+
+def test_the_unigram_loss_is_that_of_the_counts(prepared: Prepared) -> None:
+    counts = torch.ones(prepared.vocab_size, dtype=torch.float64)
+    for source in prepared.sources:
+        counts += torch.bincount(
+            torch.from_numpy(source.store.streams["train"].tokens.astype("int64")), minlength=prepared.vocab_size
+        )
+    loss = -(counts / counts.sum()).log()
+    for limit in (None, 5):
+        labels = torch.cat([row for b in schedule(prepared).eval_batches(limit) for row in rows([b], "labels")])
+        expected = loss[labels[labels >= 0]].mean().item()
+        assert prepared.unigram_loss(limit) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_corpus_shorter_than_a_batch_is_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    few = write_jsonl(tmp_path / "few.jsonl", make_texts(5))
+    prepared = prepare(make_recipe(few, eval_fraction=0.0))
+    with pytest.raises(DataError, match=rf"{prepared.train_sequences} training sequences .* takes 800") as caught:
+        schedule(prepared, micro=400)
+    assert caught.value.exit_code == Exit.DATA == 3
+    assert caught.value.problems[0].rule == "data.short"
+
+
+def test_a_wrong_batch_is_a_bug_of_the_caller(prepared: Prepared) -> None:
+    with pytest.raises(ValueError, match="9 != 4"):
+        schedule(prepared, global_batch_size=9)

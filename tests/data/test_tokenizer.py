@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_corpora import MakeRecipe, make_texts, write_jsonl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from llmtrain.data import prepare
+from llmtrain.data import tokenizer as module
+from llmtrain.data.tokenizer import Encoder, cut
+from llmtrain.errors import DataError
+
+HARD = [
+    "",
+    " ",
+    "a  b\t\n\n c\r\n",
+    "naïve 雪 🙂 \u200b\x00\x7f",
+    "<|endoftext|> is text",
+    "  def f(x):\n\treturn 0x1F\n",
+]
+
+
+def write_tokenizer(folder: Path, bos: bool = False, **config: Any) -> Path:
+    """A byte-level tokenizer as a model folder has it."""
+    names = {"<s>": 0, "</s>": 1}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {**names, **{token: number + 2 for number, token in enumerate(alphabet)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(names))
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in fields.items() if v}))
+    return folder
+
+
+@pytest.mark.parametrize("text", [*HARD, "\n".join(make_texts(20))])
+def test_a_trained_tokenizer_gives_every_text_back(make_recipe: MakeRecipe, corpus_file: Path, text: str) -> None:
+    prepared = prepare(make_recipe(corpus_file))
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    ids = Encoder(prepared.tokenizer_dir).encode([text])[0]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
+    assert prepared.eos_id not in ids  # no text can end the document
+
+
+def test_a_trained_tokenizer_is_what_its_recipe_says(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+    prepared = prepare(make_recipe(corpus_file, tokenizer={"vocab_size": 290}))
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    assert prepared.vocab_size == len(tokenizer) == 290
+    assert prepared.eos_id == tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id
+    assert prepared.tokenizer.bos_id is None
+
+
+def test_a_tokenizer_is_not_trained_on_what_is_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    from llmtrain.data.corpus import held_out
+
+    texts = make_texts(100)
+    marked = [text + " qqzz" * 50 if held_out(text + " qqzz" * 50, 0.3) else text for text in texts]
+    assert marked != texts
+    prepared = prepare(make_recipe(write_jsonl(tmp_path / "a.jsonl", marked), eval_fraction=0.3))
+    vocabulary = AutoTokenizer.from_pretrained(prepared.tokenizer_dir).get_vocab()
+    assert not any("qq" in token for token in vocabulary)
+
+
+def test_long_texts_are_cut_without_changing_the_tokens(
+    make_recipe: MakeRecipe, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder(prepare(make_recipe(corpus_file)).tokenizer_dir)
+    monkeypatch.setattr(module, "PIECE_CHARACTERS", 500)
+    for text in ("\n".join(make_texts(100)), "word " * 3000, "line\n" * 3000):
+        pieces = list(cut(text))
+        assert "".join(pieces) == text
+        assert len(pieces) > 10
+        assert max(map(len, pieces)) <= 500
+        assert [token for ids in encoder.encode(pieces) for token in ids] == encoder.encode([text])[0]
+    assert "".join(cut("x" * 5001)) == "x" * 5001
+
+
+def test_a_folder(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, texts: list[str]) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    prepared = prepare(make_recipe(corpus_file, tokenizer=str(folder), eval_fraction=0.0))
+    assert (prepared.vocab_size, prepared.eos_id, prepared.tokenizer.bos_id) == (258, 1, None)
+    assert not prepare(make_recipe(corpus_file, tokenizer=str(folder), eval_fraction=0.0)).made
+    stream = prepared.sources[0].store.streams["train"]
+    assert stream.tokens[stream.documents[1] - 1] == 1
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    assert tokenizer.decode(stream.tokens[: stream.documents[1] - 1].tolist()) == texts[0]
+
+
+def test_a_tokenizer_that_begins_texts(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+    prepared = prepare(make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer", bos=True))))
+    assert prepared.tokenizer.bos_id == 0
+    stream = prepared.sources[0].store.streams["train"]
+    starts = stream.documents[:-1].astype(int)
+    assert (stream.tokens[starts] == 0).all()
+    assert (stream.tokens == 0).sum() == (stream.tokens == 1).sum() == len(starts)
+
+
+def fault(make_recipe: MakeRecipe, corpus_file: Path, rule: str, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(make_recipe(corpus_file, **data))
+    assert [problem.rule for problem in caught.value.problems] == [rule]
+    return str(caught.value)
+
+
+def test_tokenizers_that_cannot_be_used(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    endless = str(write_tokenizer(tmp_path / "endless", eos_token=None))
+    assert "has no end-of-text token" in fault(make_recipe, corpus_file, "data.eos", tokenizer=endless)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(empty))
+    assert "nobody/nothing" in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer="nobody/nothing")
+    small = fault(make_recipe, corpus_file, "data.vocab", tokenizer={"vocab_size": 256})
+    assert "256 tokens cannot hold the 256 bytes" in small
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
+    recipe = recipe.with_(**{"model.config.vocab_size": 100})
+    with pytest.raises(DataError, match=r"has 258 tokens, the model's vocabulary only 100"):
+        prepare(recipe)
+
+
+def test_a_fault_in_the_corpus_ends_the_training_of_a_tokenizer(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\nbroken\n')
+    with pytest.raises(DataError, match="line 2"):
+        prepare(make_recipe(tmp_path / "a.jsonl"))

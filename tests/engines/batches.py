@@ -1,0 +1,77 @@
+"""Batches for parity tests: packed documents, and another number of target tokens in every sample."""
+
+from __future__ import annotations
+
+import torch
+
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
+
+VOCAB = 256
+T = 32
+GLOBAL_BATCH = 8
+
+
+def tiny_recipe(**fields) -> Recipe:
+    recipe = Recipe(
+        name="parity",
+        model=ModelConfig(
+            architecture="llama",
+            config={
+                "vocab_size": VOCAB,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": T,
+                "tie_word_embeddings": True,
+            },
+        ),
+        data=DataConfig(sources=[Source("stdlib")], tokenizer="none", sequence_length=T),
+        # A clipping that bites, a decay that shows and a schedule that moves: each one is a way to differ.
+        optim=OptimConfig(lr=1e-3, weight_decay=0.1, warmup_steps=4, schedule="cosine", clip_grad_norm=0.5),
+        batch=BatchConfig(global_batch_size=GLOBAL_BATCH, micro_batch_size=1),
+        train=TrainConfig(max_steps=40, seed=7),
+    )
+    return recipe.with_(**fields)
+
+
+def global_batch(step: int) -> list[MicroBatch]:
+    """The samples of a step, one per micro-batch: two documents each, then padding."""
+    generator = torch.Generator().manual_seed(1000 + step)
+
+    def integers(low: int, high: int, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=generator)
+
+    samples = []
+    for _ in range(GLOBAL_BATCH):
+        first, second = (int(n) for n in integers(3, T // 2, (2,)))
+        positions = torch.cat([torch.arange(first), torch.arange(second), torch.arange(T - first - second)])
+        # Low tokens are likelier, so that there is something to learn.
+        tokens = (integers(0, VOCAB, (T + 1,)) * integers(0, VOCAB, (T + 1,))) // VOCAB
+        labels = tokens[1:].clone()
+        labels[first + second :] = -100
+        samples.append(MicroBatch(input_ids=tokens[None, :-1], position_ids=positions[None], labels=labels[None]))
+    return samples
+
+
+def step_batch(step: int, micro_batch: int, accumulation: int, dp_rank: int = 0, dp: int = 1) -> StepBatch:
+    """The part of a rank: sample (m·dp + rank)·micro_batch + k in row k of micro-batch m."""
+    assert micro_batch * accumulation * dp == GLOBAL_BATCH
+    samples = global_batch(step)
+    micro_batches = []
+    for m in range(accumulation):
+        start = (m * dp + dp_rank) * micro_batch
+        rows = samples[start : start + micro_batch]
+        micro_batches.append(
+            MicroBatch(
+                input_ids=torch.cat([row.input_ids for row in rows]),
+                position_ids=torch.cat([row.position_ids for row in rows]),
+                labels=torch.cat([row.labels for row in rows]),
+            )
+        )
+    targets = sum(int((row.labels != -100).sum()) for row in samples)
+    return StepBatch(
+        micro_batches=micro_batches, target_tokens=targets, samples=GLOBAL_BATCH, first_sample=step * GLOBAL_BATCH
+    )

@@ -1,0 +1,76 @@
+"""Trains recipes of `batches` on an engine, for tests that compare runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from batches import step_batch
+from numpy.typing import NDArray
+
+from llmtrain.cluster import Cluster
+from llmtrain.ds_config import render
+from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.models import build_model
+from llmtrain.plan import Plan, resolve
+from llmtrain.recipe import Recipe
+
+
+@dataclass
+class Trace:
+    """What a run computed."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    rates: list[float]
+    evaluation: float
+    weights: dict[str, NDArray]
+    """Numpy, since a tensor would travel through shared memory that dies with its process."""
+
+
+def plan_of(recipe: Recipe, ranks: int) -> Plan:
+    return resolve(recipe, Cluster(devices_per_node=ranks))
+
+
+def engine_of(plan: Plan) -> Engine:
+    return build_engine(plan, render(plan), torch.device("cpu"))
+
+
+def reference_of(recipe: Recipe) -> ReferenceEngine:
+    return ReferenceEngine(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
+
+
+def trace(engine, steps: range, micro_batch: int, accumulation: int, rank: int = 0, ranks: int = 1) -> Trace:
+    """Takes the steps, then evaluates."""
+
+    def batch(step: int):
+        return step_batch(step, micro_batch, accumulation, rank, ranks)
+
+    results = [engine.train_step(batch(step)) for step in steps]
+    evaluation = engine.eval_step(batch(999)).item()
+    return Trace(
+        losses=[result.loss.item() for result in results],
+        grad_norms=[result.grad_norm.item() for result in results],
+        rates=[result.lr for result in results],
+        evaluation=evaluation,
+        weights={name: tensor.float().numpy().copy() for name, tensor in engine.named_weights()},
+    )
+
+
+def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
+    """The run of a plan on one rank, from its first step."""
+    batch = plan.batch
+    return trace(
+        engine_of(plan),
+        range(steps),
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+        rank,
+        plan.layout.dp,
+    )
+
+
+def worst(ours: list[float], theirs: list[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,104 @@
+"""Runs a function in several gloo ranks at once.
+
+The processes are forked from a server that has torch, deepspeed and transformers imported already,
+since importing them costs each process some seconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["deepspeed", "transformers.models.llama.modeling_llama", "llmtrain.engines"])
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180) -> list[Any]:
+    """`function(rank, *arguments)` on each rank of a new process group; the results by rank.
+
+    The first exception of any rank is raised here with its traceback; the other ranks are ended.
+    """
+    port = _free_port()
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(pipes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout)
+        if not ready:
+            raise TimeoutError(f"ranks {[pipes.index(pipe) for pipe in waiting]} did not finish in {timeout} s")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                error, results[rank] = pipe.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} died without a word") from None
+            if error:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    rank: int, world_size: int, port: int, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    _silence()
+    try:
+        import torch
+
+        from llmtrain.engines.distributed import init_process_group
+        from llmtrain.launch.discovery import Rank
+
+        torch.set_num_threads(1)
+        init_process_group(
+            Rank(
+                rank=rank,
+                local_rank=rank,
+                world_size=world_size,
+                local_world_size=world_size,
+                master_addr="127.0.0.1",
+                master_port=port,
+                launcher="test",
+            ),
+            on_cpu=True,
+        )
+        pipe.send((None, function(rank, *arguments)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    finally:
+        # Tearing gloo down while another rank still works only prints noise.
+        os._exit(0)
+
+
+def _silence() -> None:
+    """Sends what torch and DeepSpeed print to nowhere; a failure comes back through the pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,80 @@
+"""Initial weights depend on the seed and the module's name alone."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from llmtrain.models.initial import initialise
+
+FAMILIES = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "qwen3_moe": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+    },
+}
+
+
+def _model(family: str, dtype: torch.dtype = torch.float32, seed: int = 1, layers: int | None = None):
+    fields = {"vocab_size": 128, **FAMILIES[family]}
+    if layers:
+        fields["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype)
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    initialise(model, seed)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_is_drawn(family):
+    stale = [name for name, p in _model(family).named_parameters() if (p == 7.0).any()]
+    assert stale == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spread_is_the_familys_own(family):
+    ours = _model(family)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(ours.config)
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        if a.dim() == 1:
+            assert torch.equal(a, b), name
+        else:
+            # Two samples of the same normal distribution: the spread of an estimate of the
+            # deviation from n draws is 1/sqrt(2n); six of them would be an accident of 1e-9.
+            tolerance = 6 * (2 / (2 * a.numel())) ** 0.5
+            assert abs(a.std() / b.std() - 1) < tolerance, name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])  # GPT-2 scales its projections by the depth
+def test_a_layer_starts_equal_in_a_deeper_model(family):
+    shallow, deep = dict(_model(family).named_parameters()), dict(_model(family, layers=3).named_parameters())
+    assert all(torch.equal(shallow[name], deep[name]) for name in shallow)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_starts_from_the_rounded_fp32_weights(family):
+    exact, rounded = _model(family), _model(family, torch.bfloat16)
+    for (name, a), (_, b) in zip(exact.named_parameters(), rounded.named_parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b), name
+
+
+def test_another_seed_is_another_model_and_the_generator_is_left_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, other = _model("llama", seed=1), _model("llama", seed=2)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    torch.manual_seed(5)
+    initialise(one, 1)
+    assert torch.equal(torch.get_rng_state(), before)

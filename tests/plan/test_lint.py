@@ -1,0 +1,114 @@
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from llmtrain.plan.lint import lint_file, lint_text
+from llmtrain.plan.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, TOP_LEVEL_KEYS
+
+GOOD = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+
+
+def rules(values: dict, world_size: int | None = None) -> list[str]:
+    return [finding.rule for finding in lint_text(json.dumps(values), world_size)]
+
+
+def test_what_is_right_passes():
+    assert rules({**GOOD, "bf16": {"enabled": True}}, 4) == []
+    assert rules({**GOOD, "sequence_parallel_size": 2}, 8) == []
+    assert lint_text("{ # a comment\n  train_batch_size: 8\n}") == []  # Hjson, as DeepSpeed reads it
+
+
+def test_rendered_files_pass():
+    files = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+    assert files
+    assert [finding for file in files for finding in lint_file(file)] == []
+
+
+def test_misspelt_keys_have_a_place():
+    (finding,) = lint_text('{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}')
+    assert (finding.rule, finding.severity, finding.field) == ("lint.unknown_key", "error", "zero_optimisation")
+    assert "did you mean 'zero_optimization'" in finding.message
+    assert (finding.line, finding.column) == (3, 3)
+
+
+def test_removed_keys_say_how_to_migrate():
+    for key in REMOVED_KEYS:
+        (finding,) = lint_text(json.dumps({**GOOD, key: {}}))
+        assert (finding.rule, finding.field) == ("lint.removed_key", key)
+        assert finding.fix
+    (finding,) = lint_text(json.dumps({**GOOD, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}))
+    assert (finding.field, finding.line) == ("zero_optimization.mics_shard_size", 1)
+
+
+def test_auto_and_duplicates():
+    text = '{"train_batch_size": 8,\n "optimizer": {"params": {"lr": "auto",\n  "lr": "auto"}}}'
+    found = {finding.rule: finding for finding in lint_text(text)}
+    assert set(found) == {"lint.auto", "lint.duplicate"}
+    assert found["lint.duplicate"].field == "optimizer.params.lr"
+    assert (found["lint.duplicate"].line, found["lint.duplicate"].column) == (3, 3)
+    # Objects in a list repeat their keys rightly.
+    assert rules({**GOOD, "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": []}] * 2}}}) == []
+
+
+def test_batch():
+    assert rules({}) == ["lint.batch_missing"]
+    assert rules({"train_batch_size": "8"}) == ["lint.batch_value"]
+    assert rules(GOOD, 3) == ["lint.batch_triangle"]
+    assert rules({"train_batch_size": 10}, 4) == ["lint.batch_triangle"]
+    assert rules({"train_batch_size": 8}, 4) == []
+    assert rules({**GOOD, "sequence_parallel_size": 3}, 4) == ["lint.batch_triangle"]
+
+
+def test_any_file_is_answered(tmp_path):
+    deep = "[" * 100_000
+    cases = [b"", b"\xff\xfe\x00", b"\x00" * 2000, deep.encode(), b'{"a": ' * 5000, b"[]", b"3", b"{", b'{"a" 1}']
+    cases += [b'{"train_batch_size": ' + b"9" * 5000 + b"}", b'{"train_batch_size": ' + b"9" * 4000 + b"}"]
+    for number, content in enumerate(cases):
+        file = tmp_path / f"{number}.json"
+        file.write_bytes(content)
+        assert lint_file(file, 8), content[:20]
+    large = tmp_path / "large.json"
+    large.write_bytes(b" " * (2**20 + 1))
+    for path in (large, tmp_path, tmp_path / "gone.json"):
+        assert [finding.rule for finding in lint_file(path)] == ["lint.unreadable"]
+    (tmp_path / "bom.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert lint_file(tmp_path / "bom.json") == []
+
+
+def test_damaged_files_never_crash():
+    draw = random.Random(0)
+    text = json.dumps({**GOOD, "zero_optimization": {"stage": 2}, "betas": [0.9, 0.95], "amp": None}, indent=1)
+    for _ in range(400):
+        damaged = list(text)
+        for _ in range(draw.randint(1, 6)):
+            place = draw.randrange(len(damaged))
+            damaged[place : place + draw.randint(0, 3)] = draw.choice(
+                ['"', "{", "}", "[", ",", ":", "\\", "'''", "#", "é", ""]
+            )
+        lint_text("".join(damaged), draw.choice([None, 0, 1, 7]))
+
+
+def test_keys_are_those_that_deepspeed_reads():
+    import deepspeed.runtime.config as config
+
+    assert set(REMOVED_KEYS) == set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert set(REMOVED_ZERO_KEYS) == set(config._REMOVED_ZERO_CONFIG_KEYS)
+    package = Path(config.__file__).parents[1]
+    sources = [p.read_text(encoding="utf-8") for p in package.rglob("*.py") if "inference" not in p.parts]
+    quoted = set(re.findall(r"""["'](\w+)["']""", "\n".join(sources)))
+    assert quoted >= TOP_LEVEL_KEYS
+    # Every constant that runtime/config.py looks up in the configuration is known.
+    source = Path(config.__file__).read_text(encoding="utf-8")
+    looked_up = set(re.findall(r"get_scalar_param\(\s*param_dict,\s*([A-Z_]+)", source))
+    looked_up |= set(re.findall(r"param_dict\.get\(([A-Z_]+)|([A-Z_]+) in param_dict", source)[0])
+    names = {getattr(config, constant) for constant in looked_up if constant}
+    assert len(names) >= 15
+    assert names <= TOP_LEVEL_KEYS
+
+
+@pytest.mark.parametrize("key", sorted(TOP_LEVEL_KEYS))
+def test_no_known_key_is_refused(key):
+    assert "lint.unknown_key" not in rules({key: 1})

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.plan.load import import_recipe, load_recipe, variants_of
+
+TINY = Path(__file__).parents[2] / "recipes/tiny.py"
+
+
+def refusal(spec: object, *assignments: str) -> list:
+    with pytest.raises(RecipeError) as error:
+        load_recipe(str(spec), list(assignments))
+    assert error.value.exit_code == 2
+    return list(error.value.problems)
+
+
+def test_base_variant_and_assignments():
+    base, cluster = load_recipe(str(TINY), [])
+    assert (base.name, cluster.world_size) == ("tiny", 1)
+    variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
+    assert (variant.parallel.zero_stage, variant.optim.lr, variant.data.packing) == (3, 1e-4, "concat")
+    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16"]
+
+
+def test_file_that_does_not_exist(tmp_path):
+    (problem,) = refusal(TINY.with_name("tinny.py"))
+    assert problem.rule == "recipe.file"
+    assert "did you mean 'tiny.py'" in problem.message
+    assert "llama3_70b" in problem.fix
+    assert "no folder" in refusal(tmp_path / "gone/tiny.py")[0].message
+    assert "is a folder" in refusal(TINY.parent)[0].message
+    (tmp_path / "recipe.json").write_text("{}")
+    assert "not a Python file" in refusal(tmp_path / "recipe.json")[0].message
+
+
+def test_variant_that_does_not_exist():
+    (problem,) = refusal(f"{TINY}:zero4")
+    assert (problem.rule, problem.fix) == ("recipe.variant", "variants: zero3, bf16")
+    assert "did you mean 'zero3'" in problem.message
+
+
+BROKEN = {
+    "syntax": ("x = (\n", "line 1", "SyntaxError"),
+    "import": ("import os\nimport no_such_module_at_all\n", "line 2", "no_such_module_at_all"),
+    "deeper": ("import json\n\ndef f():\n    return json.loads('{')\n\nf()\n", "line 4", "JSONDecodeError"),
+    "raises": ("def recipe():\n    return {}['name']\n", "line 2", "KeyError"),
+    "type": ("def recipe():\n    return 3\n", "returned int", "Recipe"),
+    "missing": ("x = 1\n", "no function recipe()", ""),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_recipes_that_fail_name_the_line(tmp_path, case):
+    text, where, what = BROKEN[case]
+    (tmp_path / "mine.py").write_text(text)
+    (problem,) = refusal(tmp_path / "mine.py")
+    assert problem.field == str(tmp_path / "mine.py")
+    assert where in problem.message
+    assert what in problem.message
+
+
+def test_the_users_own_line_is_named_when_deeper_code_fails(tmp_path):
+    text = "import json\ndef load():\n    return json.loads('{')\ndef recipe():\n    return load()\n"
+    (tmp_path / "mine.py").write_text(text)
+    assert "line 3" in refusal(tmp_path / "mine.py")[0].message
+
+
+def test_wrong_fields_have_their_place(tmp_path):
+    text = "from llmtrain import *\ndef recipe():\n    return OptimConfig(learning_rte=1, warmup_steps=-1)\n"
+    (tmp_path / "mine.py").write_text(text)
+    found = {problem.field: problem.message for problem in refusal(tmp_path / "mine.py")}
+    assert set(found) == {"optim.learning_rte", "optim.lr", "optim.warmup_steps"}
+    text = "from llmtrain import *\ndef recipe():\n    return OptimConfig(lr=1e-3, warmup_step=1)\n"
+    (tmp_path / "mine.py").write_text(text)
+    assert "did you mean 'warmup_steps'" in refusal(tmp_path / "mine.py")[0].message
+
+
+def test_wrong_cluster(tmp_path):
+    text = TINY.read_text().replace("return Cluster()", 'return Cluster(device="h10")')
+    (tmp_path / "mine.py").write_text(text)
+    (problem,) = refusal(tmp_path / "mine.py")
+    assert problem.field == "cluster.device"
+    assert "did you mean 'h100'" in problem.message
+
+
+def test_wrong_assignments_are_named_together():
+    found = {problem.field for problem in refusal(TINY, "optim.lrr=1", "parallel.zero=1")}
+    assert found == {"optim.lrr", "parallel.zero"}
+
+
+def test_neighbours_of_two_folders_are_kept_apart(tmp_path):
+    for name, rate in (("one", "0.1"), ("two", "0.2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "base.py").write_text(TINY.read_text().replace("lr=2e-3", f"lr={rate}"))
+        (folder / "mine.py").write_text("from base import recipe\n")
+        assert load_recipe(str(folder / "mine.py"), [])[0].optim.lr == float(rate)

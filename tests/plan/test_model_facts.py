@@ -1,0 +1,191 @@
+import json
+import random
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.recipe import ModelConfig
+
+PUBLISHED = {
+    "gpt2": ({"vocab_size": 50257}, 124_439_808),
+    "llama": (
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+        },
+        8_030_261_248,
+    ),
+    "mistral": ({"vocab_size": 32000}, 7_241_732_096),
+    "mixtral": ({"vocab_size": 32000}, 46_702_792_704),
+    "gemma": ({"vocab_size": 256000}, 8_537_680_896),
+    "gemma2": ({"vocab_size": 256000}, 2_614_341_888),
+}
+
+
+def sizes(family: str, draw: random.Random) -> dict:
+    """A tiny configuration of a family, drawn over its switches."""
+    head_dim, kv_heads = draw.choice([4, 8]), draw.choice([1, 2])
+    heads = kv_heads * draw.choice([1, 2, 3])
+    layers = draw.choice([1, 2, 5])
+    tied = {"tie_word_embeddings": draw.choice([True, False])}
+    if family == "gpt2":
+        inner = draw.choice([None, 24])
+        own = {"n_embd": heads * head_dim, "n_layer": layers, "n_head": heads, "n_positions": 32, "n_inner": inner}
+        return {"vocab_size": draw.choice([50, 64]), **own, **tied}
+    config = {
+        "vocab_size": draw.choice([50, 64]),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw.choice([24, 40]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **tied,
+    }
+    keys = FAMILIES[family].keys
+    if ("head_dim" in keys and draw.random() < 0.5) or FAMILIES[family].defaults.get("head_dim"):
+        config["head_dim"] = draw.choice([4, 12])
+    for switch in ("attention_bias", "mlp_bias"):
+        if switch in keys:
+            config[switch] = draw.choice([True, False])
+    if "moe_intermediate_size" in keys:
+        own = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
+        dense = {"decoder_sparse_step": draw.choice([1, 2]), "mlp_only_layers": draw.choice([[], [0]])}
+        config |= own | dense
+    elif "num_local_experts" in keys:
+        config |= {draw.choice(["num_experts", "num_local_experts"]): 3, "num_experts_per_tok": 2}
+    return config
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_arithmetic_counts_what_transformers_builds(family):
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    draw = random.Random(family)
+    for _ in range(8):
+        config = sizes(family, draw)
+        facts = model_facts(ModelConfig(architecture=family, config=config), None)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config))
+        built = dict(model.named_parameters())
+        assert facts.parameters == sum(p.numel() for p in built.values()), config
+        assert facts.largest_parameter == max(p.numel() for p in built.values()), config
+        tables = sum(
+            p.numel() for name, p in built.items() if name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight"))
+        )
+        assert facts.embedding_parameters == tables, config
+        experts = sum(p.numel() for name, p in built.items() if ".experts." in name)
+        if experts:
+            met = experts * model.config.num_experts_per_tok // model.config.num_experts
+            assert facts.active_parameters == facts.parameters - experts + met, config
+        assert (facts.experts > 0) == (experts > 0)
+        assert facts.source == "arithmetic"
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_keys_are_those_of_transformers(family):
+    from transformers import CONFIG_MAPPING
+
+    declared = CONFIG_MAPPING[family]
+    fields, known = set(declared.__dataclass_fields__), FAMILIES[family]
+    assert set(known.defaults) <= fields
+    # Left out on purpose: other heads than the causal LM's, and what training does not use.
+    other = {name for name in fields - known.keys if not name.startswith("summary_")}
+    common = set(CONFIG_MAPPING["llama"].__mro__[1].__dataclass_fields__)
+    assert other - common <= {"add_cross_attention"}
+    defaults = declared()
+    for key, value in known.defaults.items():
+        if value is not None:
+            # A window that is not used reads as None.
+            assert getattr(defaults, key) == value or key == "sliding_window", key
+
+
+@pytest.mark.parametrize("family", sorted(PUBLISHED))
+def test_published_sizes(family):
+    config, parameters = PUBLISHED[family]
+    assert model_facts(ModelConfig(architecture=family, config=config), None).parameters == parameters
+
+
+def test_other_families_are_built_on_the_meta_device():
+    tiny = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = {**tiny, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    phi = model_facts(ModelConfig(architecture="phi3", config=config), None)
+    assert (phi.source, phi.layers, phi.heads, phi.kv_heads, phi.vocab_size) == ("meta device", 2, 4, 2, 50)
+    # Phi 3 is a Llama with joined projections: as many parameters.
+    llama = model_facts(ModelConfig(architecture="llama", config=config), None)
+    assert (phi.parameters, phi.embedding_parameters) == (llama.parameters, llama.embedding_parameters)
+
+
+def problems(**model) -> dict[str, str]:
+    with pytest.raises(RecipeError) as error:
+        model_facts(ModelConfig(**model), model.pop("vocab_size", None))
+    return {problem.field: problem.message for problem in error.value.problems}
+
+
+def test_misspelt_keys_name_the_nearest():
+    found = problems(architecture="llama", config={"hiden_size": 64, "num_layers": 2, "rms_norm_eps": 1e-5})
+    assert "did you mean 'hidden_size'" in found["model.config.hiden_size"]
+    assert {"model.config.num_layers", "model.config.vocab_size"} < set(found)
+    found = problems(architecture="llama", config={"hiden_size": 64, "num_hidden_layers": 0})
+    assert {"model.config.hiden_size", "model.config.num_hidden_layers"} < set(found)
+    found = problems(architecture="phi3", config={"hiden_size": 64, "vocab_size": 8})
+    assert "did you mean 'hidden_size'" in found["model.config.hiden_size"]
+
+
+def test_sizes_that_are_none():
+    given = {"vocab_size": "many", "hidden_size": 0, "num_hidden_layers": True, "intermediate_size": None}
+    found = problems(architecture="llama", config=given)
+    assert set(found) == {f"model.config.{key}" for key in given}
+
+
+def test_heads_that_do_not_divide():
+    config = {"vocab_size": 8, "hidden_size": 30, "num_attention_heads": 4, "num_key_value_heads": 3}
+    assert set(problems(architecture="llama", config=config)) == {
+        "model.config.num_attention_heads",
+        "model.config.num_key_value_heads",
+    }
+
+
+def test_one_setting_by_two_names():
+    found = problems(architecture="gpt2", config={"vocab_size": 8, "n_embd": 12, "hidden_size": 24})
+    assert "n_embd" in found["model.config.hidden_size"]
+
+
+def test_unknown_architecture():
+    assert "did you mean 'llama'" in problems(architecture="lama", config={"vocab_size": 8})["model.architecture"]
+
+
+def test_pretrained_folder(tmp_path):
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "odd_key": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "intermediate_size": 48}))
+    facts = model_facts(ModelConfig(pretrained=str(tmp_path), config={"rms_norm_eps": 1e-5}), 8)
+    assert (facts.layers, facts.hidden_size, facts.vocab_size) == (2, 32, 64)
+    assert set(problems(pretrained=str(tmp_path), config={"layers": 3})) == {"model.config.layers"}
+
+
+def test_pretrained_that_is_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "no folder" in problems(pretrained=str(tmp_path / "gone"))["model.pretrained"]
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be read" in problems(pretrained=str(tmp_path))["model.pretrained"]
+    (tmp_path / "config.json").write_text("{}")
+    assert "model_type" in problems(pretrained=str(tmp_path))["model.pretrained"]
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model"])
+def test_pretrained_that_the_hub_does_not_give(name, tmp_path):
+    import huggingface_hub.constants
+    import transformers.utils.hub
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        assert transformers.utils.hub is not None
+        found = problems(pretrained=name)
+    assert name in found["model.pretrained"]

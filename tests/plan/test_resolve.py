@@ -1,0 +1,190 @@
+import random
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules import RULES, broken
+from llmtrain.plan.rules.table import markdown
+from llmtrain.recipe import parse_assignments
+
+GPUS = Cluster(nodes=2, devices_per_node=4, device="h100")
+
+
+def refusals(recipe, cluster=GPUS, **fields) -> dict[str, object]:
+    """Rule → problem of a refused variant."""
+    with pytest.raises(RecipeError) as error:
+        resolve(recipe.with_(**fields), cluster)
+    return {problem.rule: problem for problem in error.value.problems}
+
+
+def notes(recipe, cluster=GPUS, **fields) -> set[str]:
+    return {note["rule"] for note in resolve(recipe.with_(**fields), cluster).notes}
+
+
+def test_plan_of_the_tiny_recipe(tiny):
+    plan = resolve(tiny, Cluster(devices_per_node=2))
+    assert plan.layout.model_dump() == {"dp": 2, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
+    assert plan.batch.gradient_accumulation_steps == 1
+    assert plan.batch.tokens_per_step == 16 * 256
+    assert plan.model.parameters == 2_410_176
+    assert plan.notes == ()
+
+
+def test_the_triangle_holds_or_is_refused(tiny):
+    draw, held = random.Random(0), 0
+    for _ in range(200):
+        total, micro, devices = draw.randint(1, 64), draw.randint(1, 8), draw.randint(1, 8)
+        fields = {"batch.global_batch_size": total, "batch.micro_batch_size": micro}
+        try:
+            plan = resolve(tiny.with_(**fields), Cluster(devices_per_node=devices))
+        except RecipeError as error:
+            assert total % (micro * devices)
+            (problem,) = error.problems
+            assert f"{total} = {micro} × " in problem.message
+            for fix in problem.fix.split(", or "):  # each one pasted is a legal plan
+                fixed = tiny.with_(**fields).with_(**parse_assignments([fix.removeprefix("--set ")]))
+                resolve(fixed, Cluster(devices_per_node=devices))
+        else:
+            held += 1
+            assert total == micro * plan.batch.gradient_accumulation_steps * plan.layout.dp
+    assert 10 < held < 190
+
+
+def test_batch_remainder_names_the_nearest(tiny):
+    problem = refusals(tiny, **{"batch.global_batch_size": 100})["batch.divides"]
+    assert problem.field == "batch.global_batch_size"
+    assert "100 = 8 × 1.5625 × 8; nearest global batch sizes: 64 or 128" in problem.message
+    assert problem.fix == "--set batch.global_batch_size=128"
+    problem = refusals(tiny, **{"batch.global_batch_size": 96})["batch.divides"]
+    assert "or at 96, micro batch sizes: 6 or 12" in problem.message
+
+
+def test_all_faults_at_once(tiny):
+    found = refusals(
+        tiny,
+        **{
+            "model.config.hiden_size": 3,
+            "batch.global_batch_size": 100,
+            "parallel.precision": "bf16",
+            "parallel.grad_accum_dtype": "fp16",
+            "parallel.offload_param": "nvme",
+        },
+    )
+    assert set(found) == {
+        "model.config_key",
+        "batch.divides",
+        "precision.stage0",
+        "precision.grad_accum",
+        "zero.offload_param_stage",
+        "zero.nvme_path",
+    }
+
+
+def test_degrees_that_do_not_divide_the_devices(tiny):
+    problem = refusals(tiny, **{"parallel.pipeline": 3})["layout.world"]
+    assert "3 × 1 × 1 = 3 does not divide 2 × 4 = 8 devices" in problem.message
+    assert problem.fix == "use a multiple of 3 devices, or --set parallel.pipeline=2"
+    assert "layout.world" in refusals(tiny, Cluster(), **{"parallel.zero_stage": 1, "parallel.pipeline": 2})
+
+
+# One legal recipe per kind of parallelism; each refused case changes it in one place.
+PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
+TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16}
+SEQUENCE = {"parallel.sequence": 2, "data.mask_documents": False, "model.config.num_key_value_heads": 2}
+MOE = {
+    "model.architecture": "mixtral",
+    "model.config.num_local_experts": 4,
+    "model.config.tie_word_embeddings": False,
+    "parallel.expert": 4,
+    "batch.global_batch_size": 64,
+}
+LEGAL = [
+    (PIPELINE, GPUS),
+    (TENSOR, Cluster(devices_per_node=3, device="h100")),
+    (SEQUENCE, GPUS),
+    (MOE, GPUS),
+    ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
+    ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
+]
+REFUSED = [
+    ("layout.exclusive", {**PIPELINE, "parallel.tensor": 2}),
+    ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
+    ("layout.tensor_divides", {"parallel.tensor": 4}),
+    ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
+    ("layout.sequence_divides", {**SEQUENCE, "model.config.num_key_value_heads": 3}),
+    ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
+    ("layout.sequence_attention", {**SEQUENCE, "model.attention": "eager"}),
+    ("layout.sequence_documents", {**SEQUENCE, "data.mask_documents": True}),
+    ("layout.expert", {"parallel.expert": 2}),
+    ("layout.expert", {**MOE, "parallel.expert": 3}),
+    ("layout.expert", {**MOE, "model.config.num_local_experts": 6}),
+    ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 2}),
+    ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 0}),
+    ("pipeline.layers", {**PIPELINE, "parallel.pipeline": 8}),
+    (
+        "pipeline.tied_accumulation",
+        {**PIPELINE, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
+    ),
+    ("zero.expert", {**MOE, "parallel.zero_stage": 3, **SEQUENCE}),
+    ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
+    ("model.vocabulary", {"model.config.vocab_size": 100}),
+    ("model.pretrained_tokenizer", {"model.architecture": None, "model.pretrained": "/nowhere"}),
+]
+
+
+@pytest.mark.parametrize(("fields", "cluster"), LEGAL)
+def test_legal_layouts(tiny, fields, cluster):
+    plan = resolve(tiny.with_(**{"batch.global_batch_size": 64, **fields}), cluster)
+    layout = plan.layout
+    assert layout.dp * layout.pp * layout.tp * layout.sp == cluster.world_size
+
+
+@pytest.mark.parametrize(("rule", "fields"), REFUSED)
+def test_refused_layouts(tiny, rule, fields):
+    found = refusals(tiny, **{"batch.global_batch_size": 64, **fields})
+    assert rule in found
+    assert found[rule].fix
+
+
+def test_pipeline_without_clipping_may_do_without_zero(tiny):
+    resolve(tiny.with_(**{**PIPELINE, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}), GPUS)
+
+
+def test_bf16_takes_tied_weights_through_a_pipeline(tiny):
+    resolve(tiny.with_(**{**PIPELINE, "parallel.precision": "bf16"}), GPUS)
+
+
+def test_learned_positions_end_and_rotary_ones_do_not(tiny):
+    gpt2 = {"model.architecture": "gpt2", "data.sequence_length": 2048}
+    gpt2 |= {"model.config": {"n_embd": 192, "n_layer": 2, "n_head": 6}, "batch.global_batch_size": 64}
+    assert "model.positions" in refusals(tiny, **gpt2)
+    resolve(tiny.with_(**{**gpt2, "data.sequence_length": 1024}), GPUS)
+    assert notes(tiny, **{"data.sequence_length": 512, "batch.global_batch_size": 64}) == {"model.rotary_length"}
+
+
+def test_notes_do_not_refuse(tiny):
+    assert "pipeline.bubble" in notes(tiny, **PIPELINE)
+    assert "layout.tensor_node" in notes(
+        tiny.with_(**{"batch.global_batch_size": 64}), Cluster(nodes=3, devices_per_node=4), **{"parallel.tensor": 3}
+    )
+
+
+def test_rules_have_ids_of_their_own_and_are_documented(pytestconfig):
+    ids = [rule.id for rule in RULES]
+    assert len(set(ids)) == len(ids)
+    assert (pytestconfig.rootpath / "docs/rules.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_absurd_sizes_neither_overflow_nor_hang(tiny):
+    huge = {"model.config.hidden_size": 6 * 10**9, "model.config.num_hidden_layers": 10**6}
+    plan = resolve(tiny.with_(**huge), Cluster())
+    assert plan.model.parameters > 10**25
+    problem = refusals(tiny, Cluster(nodes=10**6, devices_per_node=7))["batch.divides"]
+    assert "7000000" in problem.message
+
+
+def test_a_draft_whose_model_is_wrong_is_still_checked(tiny):
+    assert broken(Draft(tiny, Cluster(), None)) == ([], [])

@@ -1,0 +1,114 @@
+"""The recipes that ship."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.plan import resolve
+from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
+from llmtrain.plan.model_facts import model_facts
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+# As published with the weights.
+PARAMETERS = {
+    "gpt2_124m": 124_439_808,
+    "gpt2_124m:350m": 354_823_168,
+    "llama_1b": 1_100_048_384,
+    "llama3_8b": 8_030_261_248,
+    "llama3_8b_long": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "qwen3_30b_a3b": 30_532_122_624,
+}
+
+
+def module_plans(path: Path):
+    module = import_recipe(path)
+    facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
+    for variant in ("", *variants_of(module)):
+        yield variant, resolve(recipe_of(module, variant), cluster_of(module, variant), facts)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_variant_is_legal_on_its_cluster(path):
+    plans = dict(module_plans(path))
+    assert len(plans) >= 2
+    for variant, plan in plans.items():
+        layout, batch = plan.layout, plan.batch
+        assert layout.dp * layout.pp * layout.tp * layout.sp == plan.cluster.world_size
+        product = batch.micro_batch_size * batch.gradient_accumulation_steps * layout.dp
+        assert product == batch.global_batch_size
+        assert {note["rule"] for note in plan.notes} <= {"pipeline.bubble"}, (variant, plan.notes)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_a_program_that_says_what_it_trains(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith('"""')
+    assert text.rstrip().endswith('if __name__ == "__main__":\n    main(recipe)')
+    module = import_recipe(path)
+    assert all(getattr(module, f"recipe_{variant}").__doc__ for variant in variants_of(module))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_are_the_published_ones(name):
+    stem, _, variant = name.partition(":")
+    recipe, cluster = load_recipe(str(ROOT / f"recipes/{stem}.py:{variant}"), [])
+    assert cluster is not None
+    assert resolve(recipe, cluster).model.parameters == PARAMETERS[name]
+
+
+def test_layouts_are_what_their_names_say():
+    def layout(spec: str):
+        recipe, cluster = load_recipe(str(ROOT / "recipes" / spec), [])
+        return resolve(recipe, cluster).layout
+
+    seventy = layout("llama3_70b.py")
+    assert (seventy.pp, seventy.dp, seventy.zero_stage) == (16, 16, 1)
+    assert layout("qwen3_30b_a3b.py").ep == 8
+    assert layout("llama3_8b_long.py").sp == 8
+    assert layout("llama3_8b.py:8gpu").zero_stage == 3
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_shrinks_by_set(path, tmp_path):
+    small = ['data.tokenizer={"vocab_size": 512}', 'data.sources=[{"name": "stdlib"}]', "data.sequence_length=64"]
+    small += ["parallel.pipeline=1", "parallel.sequence=1", "parallel.expert=1", "model.attention=sdpa"]
+    small += ["batch.global_batch_size=8", "batch.micro_batch_size=2", "parallel.zero_stage=1", "train.max_steps=2"]
+    small += ["model.config.vocab_size=512"]
+    recipe, _ = load_recipe(str(path), small)
+    if recipe.model.pretrained is None:
+        resolve(recipe, load_recipe(str(ROOT / "recipes/tiny.py"), [])[1])
+
+
+PURE = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "deepspeed", "transformers", "datasets", "accelerate", "numpy"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+from pathlib import Path
+import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
+import llmtrain.plan.lint, llmtrain.plan.rules.table
+from llmtrain.ds_config import render
+from llmtrain.plan import resolve
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.model_facts import model_facts
+for path in sorted(Path("recipes").glob("*.py")):
+    recipe, cluster = load_recipe(str(path), [])
+    if recipe.model.pretrained is None:
+        assert render(resolve(recipe, cluster))
+assert llmtrain.plan.lint.lint_file(Path("ds_configs/tiny.json")) == []
+"""
+
+
+def test_planning_needs_no_heavy_package():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PURE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

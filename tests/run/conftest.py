@@ -1,0 +1,82 @@
+"""A recipe small enough to train in a second, on a corpus cut from the standard library."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+from llmtrain import (
+    BatchConfig, CheckpointConfig, DataConfig, EvalConfig, LoggingConfig, ModelConfig, OptimConfig, Recipe, Source,
+    TrainConfig, TrainedTokenizer, main,
+)
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        name="small",
+        model=ModelConfig(
+            architecture="llama",
+            config={{
+                "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+            }},
+        ),
+        data=DataConfig(
+            sources=[Source({corpus!r})], tokenizer=TrainedTokenizer(vocab_size=512), sequence_length=64,
+            eval_fraction=0.1, cache_dir={cache!r},
+        ),
+        optim=OptimConfig(lr=1e-2, warmup_steps=3, clip_grad_norm=0.5),
+        batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
+        train=TrainConfig(max_steps=12),
+        evaluation=EvalConfig(every_steps=6, max_sequences=10),
+        checkpoint=CheckpointConfig(every_steps=4),
+        logging=LoggingConfig(every_steps=1, trackers=()),
+    )
+
+
+if __name__ == "__main__":
+    main(recipe)
+"""
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tmp_path_factory) -> Path:
+    """A recipe file whose corpus is a jsonl of some modules of the standard library."""
+    folder = tmp_path_factory.mktemp("small")
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
+    with (folder / "corpus.jsonl").open("w") as corpus:
+        for module in modules:
+            corpus.write(json.dumps({"text": module.read_text(encoding="utf-8")[:4000]}) + "\n")
+    path = folder / "small.py"
+    path.write_text(RECIPE.format(corpus=str(folder / "corpus.jsonl"), cache=str(folder / "cache")))
+    return path
+
+
+def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a user would; its output and exit code."""
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300, env={**os.environ, **env}
+    )
+
+
+def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `llmtrain`."""
+    return run(sys.executable, "-m", "llmtrain", *arguments, **env)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Lines of `metrics.jsonl`."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[tuple]:
+    """What a run computed, in the order it was written: everything but times."""
+    wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "eval_loss")
+    return [tuple(line[key] for key in wanted if key in line) for line in metrics(run_dir)]

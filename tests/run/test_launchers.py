@@ -1,0 +1,104 @@
+"""The same recipe file under every launcher of one machine trains the same run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import llmtrain, losses, run
+
+BIN = Path(sys.executable).parent
+
+COMMANDS = {
+    "llmtrain": [sys.executable, "-m", "llmtrain", "train", "{recipe}", "--nproc", "2"],
+    "python": [sys.executable, "{recipe}", "--nproc", "2"],
+    "torchrun": [BIN / "torchrun", "--nproc_per_node", "2", "{recipe}"],
+    "deepspeed": [BIN / "deepspeed", "--num_accelerators", "2", "{recipe}"],
+    "accelerate": [BIN / "accelerate", "launch", "--num_processes", "2", "{recipe}"],
+}
+
+
+@pytest.fixture(scope="module")
+def one_worker(small_recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    result = llmtrain("train", small_recipe, "--run-dir", folder / "run")
+    assert result.returncode == 0, result.stderr
+    return folder / "run", result
+
+
+@pytest.fixture(scope="module")
+def two_workers(small_recipe, tmp_path_factory):
+    return _launch("llmtrain", small_recipe, tmp_path_factory.mktemp("two") / "run")
+
+
+def _launch(launcher: str, recipe: Path, run_dir: Path):
+    command = [str(part).format(recipe=recipe) for part in COMMANDS[launcher]]
+    result = run(*command, "--run-dir", run_dir)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return run_dir, result
+
+
+def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
+    run_dir, result = one_worker
+    present = {path.name for path in run_dir.iterdir()}
+    assert present >= {
+        *("recipe.json", "plan.json", "ds_config.json", "launch.json", "environment.json", "metrics.jsonl"),
+        *("checkpoints", "logs", "export", "tokenizer"),
+    }
+    first, last = losses(run_dir)[0], losses(run_dir)[-2]
+    assert last[0] == 12
+    assert last[1] < first[1]
+    assert "unigram" in result.stdout
+    # The chatter of the libraries is in the log and nowhere else.
+    assert "deepspeed" in (run_dir / "logs" / "rank_0.log").read_text().lower()
+    assert "WARNING" not in result.stdout + result.stderr
+    assert result.stderr == ""
+
+
+def test_two_workers_train_what_one_does(one_worker, two_workers):
+    for ours, theirs in zip(losses(two_workers[0]), losses(one_worker[0]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("launcher", [name for name in COMMANDS if name != "llmtrain"])
+def test_every_launcher_trains_the_same_losses(launcher, small_recipe, two_workers, tmp_path):
+    run_dir, _ = _launch(launcher, small_recipe, tmp_path / "run")
+    assert losses(run_dir) == losses(two_workers[0])
+    assert (run_dir / "logs" / "rank_1.log").is_file()
+
+
+def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small_recipe):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.engines.reference import ReferenceEngine
+    from llmtrain.plan.load import load_recipe
+
+    run_dir, _ = one_worker
+    recipe, _ = load_recipe(str(small_recipe), [])
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
+    assert tokenizer.decode(tokenizer("def f(x):\n\treturn 1")["input_ids"]) == "def f(x):\n\treturn 1"
+    engine = ReferenceEngine(model.to(torch.float32), recipe)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
+    data = Schedule(prepare(recipe), seed=1, dp_rank=0, dp_size=1, **sizes)
+    batches = list(data.eval_batches(10))
+    targets = sum(batch.target_tokens for batch in batches)
+    loss = sum(engine.eval_step(batch).item() * batch.target_tokens for batch in batches) / targets
+    assert loss == pytest.approx(losses(run_dir)[-1][-1], rel=1e-5)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_generate_continues_a_prompt(one_worker):
+    result = llmtrain("generate", one_worker[0] / "export", "--prompt", "import ", "--tokens", 8)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("import ")
+    assert len(result.stdout) > len("import \n")
+
+
+def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):
+    run_dir, _ = one_worker
+    before = losses(run_dir)
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    assert losses(run_dir) == before

@@ -1,0 +1,120 @@
+"""Imports point downward only, and what answers on a login node imports nothing heavy."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "llmtrain"
+
+# From the bottom up; a module imports from its own row and those above it in this list.
+LAYERS = (
+    {"errors", "recipe", "cluster"},
+    {"plan"},
+    {"ds_config", "run_dir", "launch"},
+    {"models", "data"},
+    {"engines", "metrics", "console"},
+    {"checkpoint"},
+    {"generate", "loop"},
+    {"finish"},
+    {"worker"},
+    {"cli"},
+    {"entry", "__init__", "__main__"},
+)
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
+PURE = {"errors", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "cli", "entry"}
+ENGINE_ONLY = {"deepspeed", "accelerate"}
+
+
+def _modules() -> list[tuple[str, Path]]:
+    """(top-level part, file) of every module."""
+    return [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+def _imports(path: Path, lazy: bool) -> list[str]:
+    """Dotted names that a module imports when it is loaded; with `lazy`, also those inside functions."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if typing_only or (inner and not lazy):
+            skipped.update(ast.walk(node))
+    names = []
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def _level(part: str) -> int:
+    return next(index for index, row in enumerate(LAYERS) if part in row)
+
+
+def test_every_module_has_a_layer():
+    assert {part for part, _ in _modules()} == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize(("part", "path"), _modules(), ids=lambda value: str(value).removeprefix(str(PACKAGE)))
+def test_imports_point_downward(part, path):
+    if part == "__init__":
+        return
+    for name in _imports(path, lazy=True):
+        parts = name.split(".")
+        if parts[0] == "llmtrain" and len(parts) > 1 and (PACKAGE / parts[1]).exists() | (
+            PACKAGE / f"{parts[1]}.py"
+        ).exists():
+            assert _level(parts[1]) <= _level(part), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(("part", "path"), _modules(), ids=lambda value: str(value).removeprefix(str(PACKAGE)))
+def test_heavy_imports_stay_where_they_belong(part, path):
+    roots = {name.split(".")[0] for name in _imports(path, lazy=False)}
+    if part in PURE:
+        assert not roots & HEAVY
+    everything = {name.split(".")[0] for name in _imports(path, lazy=True)}
+    if part not in {"engines", "checkpoint", "metrics"}:  # accelerate's trackers are metrics
+        assert not everything & ENGINE_ONLY
+
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {heavy!r}:
+            raise ImportError(f"{{name}} must not be imported here")
+sys.meta_path.insert(0, Block())
+sys.argv = ["llmtrain", *{arguments!r}]
+from llmtrain.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["lint", "--help"],
+        ["plan", "recipes/llama3_70b.py"],
+        ["plan", "recipes/qwen3_30b_a3b.py", "--json"],
+        ["lint", "ds_configs/llama3_8b.json"],
+        ["checkpoint", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_a_login_node_needs_no_torch(arguments):
+    program = BLOCK.format(heavy=HEAVY, arguments=arguments)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
