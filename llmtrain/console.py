@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, ConsoleDimensions
+from rich.live import Live
 
 from llmtrain.launch.discovery import Rank
 from llmtrain.launch.failure import Failure
@@ -68,9 +69,8 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     stdout, stderr = _duplicate(1), _duplicate(2)
     _redirect(run_dir.log_file(rank.rank))
     faulthandler.enable(file=2)
-    print(
-        f"--- {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z} rank {rank.rank} of {rank.world_size}, {os.getpid()=}"
-    )
+    now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+    print(f"--- {now}: rank {rank.rank} of {rank.world_size}, process {os.getpid()} on {socket.gethostname()}")
     console = _Terminal(file=stdout) if rank.is_main else Console(quiet=True)
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
 
@@ -101,6 +101,15 @@ class _Terminal(Console):
         except OSError:
             return super().size
         return ConsoleDimensions(columns or 80, rows or 25)
+
+    def set_live(self, live: Live) -> bool:
+        """Shows a bar or a spinner, which else would send sys.stdout and sys.stderr here while it turns.
+
+        What libraries print meanwhile belongs in the log, and a logging handler that is made meanwhile
+        would keep the terminal for good.
+        """
+        live._redirect_stdout = live._redirect_stderr = False
+        return super().set_live(live)
 
     def show_cursor(self, show: bool = True) -> bool:
         """Never hides it: a worker that is killed could not show it again."""

@@ -33,7 +33,7 @@ class TrainingProgress:
         self._started = time.monotonic()
         self._trained_s = 0.0
         self._trained_tokens = 0.0
-        self._last: dict[str, dict[str, Any]] = {}
+        self._last: dict[str, Any] | None = None
         self._bar = _bar(console) if console.is_terminal else None
         if self._bar is not None:
             # The first step compiles and allocates: say so rather than show an idle bar.
@@ -59,13 +59,13 @@ class TrainingProgress:
     def show(self, record: dict[str, Any]) -> None:
         """Shows a record of the metrics logger: a logged step or an evaluation."""
         if "eval_loss" in record:
-            self._last["eval"] = record
             self.note(f"step {record['step']:,}  {_evaluation(record)}")
             return
-        seconds = record["step_time_s"] * (record["step"] - self._last.get("train", {"step": self._start_step})["step"])
+        before = self._last["step"] if self._last else self._start_step
+        seconds = record["step_time_s"] * (record["step"] - before)
         self._trained_s += seconds
         self._trained_tokens += record["tokens_per_second"] * seconds
-        self._last["train"] = record
+        self._last = record
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
         else:
@@ -90,17 +90,15 @@ class TrainingProgress:
         self._print(line)
 
     def summary(self) -> None:
-        """Prints what was trained and how fast; to be called at the end."""
-        seconds = time.monotonic() - self._started
-        train, evaluation = self._last.get("train"), self._last.get("eval")
-        if train is not None:
-            steps = f"{train['step'] - self._start_step:,} steps, {compact(self._trained_tokens)} tokens"
-            speed = f"{compact(self._trained_tokens / self._trained_s)} tokens/s"
-            self._print(
-                f"trained {steps} in {duration(seconds)} ({speed} while training)  loss {_number(train['loss'])}"
-            )
-        if evaluation is not None:
-            self._print(f"evaluated at step {evaluation['step']:,}  {_evaluation(evaluation)}")
+        """Ends the live line, and says what was trained and how fast."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._last is None:
+            return
+        steps = f"{self._last['step'] - self._start_step:,} steps, {compact(self._trained_tokens)} tokens"
+        took = duration(time.monotonic() - self._started)
+        speed = f"{compact(self._trained_tokens / self._trained_s)} tokens/s while training"
+        self._print(f"trained {steps} in {took} ({speed})  loss {_number(self._last['loss'])}")
 
     def _print(self, line: str) -> None:
         self._console.print(escape(line), soft_wrap=True, highlight=False)

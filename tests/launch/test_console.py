@@ -134,6 +134,28 @@ def test_the_width_is_that_of_the_terminal(script, run_dir):
     assert "".join(part for _, part in seen).strip() == "77"
 
 
+def test_a_spinner_lets_nothing_through(script, run_dir):
+    """Nor does a logging handler that a library makes while it turns."""
+    body = """
+with output.console.status("starting"):
+    chatter()
+    late = logging.getLogger("late")
+    late.addHandler(logging.StreamHandler(sys.stdout))
+    time.sleep(0.3)
+from rich.progress import Progress
+with Progress(console=output.console) as bar:
+    bar.add_task("preparing")
+    chatter()
+    late.warning("noise from a late handler")
+    output.console.print("a line of ours")
+"""
+    text = "".join(part for _, part in on_terminal(script, run_dir, body))
+    assert "starting" in text
+    assert "a line of ours" in text
+    assert "noise" not in text
+    assert "noise from a late handler" in run_dir.log_file(0).read_text()
+
+
 FAIL = "\ntry:\n    {}\nexcept Exception as error:\n    sys.exit(output.report_failure(error))"
 
 

@@ -42,7 +42,7 @@ def answers(tmp_path_factory):
         name: sorted(
             (
                 (ast.literal_eval(rank), ast.literal_eval(asked))
-                for rank, asked in re.findall(r"<<(.*)\|(.*)>>", output)
+                for rank, asked in re.findall(r"<<(.*?)\|(.*?)>>", output)
             ),
             key=str,
         )

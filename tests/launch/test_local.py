@@ -173,7 +173,7 @@ if os.environ["RANK"] == "1":
     while len(list(pathlib.Path(sys.argv[1]).glob("*.pid"))) < 2: time.sleep(0.01)
     time.sleep(0.2)
     sys.exit(1)
-while True: time.sleep(1)
+time.sleep(60)
 """,
     )
     with pytest.raises(WorkerError, match="rank 1: exited with code 1"):
@@ -228,7 +228,7 @@ except UserError as error:
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-SLEEP = READY + "while True: time.sleep(1)"
+SLEEP = READY + "time.sleep(60)"
 
 
 def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path):
@@ -258,7 +258,7 @@ def save(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, save)
 pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()
-while True: time.sleep(1)
+time.sleep(60)
 """
     process = launcher(run_dir, [*worker(script, body), str(tmp_path)])
     pids(tmp_path, 2)

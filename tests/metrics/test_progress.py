@@ -56,9 +56,7 @@ def test_the_summary_tells_what_was_trained():
     progress.show({**RECORD, "step": 50, "tokens_per_second": 500.0})  # 20 steps in 40 s
     progress.show(EVALUATION)
     progress.summary()
-    summary = lines(console)[3:]
-    assert summary[0] == "trained 30 steps, 60.0k tokens in 0s (1.00k tokens/s while training)  loss 2.3457"
-    assert summary[1] == "evaluated at step 50  eval loss 3.0000  perplexity 20.09"
+    assert lines(console)[3:] == ["trained 30 steps, 60.0k tokens in 0s (1.00k tokens/s while training)  loss 2.3457"]
 
 
 def test_a_quiet_console_gets_nothing():
