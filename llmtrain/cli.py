@@ -74,18 +74,17 @@ def train(
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
     try:
         plan = _runnable(declared, cluster, folder, resume)
-        ds_config = render(plan)
-        if rank is None or rank.is_main:
-            folder.create(plan, ds_config)
-    except UserError:
+    except UserError as error:
         if rank is not None and not rank.is_main:
-            sys.exit(Exit.USAGE)  # rank 0 says it
+            sys.exit(error.exit_code)  # rank 0 says it
         raise
+    ds_config = render(plan)
     if rank is None:
-        sys.exit(_launch(plan, folder, resume, max_steps))
+        sys.exit(_launch(plan, ds_config, folder, resume, max_steps))
     from llmtrain.worker import work
 
     if rank.is_main:
+        folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
     work(rank, folder, plan, ds_config, resume, max_steps)
 
@@ -99,6 +98,7 @@ def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str) -> P
     plan = resolve(declared, cluster)
     check_runnable(plan)
     check_trackers(declared)
+    folder.check(declared)
     if resume == "never" and any(folder.checkpoints.glob("step_*")):
         raise RecipeError(
             Problem(
@@ -113,17 +113,19 @@ def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str) -> P
     return plan
 
 
-def _launch(plan: Plan, folder: RunDir, resume: str, max_steps: int | None) -> int:
+def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
     """Prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
-    from llmtrain.data import Progress, prepare, report
+    from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch import run_workers
 
     console = Console()
     _print_plan(plan, console)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
+    Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
+    folder.create(plan, ds_config)
     command = [sys.executable, "-m", "llmtrain.worker", str(folder.path), "--resume", resume]
     if max_steps:
         command += ["--max-steps", str(max_steps)]
@@ -264,9 +266,9 @@ def verify_checkpoint(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
 ) -> None:
     """Compare every file of a checkpoint with its manifest, and look into its pickles without loading them."""
-    from llmtrain.checkpoint.state import check
-
     folder = _checkpoint(path)
+    from llmtrain.checkpoint.state import check  # after the path is known to be one: this loads torch
+
     check(folder)
     print(f"{folder} is whole")
 
@@ -277,9 +279,9 @@ def export(
     out: Annotated[Path, typer.Argument(help="New folder.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer."""
-    from llmtrain.checkpoint.export import export as export_checkpoint
-
     folder = _checkpoint(path)
+    from llmtrain.checkpoint.export import export as export_checkpoint  # as above
+
     export_checkpoint(folder, folder.parent.parent / "tokenizer", out)
     print(f"exported {folder} to {out}")
 

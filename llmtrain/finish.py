@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
-from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Prepared
 from llmtrain.generate import generate

@@ -48,13 +48,14 @@ def fit(run: Run) -> None:
             state.tokens += batch.target_tokens
             meter.add(batch.target_tokens, waited)
             run.progress.advance(state.step)
-            last = state.step == run.stop_step
-            if last or state.step % recipe.logging.every_steps == 0:
+            # A run that stops early writes what an uninterrupted one would, so that it can be continued.
+            at_end = state.step == recipe.train.max_steps
+            if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter)
             with meter.paused():
-                if _due(recipe.evaluation.every_steps, state.step, state.step == recipe.train.max_steps):
+                if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
-                if last or _due(recipe.checkpoint.every_steps, state.step):
+                if state.step == run.stop_step or _due(recipe.checkpoint.every_steps, state.step):
                     with run.progress.busy("saving"):
                         run.saver.save(state)
 
@@ -75,8 +76,8 @@ def _weighted(engine: Engine, batch: StepBatch) -> float:
     return engine.eval_step(batch).item() * batch.target_tokens
 
 
-def _due(every_steps: int, step: int, at_end: bool = False) -> bool:
-    return every_steps > 0 and (at_end or step % every_steps == 0)
+def _due(every_steps: int, step: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
 
 
 def _log(run: Run, result: StepResult, meter: Meter) -> None:

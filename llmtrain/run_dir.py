@@ -147,15 +147,19 @@ class RunDir:
         """The `Failure` of a worker, where it had one."""
         return self.logs / f"rank_{rank}.error.json"
 
+    def check(self, recipe: Recipe) -> None:
+        """Raises what `create` would raise about a recipe, and writes nothing."""
+        problems = self._problems(recipe)
+        if problems:
+            raise RecipeError(problems)
+
     def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:
         """Writes what the run is, into a new folder or into that of a run to be continued.
 
         Raises RecipeError, with nothing changed, where the folder holds something else, or a run
         that was started with another recipe; every differing field that matters is named.
         """
-        problems = self._problems(plan.recipe)
-        if problems:
-            raise RecipeError(problems)
+        self.check(plan.recipe)
         try:
             for folder in (self.logs, self.checkpoints, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from llmtrain.run_dir import RunDir
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.state import TrainerState
-    from llmtrain.data import Prepared, Schedule
+    from llmtrain.data import Schedule
     from llmtrain.engines import Engine
 
 
@@ -60,7 +60,7 @@ def _train(
     max_steps: int | None,
     output: WorkerOutput,
 ) -> None:
-    from llmtrain.data import Progress, prepare
+    from llmtrain.data import Progress, Schedule, prepare
 
     prepared = prepare(plan.recipe, Progress(output.console))
     with output.console.status("starting torch and DeepSpeed"):
@@ -72,7 +72,7 @@ def _train(
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
         engine = build_engine(plan, ds_config, device)
         state = _resume(run_dir, plan, engine, resume, prepared.key)
-    data = _schedule(plan, prepared, rank)
+    data = Schedule.of(plan, prepared, dp_rank=rank.rank)
     if rank.is_main:
         shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
         print(f"engine: {engine.describe()}")
@@ -110,20 +110,6 @@ def _fit(
     finally:
         if metrics:
             metrics.close()
-
-
-def _schedule(plan: Plan, prepared: Prepared, rank: Rank) -> Schedule:
-    from llmtrain.data import Schedule
-
-    return Schedule(
-        prepared,
-        seed=plan.recipe.train.seed,
-        global_batch_size=plan.batch.global_batch_size,
-        micro_batch_size=plan.batch.micro_batch_size,
-        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
-        dp_rank=rank.rank,
-        dp_size=plan.layout.dp,
-    )
 
 
 def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str) -> TrainerState:

@@ -71,9 +71,11 @@ def test_imports_point_downward(part, path):
         return
     for name in _imports(path, lazy=True):
         parts = name.split(".")
-        if parts[0] == "llmtrain" and len(parts) > 1 and (PACKAGE / parts[1]).exists() | (
-            PACKAGE / f"{parts[1]}.py"
-        ).exists():
+        if (
+            parts[0] == "llmtrain"
+            and len(parts) > 1
+            and (PACKAGE / parts[1]).exists() | (PACKAGE / f"{parts[1]}.py").exists()
+        ):
             assert _level(parts[1]) <= _level(part), f"{path} imports {name}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from llmtrain.data.prefetch import prefetched
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import Rows, Samples, empty_rows
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,19 @@ class Schedule:
         self._train = [source.train for source in prepared.sources]
         self._eval = [source.eval for source in prepared.sources]
         self._check_sizes()
+
+    @classmethod
+    def of(cls, plan: Plan, prepared: Prepared, dp_rank: int) -> Self:
+        """The batches that a plan gives to a data parallel rank."""
+        return cls(
+            prepared,
+            seed=plan.recipe.train.seed,
+            global_batch_size=plan.batch.global_batch_size,
+            micro_batch_size=plan.batch.micro_batch_size,
+            gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+            dp_rank=dp_rank,
+            dp_size=plan.layout.dp,
+        )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
         """The source, and the sequence within it, of training samples `cursor` to `cursor + samples`."""

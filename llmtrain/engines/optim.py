@@ -22,7 +22,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             # A parameter that ZeRO-3 has partitioned is flat; its true shape is `ds_shape`.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             (decayed if len(shape) >= 2 else plain).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
-from runs import engine_of, plan_of, trace, trace_plan
+from traces import engine_of, plan_of, trace, trace_plan
 
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver

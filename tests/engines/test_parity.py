@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
-from runs import Trace, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
 
 STEPS = 20
 
@@ -20,7 +20,11 @@ the very worst and 1e-6 as seen."""
 
 def _offloads(stage: int) -> list[dict[str, str]]:
     optimizer = {"parallel.offload_optimizer": "cpu"}
-    return [{}, *([optimizer] if stage >= 1 else []), *([{**optimizer, "parallel.offload_param": "cpu"}] * (stage == 3))]
+    return [
+        {},
+        *([optimizer] if stage >= 1 else []),
+        *([{**optimizer, "parallel.offload_param": "cpu"}] * (stage == 3)),
+    ]
 
 
 def _recipe(stage: int, ranks: int, accumulation: int, **fields):

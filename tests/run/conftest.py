@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -57,26 +54,3 @@ def small_recipe(tmp_path_factory) -> Path:
     path = folder / "small.py"
     path.write_text(RECIPE.format(corpus=str(folder / "corpus.jsonl"), cache=str(folder / "cache")))
     return path
-
-
-def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command as a user would; its output and exit code."""
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=300, env={**os.environ, **env}
-    )
-
-
-def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `llmtrain`."""
-    return run(sys.executable, "-m", "llmtrain", *arguments, **env)
-
-
-def metrics(run_dir: Path) -> list[dict]:
-    """Lines of `metrics.jsonl`."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run_dir: Path) -> list[tuple]:
-    """What a run computed, in the order it was written: everything but times."""
-    wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "eval_loss")
-    return [tuple(line[key] for key in wanted if key in line) for line in metrics(run_dir)]

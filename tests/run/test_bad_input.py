@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import llmtrain
+from commands import llmtrain
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
 
@@ -32,7 +32,10 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--set", "parallel.precision=bf16"], ["precision.stage0"]),
         (["{recipe}", "--set", "parallel.offload_param=cpu"], ["parallel.offload_param"]),
         (["{recipe}", "--set", "parallel.precision=fp16"], ["fp16"]),
-        (["{recipe}", "--set", "parallel.pipeline=2", "--nproc", "2"], ["parallel.pipeline"]),
+        (
+            ["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1"],
+            ["--set parallel.pipeline=1"],
+        ),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
     ],
@@ -100,7 +103,7 @@ def test_a_corpus_shorter_than_one_batch(small_recipe, tmp_path):
 
 def test_a_tokenizer_larger_than_the_vocabulary(small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", "model.config.vocab_size=300")
-    _refused(result, DATA, "300", "512")
+    _refused(result, USAGE, "300", "512")
 
 
 def test_a_checkpoint_that_is_none(small_recipe, tmp_path):

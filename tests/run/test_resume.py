@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import llmtrain, losses, metrics
+from commands import llmtrain, losses, metrics
 
 from llmtrain.checkpoint.folder import newest, verify
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import llmtrain, losses, run
+from commands import llmtrain, losses, run
 
 BIN = Path(sys.executable).parent
 

@@ -1,0 +1,32 @@
+"""Runs commands as a user would, and reads what a run wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command as a user would; its output and exit code."""
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300, env={**os.environ, **env}
+    )
+
+
+def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs `llmtrain`."""
+    return run(sys.executable, "-m", "llmtrain", *arguments, **env)
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Lines of `metrics.jsonl`."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[tuple]:
+    """What a run computed, in the order it was written: everything but times."""
+    wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "eval_loss")
+    return [tuple(line[key] for key in wanted if key in line) for line in metrics(run_dir)]
