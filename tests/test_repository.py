@@ -1,0 +1,63 @@
+"""What the repository says about itself is true."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _readme_command(kind: str) -> str:
+    command = [sys.executable, str(ROOT / ".ci/readme_command.py"), kind]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_readme_states_the_two_commands():
+    assert _readme_command("train") == "pip install -c constraints.txt -e . && llmtrain train recipes/tiny.py"
+    assert _readme_command("test") == 'pip install -c constraints.txt -e ".[test]" && pytest'
+
+
+def test_ci_runs_what_readme_says():
+    script = (ROOT / ".ci/run").read_text()
+    assert "readme_command.py test" in script
+    assert "readme_command.py train" in script
+
+
+def test_constraints_pin_what_pyproject_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    names = {re.split(r"[><=!]", requirement)[0] for requirement in asked}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
+    assert names - pinned == set()
+
+
+def test_every_link_of_the_documents_leads_somewhere():
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text()):
+            assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+def test_commands_in_the_documents_exist():
+    from typer.main import get_command
+
+    from llmtrain.cli import app
+
+    known = set(get_command(app).commands)
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"^\s*llmtrain ([a-z]+)", document.read_text(), flags=re.MULTILINE):
+            assert name in known, f"{document.name}: llmtrain {name}"
+
+
+def test_readme_shows_what_the_commands_print():
+    blocks = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        program, *arguments = command.split()
+        assert program == "llmtrain"
+        result = subprocess.run(
+            [sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, cwd=ROOT
+        )
+        assert result.stdout + result.stderr == shown
