@@ -43,14 +43,15 @@ def recipe() -> Recipe:
             sources=[Source("stdlib")],
             tokenizer=TrainedTokenizer(vocab_size=4096),
             sequence_length=256,
+            eval_fraction=0.03,
         ),
-        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=25, min_lr_ratio=0.1),
-        batch=BatchConfig(global_batch_size=16, micro_batch_size=8),
-        train=TrainConfig(max_steps=250),
-        evaluation=EvalConfig(every_steps=50, max_sequences=64),
-        checkpoint=CheckpointConfig(every_steps=100, keep_last=2),
-        logging=LoggingConfig(every_steps=5),
-        export=ExportConfig(sample_prompt="def "),
+        optim=OptimConfig(lr=4e-3, schedule="cosine", warmup_steps=40, min_lr_ratio=0.1),
+        batch=BatchConfig(global_batch_size=8, micro_batch_size=8),
+        train=TrainConfig(max_steps=450),
+        evaluation=EvalConfig(every_steps=150, max_sequences=64),
+        checkpoint=CheckpointConfig(every_steps=150, keep_last=2),
+        logging=LoggingConfig(every_steps=10),
+        export=ExportConfig(sample_prompt="    def __init__(self"),
     )
 
 

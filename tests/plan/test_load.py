@@ -93,6 +93,6 @@ def test_neighbours_of_two_folders_are_kept_apart(tmp_path):
     for name, rate in (("one", "0.1"), ("two", "0.2")):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "base.py").write_text(TINY.read_text().replace("lr=2e-3", f"lr={rate}"))
+        (folder / "base.py").write_text(TINY.read_text().replace("lr=4e-3", f"lr={rate}"))
         (folder / "mine.py").write_text("from base import recipe\n")
         assert load_recipe(str(folder / "mine.py"), [])[0].optim.lr == float(rate)
