@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +28,7 @@ def test_ci_runs_what_readme_says():
 
 def test_constraints_pin_what_pyproject_asks_for():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    asked = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     names = {re.split(r"[><=!]", requirement)[0] for requirement in asked}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
