@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llmtrain.durable import write_atomically
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe, parse_recipe
@@ -46,21 +46,6 @@ VARIABLES = re.compile(
     r"|SLURM_(JOB_ID|JOB_NODELIST|NNODES|NTASKS|RESTART_COUNT|CPUS_PER_TASK)|LLMTRAIN_(CACHE|LAUNCHER)"
 )
 SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that a reader, or a crash at any instant, finds the old text or the new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "recipe", "cluster"},
+    {"errors", "durable", "recipe", "cluster"},
     {"plan"},
     {"ds_config", "run_dir", "launch"},
     {"models", "data"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {"errors", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "cli", "entry"}
+PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "cli", "entry"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from llmtrain.durable import flush, flush_tree, write_atomically
 from llmtrain.errors import CheckpointError, Problem
 
 MANIFEST = "MANIFEST.json"
@@ -43,10 +42,14 @@ def step_of(folder: Path) -> int:
 
 
 def whole(checkpoints: Path) -> list[Path]:
-    """The checkpoints that were renamed into place, oldest first."""
+    """The checkpoints that were renamed into place, in the order they were written.
+
+    Not in the order of their steps: a run that was taken back to an older checkpoint writes on from there.
+    """
     if not checkpoints.is_dir():
         return []
-    return sorted(path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file())
+    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -64,19 +67,16 @@ def publish(temporary: Path, step: int) -> Path:
     """Writes the manifest of a finished folder, renames it into place and points `latest` at it. One rank only."""
     checkpoints = temporary.parent
     final = step_folder(checkpoints, step)
-    files = _files(temporary)
+    files = sorted(path for path in temporary.rglob("*") if path.is_file())
     manifest = {"step": step, "files": {str(path.relative_to(temporary)): _fingerprint(path) for path in files}}
-    write_durably(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    for path in files:
-        _flush(path)
-    for folder in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-        _flush(folder)
+    flush_tree(temporary)
+    write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():
         # Saved again after a rollback; the new one replaces the old one, which stays until here.
         shutil.rmtree(final)
     temporary.rename(final)
-    _flush(checkpoints)
-    write_durably(checkpoints / LATEST, final.name + "\n")
+    flush(checkpoints)
+    write_atomically(checkpoints / LATEST, final.name + "\n")
     return final
 
 
@@ -92,25 +92,10 @@ def verify(folder: Path) -> None:
 
 
 def prune(checkpoints: Path, keep_last: int | None) -> None:
-    """Deletes all but the newest `keep_last` whole checkpoints."""
+    """Deletes all but the last `keep_last` whole checkpoints that were written."""
     if keep_last is not None:
         for folder in whole(checkpoints)[:-keep_last]:
             shutil.rmtree(folder)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a file atomically: readers see the old text or the new one, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _flush(path.parent)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _fingerprint(path: Path) -> dict[str, str | int]:
@@ -141,16 +126,3 @@ def _read_manifest(folder: Path) -> dict[str, object]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(Problem("checkpoint.manifest", str(path), f"cannot be read: {error}")) from None
     return manifest
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def names(folders: Iterable[Path]) -> str:
-    """Names for a message."""
-    return ", ".join(folder.name for folder in folders) or "none"

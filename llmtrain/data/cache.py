@@ -16,6 +16,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from llmtrain.data.progress import Progress
+from llmtrain.durable import flush, flush_tree
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
 
@@ -77,9 +78,9 @@ class Cache:
         try:
             meta = build(partial)
             (partial / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-            _flush(partial)
+            flush_tree(partial)
             partial.rename(final)
-            _fsync(final.parent)
+            flush(final.parent)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 raise
@@ -148,20 +149,6 @@ def _lock_path(final: Path) -> Path:
 def _remove(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _size(count: int) -> str:

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from llmtrain.durable import write_atomically
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
-from llmtrain.run_dir import RunDir, write_atomically
+from llmtrain.run_dir import RunDir
 
 Record = dict[str, Any]
 

@@ -85,6 +85,14 @@ def test_old_checkpoints_are_removed_and_nothing_else(tmp_path):
     ]
 
 
+def test_a_run_that_went_back_keeps_what_it_writes_now(tmp_path):
+    for step in (100, 200, 300, 150):
+        made = _checkpoint(tmp_path, step)
+    folder.prune(tmp_path, 2)
+    assert {path.name for path in folder.whole(tmp_path)} == {"step_00000300", "step_00000150"}
+    assert folder.newest(tmp_path) == made
+
+
 class _Canary:
     def __reduce__(self):
         return (open, ("/nonexistent/canary", "w"))

@@ -3,8 +3,9 @@ import stat
 
 import pytest
 
+from llmtrain.durable import write_atomically
 from llmtrain.errors import RecipeError
-from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, write_atomically
+from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment
 
 DS_CONFIG = {"train_batch_size": 8}
 

@@ -1,0 +1,71 @@
+"""No rank of ZeRO-3 ever holds the whole model; a worker joins the group that it was told of, or refuses."""
+
+from __future__ import annotations
+
+from batches import tiny_recipe
+from harness import run_ranks
+from traces import plan_of
+
+from llmtrain.ds_config import render
+
+
+def _largest_at_once(rank: int):
+    """Elements of parameters that this rank holds at most while the model is built, and of the model."""
+    import torch
+    from torch import nn
+
+    from llmtrain.engines import deepspeed as engine
+
+    held = []
+
+    def note(module: nn.Module, *_: object) -> None:
+        held.append(sum(parameter.numel() for parameter in model_parameters(module)))
+
+    def model_parameters(module: nn.Module):
+        return [parameter for parameter in _everything if parameter.numel()]
+
+    _everything: list[nn.Parameter] = []
+    original = nn.Module.register_parameter
+
+    def register(self, name, parameter):
+        original(self, name, parameter)
+        if parameter is not None:
+            _everything.append(parameter)
+            note(self)
+
+    nn.Module.register_parameter = register
+    plan = plan_of(tiny_recipe(**{"parallel.zero_stage": 3, "batch.micro_batch_size": 4}), 2)
+    model = engine._build(plan, render(plan), torch.device("cpu"))
+    nn.Module.register_parameter = original
+    kept = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
+    whole = sum(parameter.ds_numel for parameter in model.parameters())
+    left = sum(parameter.numel() for parameter in model.parameters())
+    return max(held), kept, left, whole
+
+
+def test_zero3_builds_partitioned():
+    for most, kept, left, whole in run_ranks(2, _largest_at_once):
+        assert left == 0  # nothing whole is left
+        assert kept <= 0.51 * whole  # a half of each parameter, padded to be even
+        assert most < whole / 2  # nor was it there on the way: a module at a time
+
+
+def _joined_as_if_alone(rank: int):
+    from llmtrain.engines.distributed import init_process_group
+    from llmtrain.launch.discovery import Rank
+
+    # The group of this process is there already, with one member, as accelerate makes it on a CPU.
+    told = Rank(
+        rank=1, local_rank=1, world_size=2, local_world_size=2, master_addr="127.0.0.1", master_port=1, launcher="test"
+    )
+    try:
+        init_process_group(told, on_cpu=True)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_worker_that_is_alone_refuses():
+    kind, message = run_ranks(1, _joined_as_if_alone)[0]
+    assert kind == "RecipeError"
+    assert "2 workers" in message
