@@ -122,6 +122,9 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
 
     console = Console()
     _print_plan(plan, console)
+    if resume == "auto" and _is_finished(plan, folder):
+        console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
+        return Exit.DONE
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
@@ -131,6 +134,17 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
         command += ["--max-steps", str(max_steps)]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
     return run_workers(command, plan.cluster.world_size, folder)
+
+
+def _is_finished(plan: Plan, folder: RunDir) -> bool:
+    """Whether the run has taken all its steps and left what it should."""
+    from llmtrain.checkpoint.folder import newest
+
+    checkpoint = newest(folder.checkpoints)
+    if checkpoint is None or (plan.recipe.export.at_end and not folder.export.is_dir()):
+        return False
+    steps: int = json.loads((checkpoint / "trainer.json").read_text())["step"]
+    return steps >= plan.recipe.train.max_steps
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """What the repository says about itself is true."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -62,3 +63,10 @@ def test_readme_shows_what_the_commands_print():
             [sys.executable, "-m", "llmtrain", *arguments], capture_output=True, text=True, cwd=ROOT
         )
         assert result.stdout + result.stderr == shown
+
+
+def test_the_fields_are_documented_as_they_are():
+    spec = importlib.util.spec_from_file_location("render_fields", ROOT / "docs/render_fields.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs/recipe.md").read_text(encoding="utf-8") == module.render()

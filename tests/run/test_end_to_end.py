@@ -1,5 +1,6 @@
 """The same recipe file under every launcher of one machine trains the same run."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -101,4 +102,16 @@ def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):
     before = losses(run_dir)
     result = llmtrain("train", small_recipe, "--run-dir", run_dir)
     assert result.returncode == 0, result.stderr
+    assert "is finished: 12 steps" in result.stdout
+    assert losses(run_dir) == before
+
+
+def test_an_export_that_is_missing_is_made(one_worker, small_recipe):
+    run_dir, _ = one_worker
+    weights = (run_dir / "export" / "model.safetensors").read_bytes()
+    shutil.rmtree(run_dir / "export")
+    before = losses(run_dir)
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    assert (run_dir / "export" / "model.safetensors").read_bytes() == weights
     assert losses(run_dir) == before

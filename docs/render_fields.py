@@ -1,0 +1,62 @@
+"""Writes docs/recipe.md: every field of a recipe, from the models themselves.
+
+python docs/render_fields.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from llmtrain import recipe
+from llmtrain.recipe import Part, Recipe
+
+HEAD = """# Fields of a recipe
+
+Generated from `llmtrain/recipe.py` by `python docs/render_fields.py`; do not edit.
+
+Any of them can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
+A value is read as JSON where it is JSON, else as text.
+"""
+
+
+def render() -> str:
+    """The whole document."""
+    parts = [part for part in vars(recipe).values() if isinstance(part, type) and issubclass(part, Part)]
+    ordered = [Recipe, *(part for part in parts if part not in (Part, Recipe))]
+    return HEAD + "".join(_section(part) for part in ordered)
+
+
+def _section(part: type[Part]) -> str:
+    rows = "".join(_row(name, field) for name, field in part.model_fields.items())
+    summary = (part.__doc__ or "").strip().splitlines()[0]
+    return f"\n## {part.__name__}\n\n{summary}\n\n| Field | Type | Default | |\n|---|---|---|---|\n{rows}"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    description = (field.description or "").replace("|", "\\|").replace("\n", " ")
+    return f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {description} |\n"
+
+
+def _type(annotation: Any) -> str:
+    text = (
+        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else f"{annotation}"
+    )
+    text = re.sub(r"typing\.Literal\[(.*?)\]", lambda match: match[1].replace(", ", " \\| "), text)
+    text = re.sub(r"typing\.Annotated\[(\w+),.*?\)\]", r"\1", text)
+    text = text.replace("llmtrain.recipe.", "").replace(" | ", " \\| ").replace("typing.", "")
+    return f"`{text}`".replace("`'", "`").replace("'", "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is not PydanticUndefined:
+        return "see below" if isinstance(field.default, Part) else f"`{field.default}`"
+    return "`{}`" if field.default_factory else "required"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("recipe.md").write_text(render(), encoding="utf-8")
