@@ -46,7 +46,7 @@ def recipe() -> Recipe:
             eval_fraction=0.03,
         ),
         optim=OptimConfig(lr=4e-3, schedule="cosine", warmup_steps=40, min_lr_ratio=0.1),
-        batch=BatchConfig(global_batch_size=8, micro_batch_size=8),
+        batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
         train=TrainConfig(max_steps=450),
         evaluation=EvalConfig(every_steps=150, max_sequences=64),
         checkpoint=CheckpointConfig(every_steps=150, keep_last=2),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.cluster import Cluster
 from llmtrain.plan import resolve
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
@@ -95,6 +96,7 @@ from pathlib import Path
 import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
 import llmtrain.plan.lint, llmtrain.plan.rules.table
 from llmtrain.ds_config import render
+from llmtrain.cluster import Cluster
 from llmtrain.plan import resolve
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
@@ -112,3 +114,10 @@ def test_planning_needs_no_heavy_package():
         [sys.executable, "-c", PURE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_tiny_divides_among_the_workers_of_any_machine(workers):
+    recipe, _ = load_recipe(str(ROOT / "recipes/tiny.py"), [])
+    plan = resolve(recipe, Cluster(devices_per_node=workers))
+    assert plan.batch.gradient_accumulation_steps * workers == 4
