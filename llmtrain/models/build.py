@@ -61,8 +61,9 @@ def build_model(
             dtype=dtype,
             trust_remote_code=recipe.model.trust_remote_code,
         )
-    model.tie_weights()
     initialise(model, recipe.train.seed, gather)
+    # After it: a tied head is drawn in its own way (ModernBERT's is narrower), and the embedding's draw is what stays.
+    model.tie_weights()
     if recipe.model.pretrained is not None and gather is not None:
         _load_partitioned(model, recipe.model, gather)
     return model

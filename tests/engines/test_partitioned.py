@@ -50,6 +50,44 @@ def test_zero3_builds_partitioned():
         assert most < whole / 2  # nor was it there on the way: a module at a time
 
 
+def _buffers(rank: int):
+    """Type and content of every buffer, built whole and partitioned, in bf16."""
+    import torch
+
+    from llmtrain.engines import deepspeed as engine
+
+    found = []
+    for stage in (1, 3):
+        fields = {"parallel.zero_stage": stage, "parallel.precision": "bf16", "batch.micro_batch_size": 8}
+        plan = plan_of(tiny_recipe(**fields), 1)
+        model = engine._build(plan, render(plan), torch.device("cpu"))
+        found.append({name: (str(buffer.dtype), buffer.tolist()) for name, buffer in model.named_buffers()})
+    return found
+
+
+def test_partitioning_does_not_round_the_rotary_frequencies():
+    whole, partitioned = run_ranks(1, _buffers)[0]
+    assert "model.rotary_emb.inv_freq" in whole
+    assert partitioned == whole
+
+
+def _seed(rank: int, folder):
+    import torch
+
+    from llmtrain import worker
+    from llmtrain.run_dir import RunDir
+
+    plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 4}), 2)
+    state = worker._resume(RunDir(folder), plan, None, "auto", "key")
+    return state.step, state.data, torch.initial_seed()
+
+
+def test_a_new_run_seeds_each_rank_its_own_way(tmp_path):
+    """Else dropout would drop the same on every rank, or not depend on the recipe."""
+    seed = tiny_recipe().train.seed
+    assert run_ranks(2, _seed, tmp_path) == [(0, "key", seed), (0, "key", seed + 1)]
+
+
 def _joined_as_if_alone(rank: int):
     from llmtrain.engines.distributed import init_process_group
     from llmtrain.launch.discovery import Rank

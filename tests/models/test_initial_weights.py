@@ -10,6 +10,14 @@ from llmtrain.models.initial import initialise
 FAMILIES = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    # Its truncated normal goes through a uniform draw, which bf16 would make coarse.
+    "modernbert-decoder": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "pad_token_id": 0,
+    },
     "qwen3_moe": {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -29,10 +37,10 @@ def _model(family: str, dtype: torch.dtype = torch.float32, seed: int = 1, layer
         fields["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype)
-    model.tie_weights()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     initialise(model, seed)
+    model.tie_weights()
     return model
 
 
