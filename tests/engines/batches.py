@@ -30,7 +30,7 @@ def tiny_recipe(**fields) -> Recipe:
         ),
         data=DataConfig(sources=[Source("stdlib")], tokenizer="none", sequence_length=T),
         # A clipping that bites, a decay that shows and a schedule that moves: each one is a way to differ.
-        optim=OptimConfig(lr=1e-3, weight_decay=0.1, warmup_steps=4, schedule="cosine", clip_grad_norm=0.5),
+        optim=OptimConfig(lr=1e-3, weight_decay=1.0, warmup_steps=4, schedule="cosine", clip_grad_norm=0.5),
         batch=BatchConfig(global_batch_size=GLOBAL_BATCH, micro_batch_size=1),
         train=TrainConfig(max_steps=40, seed=7),
     )

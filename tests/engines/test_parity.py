@@ -124,4 +124,4 @@ def test_the_comparison_can_fail(reference):
     plain_sgd = _reference(**sgd)
     assert worst(_reference(**sgd, **{"optim.clip_grad_norm": 0.4}).losses, plain_sgd.losses) > 10 * FP32
     for fields in ({"optim.weight_decay": 0.0}, {"train.seed": 8}):
-        assert worst(_reference(**fields).losses, reference.losses) > FP32, fields
+        assert worst(_reference(**fields).losses, reference.losses) > 5 * FP32, fields

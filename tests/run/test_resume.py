@@ -80,7 +80,8 @@ def _alive(pid: int) -> bool:
 
 def test_another_layout_is_refused_before_anything_is_loaded(small_recipe, uninterrupted):
     before = losses(uninterrupted)
-    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, "--nproc", 2, "--set", "parallel.zero_stage=2")
+    other = ("--set", "parallel.zero_stage=2", "--set", "train.max_steps=20", "--nproc", "2")
+    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *other)
     assert result.returncode == 4
     assert "zero_stage 1 → 2" in result.stderr
     assert "Traceback" not in result.stderr
