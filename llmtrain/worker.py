@@ -72,7 +72,7 @@ def _train(
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
         engine = build_engine(plan, ds_config, device)
         state = _resume(run_dir, plan, engine, resume, prepared.key)
-    data = Schedule.of(plan, prepared, dp_rank=rank.rank)
+    data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
     if rank.is_main:
         shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
         print(f"engine: {engine.describe()}")

@@ -58,6 +58,18 @@ def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tens
 
         whole: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
         return {name: tensor.to(dtype) for name, tensor in whole.items()}
+    if plan.layout.pp > 1:
+        return _weights_of_stages(checkpoint / TAG)
     file = checkpoint / TAG / "mp_rank_00_model_states.pt"
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["module"]
+    return weights
+
+
+def _weights_of_stages(folder: Path) -> dict[str, Tensor]:
+    """Joins the stages of a pipeline, each a file whose names are the whole model's below `model.`."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("layer_*-model_states.pt")):
+        stage = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        # The first copy of a tied weight is as good as any other.
+        weights = {**{name.removeprefix("model."): tensor for name, tensor in stage.items()}, **weights}
     return weights

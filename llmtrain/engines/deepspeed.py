@@ -47,6 +47,11 @@ class DeepSpeedDataParallel:
             config=ds_config,
         )[0]
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Every rank is a replica."""
+        return dist.get_rank()
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once.
 

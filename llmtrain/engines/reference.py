@@ -32,6 +32,11 @@ class ReferenceEngine:
         self.optimizer = torch_optimizer(parameter_groups(model, recipe.optim.weight_decay), recipe.optim)
         self.scheduler = schedule(self.optimizer, recipe)
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """The only one."""
+        return 0
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """One update from the sum over all micro-batches, divided by the target tokens."""
         self.model.train()

@@ -31,6 +31,10 @@ class StepResult:
 class Engine(Protocol):
     """One optimizer step of a plan. Every method is called by all ranks together."""
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to, and so which samples it reads."""
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """Forward and backward over this rank's micro-batches, and one update of the weights."""
 

@@ -13,7 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.bounds import balance
+from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.initial import Gather, initialise
+from llmtrain.models.stages import Stage, decoder_layers
 from llmtrain.recipe import ModelConfig, Recipe
 
 
@@ -61,9 +64,8 @@ def build_model(
             dtype=dtype,
             trust_remote_code=recipe.model.trust_remote_code,
         )
-    initialise(model, recipe.train.seed, gather)
-    # After it: a tied head is drawn in its own way (ModernBERT's is narrower), and the embedding's draw is what stays.
     model.tie_weights()
+    initialise(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None and gather is not None:
         _load_partitioned(model, recipe.model, gather)
     return model
@@ -84,9 +86,55 @@ def _load_whole(
     return loaded.to(device)
 
 
+def stage_builder(recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device) -> Callable[[int], Stage]:
+    """Builds the stages of the recipe's model, each with its initial or pretrained weights and nothing else.
+
+    The layers are balanced by their cost (`layer_costs`). Raises
+    RecipeError where the family cannot be cut so, or there are more stages than layers.
+    """
+    config = model_configuration(recipe)
+    attention = recipe.model.attention
+    bounds = balance(layer_costs(config), stages)
+    cut = check_cut(config, bounds, attention)
+
+    def build(index: int) -> Stage:
+        stage = build_stage(config, index, bounds, attention, dtype, device, cut)
+        if recipe.model.pretrained is None:
+            initialise(stage.model, recipe.train.seed)
+        else:
+            own = {whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()}
+            _load_named(own, recipe.model, lambda _: nullcontext(), is_reader=True)
+        return stage
+
+    return build
+
+
+def layer_costs(config: PreTrainedConfig) -> list[float]:
+    """Parameters that each decoder layer multiplies with, the head's in the last one.
+
+    An embedding is looked up and costs next to no time, which is what a stage waits for.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    _, layers = decoder_layers(model)
+    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+    head = model.get_output_embeddings()
+    if head is not None:
+        costs[-1] += head.weight.numel()
+    return costs
+
+
 @torch.no_grad()
 def _load_partitioned(model: PreTrainedModel, source: ModelConfig, gather: Gather) -> None:
-    """Copies safetensors into a ZeRO-3 model: rank 0 reads one tensor at a time, the others receive their part.
+    """Copies safetensors into a ZeRO-3 model: rank 0 reads one tensor at a time, the others receive their part."""
+    _load_named(dict(model.named_parameters()), source, gather, is_reader=torch.distributed.get_rank() == 0)
+
+
+@torch.no_grad()
+def _load_named(
+    parameters: dict[str, torch.nn.Parameter], source: ModelConfig, gather: Gather, is_reader: bool
+) -> None:
+    """Copies tensors of a safetensors folder or repository into parameters, one at a time.
 
     Raises RecipeError where the file's names are not the model's own: such a checkpoint is
     converted while it is loaded (per-expert weights joined, for example), which needs it whole.
@@ -94,7 +142,6 @@ def _load_partitioned(model: PreTrainedModel, source: ModelConfig, gather: Gathe
     from safetensors import safe_open
 
     files = _safetensors_of(source)
-    parameters = dict(model.named_parameters())
     missing = sorted(parameters.keys() - files.keys())
     if missing:
         raise RecipeError(
@@ -102,12 +149,11 @@ def _load_partitioned(model: PreTrainedModel, source: ModelConfig, gather: Gathe
                 "model.pretrained_names",
                 "model.pretrained",
                 f"{source.pretrained} stores {len(missing)} weights under other names than the model's "
-                f"(first: {missing[0]}), so it cannot be loaded partitioned",
+                f"(first: {missing[0]}), so it cannot be loaded in parts",
                 "load it once with from_pretrained(...).save_pretrained(FOLDER) and name that folder, "
-                "or use parallel.zero_stage=2",
+                "or use parallel.zero_stage=2 without a pipeline",
             )
         )
-    is_reader = torch.distributed.get_rank() == 0
     for name, parameter in parameters.items():
         with gather([parameter]):
             if is_reader:

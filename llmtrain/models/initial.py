@@ -24,13 +24,29 @@ def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) 
     """Draws every weight of `model` by its family's own `_init_weights`, module by module."""
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module, owner in _children_first(model, "", model):
-            # A family may reach into the children of a module (GPT-2 scales `c_proj` from its
-            # block), never deeper, so these are the parameters to make whole.
-            parameters = [p for part in (module, *module.children()) for p in part.parameters(recurse=False)]
+            reached = _reached(name, module)
+            parameters = [parameter for _, parameter in reached]
+            # A tied weight is drawn where the model names it, not by every module that uses it:
+            # ModernBERT would draw its head, and so its embedding, narrower.
+            elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
             torch.manual_seed(_key(seed, name))
-            with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters):
+            with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
                 owner._init_weights(module)
+
+
+def _reached(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that a family's initialiser may touch when it is given a module, with their names.
+
+    A family may reach into the children of a module (GPT-2 scales `c_proj` from its block), never deeper.
+    """
+    children = ((_join(name, own), child) for own, child in module.named_children())
+    return [
+        (key, parameter)
+        for prefix, part in ((name, module), *children)
+        for key, parameter in part.named_parameters(prefix, recurse=False)
+    ]
 
 
 def _children_first(
@@ -39,7 +55,7 @@ def _children_first(
     """Each module after its children, with the model whose `_init_weights` is meant for it."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, child_owner)
+        yield from _children_first(child, _join(name, child_name), child_owner)
     yield name, module, owner
 
 
@@ -55,6 +71,18 @@ def _in_fp32(parameters: list[nn.Parameter]) -> Iterator[None]:
         for parameter, data in stored:
             data.copy_(parameter.data)
             parameter.data = data
+
+
+@contextmanager
+def _kept(parameters: list[nn.Parameter]) -> Iterator[None]:
+    stored = [(parameter, parameter.data.clone()) for parameter in parameters]
+    yield
+    for parameter, data in stored:
+        parameter.data.copy_(data)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _key(seed: int, name: str) -> int:

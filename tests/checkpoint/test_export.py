@@ -17,18 +17,30 @@ from llmtrain.checkpoint.state import TrainerState
 from llmtrain.errors import CheckpointError
 
 RANKS = 2
-CASES = [(0, "fp32"), (0, "autocast_bf16"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+CASES = [
+    # ZeRO stage, precision, pipeline stages
+    (0, "fp32", 1),
+    (0, "autocast_bf16", 1),
+    (1, "bf16", 1),
+    (2, "bf16", 1),
+    (3, "fp32", 1),
+    (3, "bf16", 1),
+    (1, "fp32", 2),
+    (1, "bf16", 2),
+]
 
 
 def _trained(rank: int, folder):
     """Trains and saves each case; the weights of the live engine."""
     found = []
-    for index, (stage, precision) in enumerate(CASES):
-        fields = {"parallel.zero_stage": stage, "parallel.precision": precision}
+    for index, (stage, precision, pipeline) in enumerate(CASES):
+        dp = RANKS // pipeline
+        fields = {"parallel.zero_stage": stage, "parallel.precision": precision, "parallel.pipeline": pipeline}
         plan = plan_of(tiny_recipe(**fields, **{"batch.micro_batch_size": GLOBAL_BATCH // RANKS}), RANKS)
         engine = engine_of(plan)
         for step in range(6):
-            engine.train_step(step_batch(step, plan.batch.micro_batch_size, 1, rank, RANKS))
+            shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+            engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, dp))
         Saver(folder / str(index), plan, engine).save(TrainerState(step=6))
         found.append({name: (str(w.dtype), w.float().numpy().copy()) for name, w in engine.named_weights()})
     return found
@@ -48,7 +60,7 @@ def checkpoints(tmp_path_factory):
     return folder, run_ranks(RANKS, _trained, folder)[0]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"zero{stage}-{precision}" for stage, precision in CASES])
+@pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_exported_weights_are_the_engines_bit_for_bit(case, checkpoints, tokenizer, tmp_path):
     folder, weights = checkpoints
     export(newest(folder / str(case)), tokenizer, tmp_path / "out")

@@ -37,10 +37,10 @@ def _model(family: str, dtype: torch.dtype = torch.float32, seed: int = 1, layer
         fields["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields), dtype=dtype)
+    model.tie_weights()
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     initialise(model, seed)
-    model.tie_weights()
     return model
 
 

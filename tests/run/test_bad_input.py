@@ -32,10 +32,8 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--set", "parallel.precision=bf16"], ["precision.stage0"]),
         (["{recipe}", "--set", "parallel.offload_param=cpu"], ["parallel.offload_param"]),
         (["{recipe}", "--set", "parallel.precision=fp16"], ["fp16"]),
-        (
-            ["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1"],
-            ["--set parallel.pipeline=1"],
-        ),
+        (["{recipe}", "--nproc", "2", "--set", "parallel.tensor=2"], ["--set parallel.tensor=1"]),
+        (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
     ],

@@ -60,6 +60,15 @@ def test_two_workers_train_what_one_does(one_worker, two_workers):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_path):
+    stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--nproc", "2")
+    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages)
+    assert result.returncode == 0, result.stderr
+    for ours, theirs in zip(losses(tmp_path / "run"), losses(one_worker[0]), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("launcher", [name for name in COMMANDS if name != "llmtrain"])
 def test_every_launcher_trains_the_same_losses(launcher, small_recipe, two_workers, tmp_path):
     run_dir, _ = _launch(launcher, small_recipe, tmp_path / "run")

@@ -1,0 +1,197 @@
+"""DeepSpeed's pipeline engine (1F1B) × ZeRO-1 × data parallel, on stages of the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor
+from torch import distributed as dist
+
+from llmtrain.data import StepBatch
+from llmtrain.engines.deepspeed import TAG
+from llmtrain.engines.optim import parameter_groups, schedule
+from llmtrain.engines.seam import StepResult
+from llmtrain.models import target_loss_sum
+from llmtrain.models.stages import Stage
+from llmtrain.plan import Plan
+
+Micro = tuple[tuple[Tensor, Tensor], Tensor]
+"""What DeepSpeed pulls, on the first stage and on the last: the inputs, and the labels."""
+
+
+class StageSpec(LayerSpec):  # type: ignore[misc]
+    """A stage that is built only on the ranks that run it."""
+
+    def __init__(self, make: Callable[[int], Stage], index: int) -> None:
+        super().__init__(Stage)
+        self._make = make
+        self._index = index
+
+    def build(self, log: bool = False) -> Stage:
+        """The stage, with its weights."""
+        return self._make(self._index)
+
+
+class StagePipeline(PipelineModule):  # type: ignore[misc]
+    """A pipeline of one `Stage` per rank of the pipe.
+
+    DeepSpeed would cut a list of layers; here the cut is made before, so that each rank builds its
+    own part and nothing else. Weights that several stages hold (tied ones) are found by their names
+    in the whole model: DeepSpeed's own tied layers would tie a whole stage.
+    """
+
+    def __init__(self, build: Callable[[int], Stage], stages: int, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(
+            layers=[StageSpec(build, index) for index in range(stages)],
+            num_stages=stages,
+            loss_fn=loss,
+            partition_method="uniform",
+        )
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of this rank."""
+        stage: Stage = self.forward_funcs[0]
+        return stage
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """Own copies of tied weights, and the ranks among which their gradients are summed."""
+        return [(self.stage.get_parameter(tied["weight_attr"][0]), tied["group"]) for tied in self.tied_comms.values()]
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
+
+        Also marks every copy but the first, which the norm of the gradients must not count again.
+        """
+        own = {whole: path for path, whole in self.stage.hf_names().items()}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, sorted(own))
+        tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
+        comms = {}
+        for name in tied:
+            for replica in range(self._grid.data_parallel_size):
+                pipe = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in range(self.num_stages)]
+                ranks = [rank for rank in pipe if name in by_rank[rank]]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stage}
+                    weight: Any = self.stage.get_parameter(own[name])
+                    weight.ds_pipe_replicated = self.global_rank != ranks[0]
+        return comms
+
+    def _stages_with(self, name: str, by_rank: list[list[str]]) -> int:
+        pipe = [self._grid.stage_to_global(stage_id=stage, data=0) for stage in range(self.num_stages)]
+        return sum(name in by_rank[rank] for rank in pipe)
+
+
+class DeepSpeedPipeline:
+    """`deepspeed.initialize` on a `StagePipeline`."""
+
+    def __init__(
+        self, plan: Plan, ds_config: dict[str, Any], device: torch.device, build: Callable[[int], Stage]
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self._scale = 1.0
+        self._total = torch.zeros((), device=device)
+        recipe = plan.recipe
+        self.module = StagePipeline(build, plan.layout.pp, self._loss)
+        if recipe.parallel.activation_checkpointing == "full":
+            # The layers of a stage, as everywhere; DeepSpeed's interval counts stages, the only layers it sees.
+            self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.engine = deepspeed.initialize(
+            model=self.module,
+            model_parameters=parameter_groups(self.module, recipe.optim.weight_decay),
+            lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
+            config=ds_config,
+        )[0]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to: DeepSpeed's axes are pipe, then data."""
+        rank: int = self.engine.grid.get_data_parallel_id()
+        return rank
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """One 1F1B schedule over this replica's micro-batches, and one update.
+
+        DeepSpeed takes the mean over micro-batches and replicas, so the loss of each is multiplied
+        by their number: the sum divided by the target tokens is left.
+        """
+        lr = self.engine.get_lr()[0]
+        self._start(batch)
+        self.engine.train_batch(_micro_batches(batch))
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device, dtype=torch.float32)
+        return StepResult(loss=self._mean(batch), grad_norm=norm, lr=lr)
+
+    @torch.no_grad()
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Mean cross-entropy over the target tokens of all replicas."""
+        self._start(batch)
+        self.engine.eval_batch(_micro_batches(batch), num_micro_batches=len(batch.micro_batches))
+        return self._mean(batch)
+
+    def save(self, folder: Path) -> None:
+        """Writes DeepSpeed's files to `folder/engine`."""
+        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Reads DeepSpeed's files from `folder/engine`, written under the same layout."""
+        self.engine.load_checkpoint(str(folder), tag=TAG)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its name in the whole model, stage after stage; tied ones once, from the first stage."""
+        seen: set[str] = set()
+        for stage in range(self.plan.layout.pp):
+            owner = self.engine.grid.stage_to_global(stage_id=stage, data=0)
+            names = self.module.stage.hf_names()
+            own = {whole: self.module.stage.get_parameter(path) for path, whole in names.items()}
+            shapes: list[Any] = [{name: (weight.shape, weight.dtype) for name, weight in own.items()}]
+            dist.broadcast_object_list(shapes, src=owner)
+            for name, (shape, dtype) in shapes[0].items():
+                if name not in seen:
+                    weight = own[name].detach() if dist.get_rank() == owner else torch.empty(shape, dtype=dtype)
+                    weight = weight.to(self.device).contiguous()
+                    dist.broadcast(weight, src=owner)
+                    yield name, weight.cpu().clone()
+            seen.update(shapes[0])
+
+    def describe(self) -> dict[str, Any]:
+        """Classes that DeepSpeed has chosen, this rank's stage, the device and the backend."""
+        return {
+            "engine": f"deepspeed {deepspeed.__version__} pipeline",
+            "stage": self.module.stage_id,
+            "optimizer": type(self.engine.optimizer).__name__,
+            "device": str(self.device),
+            "backend": dist.get_backend(),
+        }
+
+    def _start(self, batch: StepBatch) -> None:
+        self._scale = len(batch.micro_batches) * self.plan.layout.dp / batch.target_tokens
+        self._total = torch.zeros((), device=self.device)
+
+    def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`."""
+        logits, auxiliary = (output, None) if isinstance(output, Tensor) else output
+        loss_sum = target_loss_sum(logits, labels)
+        self._total += loss_sum.detach()
+        loss: Tensor = loss_sum * self._scale
+        if auxiliary is None:
+            return loss
+        coefficient: float = self.module.stage.model.config.router_aux_loss_coef
+        return loss + coefficient * auxiliary
+
+    def _mean(self, batch: StepBatch) -> Tensor:
+        """The cross-entropy of all replicas, which their last stages have summed, over the target tokens."""
+        dist.all_reduce(self._total)
+        return self._total / batch.target_tokens
+
+
+def _micro_batches(batch: StepBatch) -> Iterator[Micro]:
+    for one in batch.micro_batches:
+        yield (one.input_ids, one.position_ids), one.labels

@@ -1,0 +1,89 @@
+"""Pipeline stages × data parallel × ZeRO-1 give the run of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+
+STEPS = 12
+FP32 = 1e-5  # as in test_parity.py
+
+CASES = [
+    # pp, dp, fields
+    (2, 1, {}),
+    (2, 1, {"model.config.tie_word_embeddings": False}),
+    (2, 1, {"parallel.activation_checkpointing": "full"}),
+    (2, 1, {"optim.name": "sgd", "optim.lr": 0.1}),
+    (2, 2, {}),
+    (2, 2, {"parallel.offload_optimizer": "cpu"}),
+    (4, 1, {"model.config.num_hidden_layers": 5}),
+]
+
+
+def _recipe(pp: int, dp: int, fields):
+    own = {"parallel.pipeline": pp, "parallel.zero_stage": 1, "batch.micro_batch_size": GLOBAL_BATCH // dp // 4}
+    return tiny_recipe(**own, **fields)
+
+
+def _plan(pp: int, dp: int, fields):
+    return plan_of(_recipe(pp, dp, fields), pp * dp)
+
+
+def _run(engine, plan, steps: range) -> Trace:
+    batch = plan.batch
+    rank, dp = engine.data_parallel_rank, plan.layout.dp
+    return trace(engine, steps, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, dp)
+
+
+def _train(rank: int, cases) -> list[Trace]:
+    plans = [_plan(*case) for case in cases]
+    return [_run(engine_of(plan), plan, range(STEPS)) for plan in plans]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pipeline_is_the_plain_loop(ranks):
+    cases = [case for case in CASES if case[0] * case[1] == ranks]
+    for results in run_ranks(ranks, _train, cases):
+        for case, run in zip(cases, results, strict=True):
+            plain = {key: value for key, value in case[2].items() if not key.startswith("parallel")}
+            expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+            assert worst(run.losses, expected.losses) < FP32, case
+            assert worst(run.grad_norms, expected.grad_norms) < FP32, case
+            assert run.rates == expected.rates, case
+            assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
+            assert run.weights.keys() == expected.weights.keys(), case
+            for name, value in run.weights.items():
+                np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
+
+
+def _interrupted(rank: int, folder):
+    plan = _plan(2, 1, {})
+    whole = _run(engine_of(plan), plan, range(8))
+    first = engine_of(plan)
+    _run(first, plan, range(4))
+    Saver(folder, plan, first).save(TrainerState(step=4, data="key"))
+    second = engine_of(plan)
+    load(newest(folder), second, plan, "key")
+    return whole, _run(second, plan, range(4, 8))
+
+
+def test_a_continued_pipeline_is_uninterrupted_bit_for_bit(tmp_path):
+    for whole, continued in run_ranks(2, _interrupted, tmp_path):
+        assert continued.losses == whole.losses[4:]
+        assert continued.grad_norms == whole.grad_norms[4:]
+        assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+def test_bf16_stays_near_the_fp32_loop():
+    """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
+    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    for run in run_ranks(4, _train, [(2, 2, {"parallel.precision": "bf16"})]):
+        assert worst(run[0].losses, expected.losses) < 2**-8
+        assert worst(run[0].grad_norms, expected.grad_norms) < 2**-6
