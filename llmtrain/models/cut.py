@@ -7,6 +7,7 @@ uncut model, else the family is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,9 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
     everything = frozenset(name for name, _ in whole.named_parameters())
     reason = ""
     for sends_tokens in (False, True):
-        cut = Cut(tuple(bounds), (everything,) * len(bounds), tuple_length, sends_tokens)
+        cut = Cut(tuple(bounds), (everything,) * len(bounds), tuple_length, sends_tokens, len(expected) == 2)
         try:
-            cut = Cut(cut.bounds, _used_outside(build_chain(whole, cut, attention), inputs), tuple_length, sends_tokens)
+            cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
@@ -93,7 +94,9 @@ def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -
 
 def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """The whole model in fp32 with weights that hide nothing: no norm is 1 and no bias or gate 0."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
     initialise(model, 0)
     model.tie_weights()
     torch.manual_seed(0)
@@ -161,7 +164,9 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
         names = {name: p for name, p in stage.named_parameters() if not name.startswith(prefix) and p.requires_grad}
         total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
         gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
-        used.append(frozenset(stage.hf_names()[name] for name, g in zip(names, gradients, strict=True) if g is not None))
+        used.append(
+            frozenset(stage.hf_names()[name] for name, g in zip(names, gradients, strict=True) if g is not None)
+        )
     return tuple(used)
 
 

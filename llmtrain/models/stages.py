@@ -30,7 +30,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.bounds import StageBounds
 
 
-class Refused(RecipeError):
+class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
     """The family cannot be cut into stages without computing something else."""
 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
@@ -50,6 +50,8 @@ class Cut:
     """Length of the tuple that a decoder layer returns; None for a bare tensor."""
     sends_tokens: bool
     """Whether every stage needs `input_ids`."""
+    sends_routers: bool
+    """Whether the model returns an auxiliary loss, made of the router logits of all layers."""
 
 
 class Hole(nn.Module):
@@ -61,16 +63,37 @@ class Hole(nn.Module):
             if not name.startswith("_") and name != "training" and not isinstance(value, nn.Module):
                 setattr(self, name, value)  # `layer_type`, `attention_type`: some forwards ask a layer for its kind
         self.tuple_length = tuple_length
-        self.inserted: Tensor | None = None
-        self.taken: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Passes on what came, or what the previous stage sent; remembers it for the next stage."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.taken = hidden
-        if self.inserted is not None:
-            hidden = self.inserted
+        """What the layer would return, were it the identity."""
+        hidden = self.exchange(args[0] if args else kwargs["hidden_states"])
         return hidden if self.tuple_length is None else (hidden, *[None] * (self.tuple_length - 1))
+
+    def exchange(self, hidden: Tensor) -> Tensor:
+        """The hidden state to go on with."""
+        return hidden
+
+
+class Entry(Hole):
+    """The hole before the first own layer: goes on with what the previous stage sent."""
+
+    received: Tensor | None = None
+
+    def exchange(self, hidden: Tensor) -> Tensor:
+        """Drops what the forward made of tokens that are not there."""
+        assert self.received is not None
+        return self.received
+
+
+class Exit(Hole):
+    """The hole behind the last own layer: keeps the result for the next stage."""
+
+    result: Tensor | None = None
+
+    def exchange(self, hidden: Tensor) -> Tensor:
+        """Keeps it, and lets the forward run to its end on it, where nothing expensive is left."""
+        self.result = hidden
+        return hidden
 
 
 class Absent(nn.Module):
@@ -111,11 +134,16 @@ class Stage(nn.Module):
         self.is_last = index == len(cut.bounds) - 1
         self._names = names
         self._received_routers: tuple[Tensor, ...] = ()
+        layers, bounds = decoder_layers(model)[1], cut.bounds[index]
         base = backbone(model)
-        accepted = inspect.signature((model if self.is_last else base).forward).parameters
+        # In tuples, where torch does not take them for children.
+        self._run = (model if self.is_last else base,)
+        self._entry: tuple[Any, ...] = () if self.is_first else (layers[bounds.first - 1],)
+        self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.last],)
+        accepted = inspect.signature(self._run[0].forward).parameters
         self._takes_positions = "position_ids" in accepted or "kwargs" in accepted
         self._filler = 1 if getattr(model.config, "pad_token_id", None) == 0 else 0
-        if self.is_last:
+        if self.is_last and cut.sends_routers:
             base.register_forward_hook(self._prepend_routers)
 
     def hf_names(self) -> dict[str, str]:
@@ -133,43 +161,32 @@ class Stage(nn.Module):
         if self._takes_positions:
             arguments["position_ids"] = position_ids
         self._received_routers = tuple(extras[0].unbind()) if extras else ()
-        if not self.is_first:
-            self._hole_before().inserted = states
+        for entry in self._entry:
+            entry.received = states
         try:
-            if self.is_last:
-                output = self.model(**arguments)
-                auxiliary = getattr(output, "aux_loss", None)
-                return output.logits if auxiliary is None else (output.logits, auxiliary)
-            output = backbone(self.model)(**arguments)
-            return self._sent(output, position_ids, tokens)
+            output = self._run[0](**arguments)
+            return self._last(output) if self.is_last else self._sent(output, position_ids, tokens)
         finally:
             self._forget()
 
+    def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
+        return (output.logits, output.aux_loss) if self.cut.sends_routers else output.logits
+
     def _sent(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        hidden = self._hole_behind().taken
-        assert hidden is not None
+        hidden: Tensor = self._exit[0].result
         extras = [tokens] if self.cut.sends_tokens else []
         routers = (*self._received_routers, *(getattr(output, "router_logits", None) or ()))
-        if routers:
+        if routers and self.cut.sends_routers:
             extras.append(torch.stack(routers))
         return (hidden, position_ids, *extras)
 
     def _forget(self) -> None:
-        """Lets go of the activations: backward passes come when other micro-batches have gone through."""
+        """Lets go of the activations: the engine keeps what it needs, for several micro-batches at a time."""
         self._received_routers = ()
-        for hole in self.model.modules():
-            if isinstance(hole, Hole):
-                hole.inserted = hole.taken = None
-
-    def _hole_before(self) -> Hole:
-        hole = decoder_layers(self.model)[1][self.cut.bounds[self.index].first - 1]
-        assert isinstance(hole, Hole)
-        return hole
-
-    def _hole_behind(self) -> Hole:
-        hole = decoder_layers(self.model)[1][self.cut.bounds[self.index].last]
-        assert isinstance(hole, Hole)
-        return hole
+        for entry in self._entry:
+            entry.received = None
+        for gate in self._exit:
+            gate.result = None
 
     def _tokens(self, position_ids: Tensor, extras: list[Tensor]) -> Tensor:
         """Received tokens, taken out of `extras`, or fillers that nothing depends on."""
@@ -225,7 +242,8 @@ def build_with_cut(
     bounds = cut.bounds[index]
     for number, layer in enumerate(layers):
         if not bounds.first <= number < bounds.last:
-            layers[number] = Hole(layer, cut.tuple_length)
+            kind = {bounds.first - 1: Entry, bounds.last: Exit}.get(number, Hole)
+            layers[number] = kind(layer, cut.tuple_length)
     _remove_unused(model, list_name, canonical, cut.outside[index], device)
     names = {f"model.{name}": canonical[id(parameter)] for name, parameter in model.named_parameters()}
     _allocate(model, device)
@@ -237,17 +255,18 @@ def _remove_unused(
 ) -> None:
     """Takes away the parameters outside the decoder layers that the stage's result does not depend on.
 
-    A module that is only these is replaced; where it has children, zeros take their place.
+    A module that is nothing but these is replaced; elsewhere zeros take their place.
     """
     for name, module in list(model.named_modules()):
         own = dict(module.named_parameters(recurse=False))
-        if not own or name.startswith(f"{list_name}.") or any(canonical[id(p)] in used for p in own.values()):
+        unused = {attribute: p for attribute, p in own.items() if canonical[id(p)] not in used}
+        if not unused or name.startswith(f"{list_name}."):
             continue
-        if next(module.children(), None) is None:
+        if len(unused) == len(own) and next(module.children(), None) is None:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, Absent(module, device))
             continue
-        for attribute, parameter in own.items():
+        for attribute, parameter in unused.items():
             delattr(module, attribute)
             zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
             module.register_buffer(attribute, zeros, persistent=False)
@@ -263,7 +282,7 @@ def _parameters_without_memory() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -16,30 +16,33 @@ from transformers import PreTrainedConfig
 VOCABULARY = 99
 
 _SIZES: dict[int, str] = {
-    VOCABULARY: "vocab_size vocab_size_per_layer_input n_vocab",
-    64: "hidden_size d_model n_embd lru_width word_embed_proj_dim embedding_dim router_hidden_size dim_model_base "
-    "ple_embed_dim",
-    96: "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size ffn_dim dff "
-    "dim_ff ffn_hidden_size expert_ffn_hidden_size intermediate_size_mlp dense_intermediate_size n_inner "
-    "moe_shared_expert_intermediate_size d_inner",
-    128: "mamba_d_ssm attention_hidden_size max_position_embeddings n_positions n_ctx model_max_length max_seq_len "
-    "context_length",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    64: "hidden_size d_model n_embd lru_width word_embed_proj_dim embedding_dim router_hidden_size "
+    "dim_model_base ple_embed_dim",
+    96: "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+    "ffn_dim dff dim_ff ffn_hidden_size expert_ffn_hidden_size intermediate_size_mlp "
+    "dense_intermediate_size n_inner moe_shared_expert_intermediate_size d_inner",
+    128: "mamba_d_ssm attention_hidden_size max_position_embeddings n_positions n_ctx model_max_length "
+    "max_seq_len context_length",
     8: "mamba_n_heads mamba_num_heads num_heads n_mamba_heads qk_rope_head_dim qk_nope_head_dim rotary_dim "
-    "sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size "
-    "chunk_size mamba_chunk_size block_size keep_window_size short_conv_window mamba_d_state state_size ssm_state_size "
-    "time_step_rank mamba_dt_rank index_topk indexer_budget kv_lora_rank q_lora_rank o_lora_rank d_rel laurel_rank adapter_rank "
-    "gated_norm_rank hc_lowrank hidden_size_per_layer_input block_multiple_of ngram_size_base prompt_types "
-    "prompt_length segment_types index_block_size rel_extent swa_head_dim_rope split_ngram_parts",
-    4: "num_attention_heads n_head n_heads attention_heads linear_num_value_heads linear_num_heads swa_num_attention_heads "
-    "index_n_heads indexer_n_heads num_experts num_local_experts n_routed_experts moe_num_experts num_query_groups heads_per_ngram "
-    "num_query_heads zero_expert_num",
+    "sliding_window sliding_window_size window_size local_attention attention_window_size "
+    "attention_chunk_size chunk_size mamba_chunk_size block_size keep_window_size mamba_d_state "
+    "state_size ssm_state_size time_step_rank mamba_dt_rank index_topk indexer_budget kv_lora_rank "
+    "q_lora_rank o_lora_rank d_rel laurel_rank adapter_rank gated_norm_rank hc_lowrank "
+    "hidden_size_per_layer_input block_multiple_of prompt_types prompt_length segment_types "
+    "index_block_size rel_extent split_ngram_parts",
+    4: "num_attention_heads n_head n_heads attention_heads linear_num_value_heads linear_num_heads "
+    "swa_num_attention_heads index_n_heads indexer_n_heads num_experts num_local_experts n_routed_experts "
+    "moe_num_experts num_query_groups heads_per_ngram zero_expert_num",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
-    "num_experts_per_token moe_topk moe_k indexer_compress_ratio o_groups num_kv_shared_layers attn_layer_period expert_layer_period layer_group_size",
-    1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups "
-    "n_groups mamba_ngroups first_k_dense_replace num_dense_layers index_topk_blocks indexer_kv_heads moe_layer_start_index attn_layer_offset expert_layer_offset",
-    16: "head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim indexer_head_dim "
-    "mamba_d_head mamba_head_dim mamba_headdim kv_channels dim_head swa_head_dim query_pre_attn_scalar global_head_dim "
-    "swa_v_head_dim",
+    "num_experts_per_token moe_topk moe_k indexer_compress_ratio o_groups num_kv_shared_layers "
+    "attn_layer_period expert_layer_period layer_group_size",
+    1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts "
+    "mamba_n_groups n_groups mamba_ngroups first_k_dense_replace num_dense_layers index_topk_blocks "
+    "indexer_kv_heads moe_layer_start_index attn_layer_offset expert_layer_offset",
+    16: "head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
+    "index_head_dim indexer_head_dim mamba_d_head mamba_head_dim mamba_headdim kv_channels dim_head "
+    "swa_head_dim query_pre_attn_scalar",
     32: "attention_head_dim",
     50: "ngram_vocab_size_base",
 }
