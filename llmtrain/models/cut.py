@@ -1,0 +1,176 @@
+"""Finds how a family comes apart into stages, and proves on a tiny copy that it computes the same.
+
+Nothing is assumed of a family that is not compared: the chain of stages must give the logits of the
+uncut model, else the family is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from llmtrain.models.bounds import StageBounds
+from llmtrain.models.initial import initialise
+from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
+from llmtrain.models.tiny import shrink
+
+TOLERANCE = 1e-5
+"""Largest deviation of a logit, relative to the largest logit.
+
+Both sides compute the same fp32 operations in the same order, so equality is the rule; the room is
+for kernels that choose another way for another memory layout.
+"""
+CPU = torch.device("cpu")
+
+
+def build_stage(
+    config: PreTrainedConfig,
+    index: int,
+    bounds: Sequence[StageBounds],
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    cut: Cut | None = None,
+) -> Stage:
+    """Stage `index` of the causal LM of `config`, its parameters allocated on `device` but not drawn.
+
+    `initialise(stage.model, seed)` draws exactly what the whole model would have. cut: what
+    `check_cut` returned, where it was called before; it is called here otherwise. Raises Refused.
+    """
+    return build_with_cut(config, index, cut or check_cut(config, bounds, attention), attention, dtype, device)
+
+
+def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
+    """The way to cut the model of `config`, after comparing a tiny chain of stages with a tiny whole model.
+
+    Runs on the CPU, in fp32, without dropout, with packed documents; the random state is left alone.
+    Raises Refused with the reason where the logits differ or the family does not run in stages.
+    """
+    if getattr(config, "layerdrop", 0):
+        raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
+    try:
+        tiny = shrink(config)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
+    with torch.random.fork_rng(devices=[]):
+        return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
+
+
+def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
+    """As `check_cut`, on the model of `config` itself."""
+    whole = reference(config, attention)
+    _require_all_layers(whole, bounds)
+    inputs = packed_input(config)
+    tuple_length, expected = _observe(whole, inputs)
+    everything = frozenset(name for name, _ in whole.named_parameters())
+    reason = ""
+    for sends_tokens in (False, True):
+        cut = Cut(tuple(bounds), (everything,) * len(bounds), tuple_length, sends_tokens, len(expected) == 2)
+        try:
+            cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
+            with torch.no_grad():
+                result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            # Whatever a foreign forward stumbles over without its layers is the reason to refuse it.
+            reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
+            continue
+        deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
+        if deviation <= TOLERANCE:
+            return cut
+        reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.1e}"
+    raise Refused(config, reason)
+
+
+def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -> None:
+    layers = len(decoder_layers(model)[1])
+    starts, ends = [0, *(bound.last for bound in bounds)], [*(bound.first for bound in bounds), layers]
+    if starts != ends or any(bound.first >= bound.last for bound in bounds):
+        raise ValueError(f"stages {list(bounds)} do not divide layers 0 to {layers}")
+
+
+def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The whole model in fp32 with weights that hide nothing: no norm is 1 and no bias or gate 0."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    initialise(model, 0)
+    model.tie_weights()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
+    """Two sequences of 16 tokens, and their positions: one and two documents."""
+    tokens = torch.randint(3, min(config.vocab_size, 90), (2, 16))
+    positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
+    return tokens, positions
+
+
+def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:
+    """All stages on the CPU with the weights of `whole`."""
+    weights = dict(whole.named_parameters())
+    stages = []
+    for index in range(len(cut.bounds)):
+        stage = build_with_cut(whole.config, index, cut, attention, torch.float32, CPU).train(whole.training)
+        with torch.no_grad():
+            for own, name in stage.hf_names().items():
+                stage.get_parameter(own).copy_(weights[name])
+        stages.append(stage)
+    return stages
+
+
+def run_chain(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """What each stage returned, as tuples."""
+    results: list[tuple[Tensor, ...]] = []
+    for stage in stages:
+        output = stage(results[-1] if results else inputs)
+        results.append(output if isinstance(output, tuple) else (output,))
+    return results
+
+
+def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | None, tuple[Tensor, ...]]:
+    """Length of the tuple that a layer returns (None for a bare tensor), and the model's logits and auxiliary loss."""
+    lengths: list[int | None] = []
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        lengths.append(len(output) if isinstance(output, tuple | list) else None)
+
+    handles = [layer.register_forward_hook(note) for layer in decoder_layers(model)[1]]
+    with torch.no_grad():
+        output = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    if len(lengths) != len(handles):
+        raise Refused(model.config, f"{len(handles)} layers are called {len(lengths)} times")
+    auxiliary = getattr(output, "aux_loss", None)
+    return lengths[0], (output.logits,) if auxiliary is None else (output.logits, auxiliary)
+
+
+def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[frozenset[str], ...]:
+    """Of each stage, the names of the parameters outside the decoder layers that its result depends on."""
+    used = []
+    received: tuple[Tensor, ...] = inputs
+    for stage in stages:
+        output = stage(tuple(value.detach() for value in received))
+        received = output if isinstance(output, tuple) else (output,)
+        prefix = f"model.{decoder_layers(stage.model)[0]}."
+        names = {name: p for name, p in stage.named_parameters() if not name.startswith(prefix) and p.requires_grad}
+        total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
+        gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
+        used.append(
+            frozenset(stage.hf_names()[name] for name, g in zip(names, gradients, strict=True) if g is not None)
+        )
+    return tuple(used)
+
+
+def _deviation(part: Tensor, other: Tensor) -> float:
+    if part.shape != other.shape:
+        return float("inf")
+    return float((part - other).abs().max() / other.abs().max().clamp_min(1e-30))

@@ -1,0 +1,225 @@
+"""Stages of a pipeline: cut anywhere, together they are the whole model."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.errors import RecipeError
+from llmtrain.models import Refused, StageBounds, balance, build_stage, check_cut
+from llmtrain.models.cut import build_chain, find_cut, packed_input, reference, run_chain
+from llmtrain.models.initial import initialise
+from llmtrain.models.stages import Entry
+from llmtrain.models.tiny import SIZES, shrink
+
+ROOT = Path(__file__).parents[2]
+HALVES = (StageBounds(0, 2), StageBounds(2, 4))
+UNEVEN = (StageBounds(0, 1), StageBounds(1, 3), StageBounds(3, 4))
+CLASSICS = "llama gpt2 bloom qwen3 gemma2 gemma3_text mixtral gpt_neox opt phi gemma4_text deepseek_v3"
+CPU = torch.device("cpu")
+
+
+def _families():
+    spec = importlib.util.spec_from_file_location("render_families", ROOT / "docs/render_families.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+families = _families()
+
+
+class TestBalance:
+    def test_equal_layers_are_divided_equally(self):
+        assert balance([1.0] * 8, 4) == [StageBounds(first, first + 2) for first in (0, 2, 4, 6)]
+
+    def test_a_heavy_head_and_embedding_take_layers_away(self):
+        assert balance([3.0, 1, 1, 1, 1, 1, 1, 5], 3) == [StageBounds(0, 2), StageBounds(2, 7), StageBounds(7, 8)]
+
+    def test_no_division_has_a_cheaper_costliest_stage(self):
+        costs = [7.0, 2, 5, 1, 8, 2, 4, 6, 3]
+        for stages in range(1, 10):
+            bounds = balance(costs, stages)
+            ends = [0, *(bound.last for bound in bounds)]
+            assert ends[:-1] == [bound.first for bound in bounds]
+            assert ends[-1] == len(costs)
+            best = min(
+                max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+                for cuts in itertools.combinations(range(1, len(costs)), stages - 1)
+            )
+            assert max(sum(costs[bound.first : bound.last]) for bound in bounds) == best
+
+    def test_layers_that_cost_nothing_still_fill_a_stage_each(self):
+        assert balance([0.0, 0.0, 5.0], 3) == [StageBounds(layer, layer + 1) for layer in range(3)]
+
+    def test_more_stages_than_layers_are_refused(self):
+        with pytest.raises(RecipeError, match="4 was given: the model has 3 layers"):
+            balance([1.0] * 3, 4)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gpt2", "bloom", "qwen3", "gemma2", "gemma3_text", "mixtral", "gpt_neox", "opt", "phi", "gemma4_text"],
+)
+def test_two_stages_have_the_logits_and_the_gradients_of_the_whole(family):
+    verdict = families.judge(family)
+    assert verdict.kind == "works", verdict
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma4_text", "qwen3_next"])
+def test_more_stages_of_unequal_length(family, attention):
+    config = families.tiny_config(family)
+    whole, inputs = reference(config, attention), packed_input(config)
+    cut = find_cut(config, UNEVEN, attention)
+    assert families.wrong_gradients(whole, cut, inputs) == []
+
+
+def test_one_stage_is_the_whole_model():
+    config = families.tiny_config("gpt2")
+    whole, cut = reference(config, "eager"), find_cut(config, [StageBounds(0, 4)])
+    assert families.wrong_gradients(whole, cut, packed_input(config)) == []
+
+
+def test_the_auxiliary_loss_is_that_of_all_layers():
+    config = families.tiny_config("mixtral")
+    whole, inputs = reference(config, "eager"), packed_input(config)
+    results = run_chain(build_chain(whole, find_cut(config, UNEVEN), "eager"), inputs)
+    expected = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    assert [len(result) for result in results] == [3, 3, 2]
+    torch.testing.assert_close(results[-1][1], expected.aux_loss)
+    assert results[-1][1] > 0
+
+
+def test_only_hidden_states_cross_as_floats_where_no_auxiliary_loss_is_asked_for():
+    config = shrink(AutoConfig.for_model("mixtral"), 4)
+    whole = reference(config, "eager")
+    (hidden, positions), (logits,) = run_chain(
+        build_chain(whole, find_cut(config, HALVES), "eager"), packed_input(config)
+    )
+    assert hidden.shape == (2, 16, 64)
+    assert positions.dtype == torch.int64
+    assert logits.shape == (2, 16, config.vocab_size)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_micro_batches_may_be_under_way_at_once(checkpointing):
+    """1F1B: a stage goes forward with the next micro-batch before it goes back with the first."""
+    config = families.tiny_config("llama")
+    whole = reference(config, "eager").train()
+    one = packed_input(config)
+    other = (one[0].flip(0), one[1])
+    for inputs in (one, other):
+        whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits.square().mean().backward()
+    stages = build_chain(whole, find_cut(config, HALVES), "eager")
+    for stage in stages:
+        if checkpointing:
+            stage.model.gradient_checkpointing_enable({"use_reentrant": False})
+    outputs = [run_chain(stages, inputs)[-1][0] for inputs in (one, other)]
+    for output in outputs:
+        output.square().mean().backward()
+    for stage in stages:
+        for own, name in stage.hf_names().items():
+            torch.testing.assert_close(stage.get_parameter(own).grad, whole.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "modernbert-decoder"])
+def test_a_stage_has_its_own_parameters_and_starts_from_the_whole_models_weights(family):
+    config = families.tiny_config(family)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    initialise(whole, 7)
+    whole.tie_weights()
+    cut = find_cut(config, HALVES)
+    weights = dict(whole.named_parameters())
+    held = []
+    for index in range(2):
+        stage = build_stage(config, index, HALVES, "eager", torch.float32, CPU, cut)
+        initialise(stage.model, 7)
+        stage.model.tie_weights()
+        names = stage.hf_names()
+        assert names.keys() == dict(stage.named_parameters()).keys()
+        for own, name in names.items():
+            assert torch.equal(stage.get_parameter(own), weights[name]), name
+        held.append(set(names.values()))
+    assert held[0] | held[1] == weights.keys()
+    tied = {name for name in weights if whole.get_input_embeddings().weight is weights[name]}
+    assert held[0] & held[1] == (tied if config.tie_word_embeddings else set())
+
+
+def test_a_stage_takes_no_memory_for_other_stages():
+    stage = build_stage(families.tiny_config("llama"), 0, HALVES, "eager", torch.bfloat16, CPU)
+    layer = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 96 + 2 * 64
+    assert sum(p.numel() for p in stage.parameters()) == 99 * 64 + 2 * layer
+    assert {p.dtype for p in stage.parameters()} == {torch.bfloat16}
+    assert not any(value.is_meta for value in (*stage.parameters(), *stage.buffers()))
+
+
+def test_rotary_frequencies_are_those_of_the_whole_model():
+    config = families.tiny_config("llama")
+    stage = build_stage(config, 1, HALVES, "eager", torch.bfloat16, CPU)
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert torch.equal(stage.model.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
+
+
+class TestRefusal:
+    def test_two_lists_of_layers_that_are_run_in_cycles(self):
+        with pytest.raises(Refused, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
+            find_cut(families.tiny_config("hrm_text"), HALVES)
+
+    def test_layers_that_hand_on_more_than_a_hidden_state(self):
+        with pytest.raises(Refused, match="deviate from the whole model's"):
+            find_cut(families.tiny_config("zaya"), HALVES)
+
+    def test_layers_that_share_state_across_the_cut_but_not_within_a_stage(self):
+        config = families.tiny_config("gemma3n_text")
+        with pytest.raises(Refused, match="its forward fails on a part of the layers"):
+            find_cut(config, HALVES)
+        find_cut(config, [StageBounds(0, 4)])
+
+    def test_a_wrong_cut_is_found(self, monkeypatch):
+        monkeypatch.setattr(Entry, "exchange", lambda self, hidden: self.received * 1.001)
+        with pytest.raises(Refused, match=r"deviate from the whole model's by"):
+            find_cut(families.tiny_config("llama"), HALVES)
+
+    def test_layers_skipped_at_random(self):
+        with pytest.raises(Refused, match=r"layerdrop = 0\.1"):
+            check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
+
+    def test_bounds_that_leave_a_layer_out(self):
+        with pytest.raises(ValueError, match="do not divide layers 0 to 4"):
+            find_cut(families.tiny_config("llama"), [StageBounds(0, 2), StageBounds(3, 4)])
+
+
+def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
+    config = AutoConfig.for_model("gemma2", num_hidden_layers=6, layer_types=None)
+    before = torch.get_rng_state()
+    cut = check_cut(config, [StageBounds(0, 3), StageBounds(3, 6)], "flash_attention_2")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert cut.outside[1] == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert config.hidden_size == 2304
+
+
+def test_a_tiny_copy_keeps_the_kinds_of_layers():
+    config = AutoConfig.for_model("gemma3_text")
+    assert shrink(config).layer_types == config.layer_types
+    few = shrink(config, 4)
+    assert few.layer_types == ["sliding_attention", "full_attention"] * 2
+    assert (few.hidden_size, few.num_attention_heads * few.head_dim) == (64, 64)
+    assert SIZES["vocab_size"] == few.vocab_size
+
+
+@pytest.mark.slow
+def test_the_families_are_documented_as_they_are():
+    verdicts = families.walk()
+    assert [verdict for verdict in verdicts if verdict.kind == "wrong"] == []
+    works, refused = (sum(verdict.kind == kind for verdict in verdicts) for kind in ("works", "refused"))
+    assert works >= 120
+    assert works / (works + refused) >= 0.95
+    assert (ROOT / "docs/families.md").read_text(encoding="utf-8") == families.render(verdicts)
