@@ -292,7 +292,7 @@ def verify(
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, "verify")
     certificate = certify.verify(declared, chosen, refused, steps, folder)
     if as_json:
-        print(certify.prints(certificate))
+        print(json.dumps(certificate.document(), indent=2))
     else:
         console = Console()
         console.print(certify.table(certificate))

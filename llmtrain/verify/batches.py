@@ -1,7 +1,9 @@
-"""The recipe's own sequences, with so many targets hidden that no two micro-batches have the same number.
+"""The recipe's own sequences, made uneven: what is right only where all sequences are alike must show.
 
 A loss averaged by micro-batch, or by rank, and not by token is right wherever all of them have equally many
-targets; well packed sequences nearly do. So sample j of a batch of B loses the first j·T/(2·B) of its targets.
+targets, and well packed sequences nearly do: sample j of a batch of B loses the first j·T/(2·B) of its targets.
+Whether documents see each other matters only where several share a sequence, which long ones hardly do: where
+the recipe masks documents, another one begins at place (j+1)·T/(B+1) of sample j.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Batches:
         for step, (rows, targets) in enumerate(zip(self._rows, self._targets, strict=True)):
             generator = torch.Generator().manual_seed(self.steps * (order or 0) + step)
             places = torch.arange(self.size) if order is None else torch.randperm(self.size, generator=generator)
-            parts = places.split(micro_batch_size)
+            parts = torch.split(places, micro_batch_size)
             yield StepBatch([_pick(rows, part) for part in parts], targets, self.size, step * self.size)
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
@@ -45,11 +47,11 @@ class Batches:
         micro, dp = plan.batch.micro_batch_size, plan.layout.dp
         for step, targets in enumerate(self._targets):
             batch = schedule.train_batch(step * self.size)
-            hidden = []
+            uneven = []
             for index, micro_batch in enumerate(batch.micro_batches):
                 first = (index * dp + dp_rank) * micro
-                hidden.append(self._hide(micro_batch, torch.arange(first, first + micro)))
-            yield replace(batch, micro_batches=hidden, target_tokens=targets)
+                uneven.append(self._uneven(micro_batch, torch.arange(first, first + micro)))
+            yield replace(batch, micro_batches=uneven, target_tokens=targets)
 
     def held_out(self, plan: Plan | None = None, dp_rank: int = 0) -> Iterator[StepBatch]:
         """Held-out sequences, whole or as a plan splits them."""
@@ -66,17 +68,24 @@ class Batches:
     def _rows(self) -> list[MicroBatch]:
         """The global batch of each step as one micro-batch."""
         batches = (self._schedule.train_batch(step * self.size) for step in range(self.steps))
-        return [self._hide(batch.micro_batches[0], torch.arange(self.size)) for batch in batches]
+        return [self._uneven(batch.micro_batches[0], torch.arange(self.size)) for batch in batches]
 
     @cached_property
     def _targets(self) -> list[int]:
         return [int((rows.labels != IGNORE).sum()) for rows in self._rows]
 
-    def _hide(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
+    def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
+        """Rows with the numbers `samples` within their batch."""
         length = rows.labels.shape[1]
-        first_target = samples * length // (2 * self.size)
-        hidden = torch.arange(length)[None] < first_target[:, None]
-        return replace(rows, labels=rows.labels.masked_fill(hidden, IGNORE))
+        places = torch.arange(length)[None]
+        hidden = places < (samples * length // (2 * self.size))[:, None]
+        positions = rows.position_ids
+        if self.recipe.data.mask_documents:
+            start = ((samples + 1) * length // (self.size + 1))[:, None]
+            # Only the document that lies across the place is cut there.
+            across = (places >= start) & (places - positions < start)
+            positions = torch.where(across, places - start, positions)
+        return replace(rows, labels=rows.labels.masked_fill(hidden, IGNORE), position_ids=positions)
 
 
 def _pick(rows: MicroBatch, places: Tensor) -> MicroBatch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
 from rich.table import Table
 
 from llmtrain.errors import Problem, RecipeError
@@ -16,7 +16,6 @@ from llmtrain.run_dir import RunDir, write_json
 from llmtrain.verify.job import (
     PROBES,
     Certificate,
-    Deviation,
     Job,
     Reference,
     Verdict,
@@ -72,9 +71,7 @@ def _collect(job: Job, refused: list[Refused], folder: Path) -> Certificate:
     for world_size in sorted({plan.cluster.world_size for plan in job.plans.values()}):
         lines = verdicts_file(folder, world_size).read_text().splitlines()
         verdicts += [Verdict.model_validate_json(line) for line in lines]
-    references = {
-        probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES
-    }
+    references = {probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES}
     return Certificate(
         recipe=job.recipe.name,
         precision=job.recipe.parallel.precision,
@@ -86,26 +83,27 @@ def _collect(job: Job, refused: list[Refused], folder: Path) -> Certificate:
 
 
 def table(certificate: Certificate) -> Table:
-    """Plans with the deviations of their probes; the tolerances are in the second row."""
-    shown = Table(title=f"{certificate.recipe}: {certificate.steps} steps, {certificate.precision}", title_justify="left")
+    """Each plan with its largest deviations, its verdict and the seconds it took."""
+    shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("plan", no_wrap=True)
-    for probe in PROBES:
-        for quantity in ("loss", "grad norm", "weights"):
-            shown.add_column(f"{probe}\n{quantity}", justify="right", no_wrap=True)
+    for name in ("loss", "grad norm", "weights"):
+        shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("verdict", no_wrap=True)
-    shown.add_column("s", justify="right", no_wrap=True)
-    limits = [certificate.reference[probe].tolerance for probe in PROBES]
-    shown.add_row("tolerance", *(cell for one in limits for cell in _cells(one)), "", "", end_section=True)
+    shown.add_column("s", justify="right")
     for verdict in certificate.verdicts:
-        cells = [cell for probe in PROBES for cell in _cells(verdict.deviations[probe])]
+        cells = _cells(certificate.max_deviation(verdict))
         shown.add_row(verdict.name, *cells, _judged(certificate, verdict), f"{verdict.seconds:.1f}")
     return shown
 
 
 def summary(certificate: Certificate) -> list[str]:
-    """How many plans are certified, and how many were refused by which rule."""
+    """What was allowed, how many plans are certified, and how many were refused by which rule."""
     total, deviating = len(certificate.verdicts), len(certificate.deviating)
-    lines = [f"{total - deviating} of {total} plans certified"]
+    lines = []
+    for probe in PROBES:
+        loss, grad_norm, weights = _cells(certificate.reference[probe].tolerance.model_dump())
+        lines.append(f"allowed ({probe}): loss {loss}, grad norm {grad_norm}, weights {weights}")
+    lines.append(f"{total - deviating} of {total} plans certified: {certificate.steps} steps, {certificate.precision}")
     rules = Counter(one["rule"] for one in certificate.refused)
     if rules:
         told = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())
@@ -113,16 +111,12 @@ def summary(certificate: Certificate) -> list[str]:
     return lines
 
 
-def _cells(one: Deviation) -> list[str]:
-    return ["not finite" if value is None else f"{value:.1e}" for value in (one.loss, one.grad_norm, one.weights)]
+def _cells(deviation: dict[str, float | None]) -> list[str]:
+    values = (deviation[name] for name in ("loss", "grad_norm", "weights"))
+    return ["not finite" if value is None else f"{value:.1e}" for value in values]
 
 
 def _judged(certificate: Certificate, verdict: Verdict) -> str:
     if certificate.certified(verdict):
         return "certified"
     return "DEVIATES" if all(one.same_lr for one in verdict.deviations.values()) else "DEVIATES (lr)"
-
-
-def prints(certificate: Certificate) -> str:
-    """The certificate as `--json` prints it."""
-    return json.dumps(certificate.document(), indent=2)

@@ -6,7 +6,7 @@ is the bound for losses, norms and the weights of SGD, which are sums of gradien
 gradient by its own size. An error of ε relative to a matrix' typical gradient turns an element with a
 gradient of x times that size around by ε/x, up to its whole step; with elements as dense around zero as
 elsewhere the mean square of that is ∫ min(1, (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of
-their movement (4.5e-3): coarse, which is why the SGD probe is there.
+their movement (4.5e-3): coarse, which is one more reason why the SGD probe is there.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds elsewhere. How much
 that matters is measured: several references take the samples of each step in other orders and in other
@@ -80,21 +80,20 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
-    """The furthest weight's distance relative to its movement.
+    """The furthest weight's distance relative to its movement; None where the names differ.
 
-    Each step stores each weight again; over K steps two runs differ by a random walk of 2·K roundings,
-    which for a weight that hardly moves, such as a norm's, is all that there is.
+    Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings.
+    For a weight that hardly moves, such as a norm's under SGD, that is all that there is: a movement counts
+    for no less than what makes those roundings `FP32` of it.
     """
     if ours.keys() != theirs.keys():
         return None
     apart = []
     for name, reference in theirs.items():
         stored = ROUNDING * math.sqrt(2 * steps) * reference.norm().item()
-        distance = max(0.0, (ours[name] - reference).norm().item() - stored)
-        if math.isnan((ours[name] - reference).norm().item()):
-            return None
-        moved = (reference - initial[name]).norm().item()
-        apart.append(_relative(moved + distance, moved))
+        moved = (reference - initial[name]).norm().item() + stored / FP32
+        distance = (ours[name] - reference).norm().item()
+        apart.append(distance / moved if distance else 0.0)
     return worst(apart)
 
 

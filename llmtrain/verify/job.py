@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Deviation(Part):
     grad_norm: float | None
     """Largest relative difference of a step's gradient norm, before clipping."""
     weights: float | None
-    """Largest ‖a − b‖ / ‖b − initial‖ of a weight at the end, beyond what storing it explains."""
+    """Largest ‖a − b‖ / ‖b − initial‖ of a weight at the end."""
     same_lr: bool
     """Whether every step had the same learning rate, exactly."""
 
@@ -98,7 +98,7 @@ class Certificate(Part):
         return [verdict.name for verdict in self.verdicts if not self.certified(verdict)]
 
     def document(self) -> dict[str, Any]:
-        """The certificate as JSON. A plan's `max_deviation` is the larger of its probes'."""
+        """The certificate as JSON."""
         reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
         return {
             "recipe": self.recipe,
@@ -109,21 +109,23 @@ class Certificate(Part):
             "refused": list(self.refused),
         }
 
+    def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
+        """The larger of the probes' deviations."""
+        probes = verdict.deviations.values()
+        return {name: worst(getattr(one, name) for one in probes) for name in ("loss", "grad_norm", "weights")}
+
     def _plan(self, verdict: Verdict) -> dict[str, Any]:
         return {
             "name": verdict.name,
             "layout": verdict.layout,
             "certified": self.certified(verdict),
-            "max_deviation": {
-                name: worst(getattr(one, name) for one in verdict.deviations.values())
-                for name in ("loss", "grad_norm", "weights")
-            },
+            "max_deviation": self.max_deviation(verdict),
             "probes": {probe: one.model_dump() for probe, one in verdict.deviations.items()},
             "seconds": verdict.seconds,
         }
 
 
-def worst(values: Any) -> float | None:
+def worst(values: Iterable[float | None]) -> float | None:
     """The largest; None where one is None or not finite, since JSON has no infinity."""
     largest = 0.0
     for value in values:
