@@ -23,9 +23,7 @@ def skipped_all_reduce(patch):
 def _on_batch(patch, change):
     """Trains on `change(plan, batch)`."""
     original = DeepSpeedDataParallel.train_step
-    patch.setattr(
-        DeepSpeedDataParallel, "train_step", lambda self, batch: original(self, change(self.plan, batch))
-    )
+    patch.setattr(DeepSpeedDataParallel, "train_step", lambda self, batch: original(self, change(self.plan, batch)))
 
 
 def _on_micro_batch(patch, change):

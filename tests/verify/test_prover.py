@@ -7,7 +7,7 @@ from harness import run_ranks
 from small_verify import certified, job_of, refer, small
 
 PLAIN = "dp2-zero0-acc2"
-REPRESENTATIVE = [PLAIN, "dp2-zero1-acc2", "dp2-zero2-acc1-offload", "dp2-zero3-acc2-offload_param"]
+REPRESENTATIVE = [PLAIN, "dp2-zero2-acc1-offload", "dp2-zero3-acc2"]
 
 
 def _with_bugs(rank: int, job, folder) -> dict[str, dict[str, bool]]:
@@ -46,6 +46,7 @@ def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
     assert _clean(seed, REPRESENTATIVE, verify_corpus, tmp_path) == dict.fromkeys(REPRESENTATIVE, True)
 
 
+@pytest.mark.slow
 def test_bf16_is_certified_and_a_bug_in_it_is_not(verify_corpus, tmp_path):
     names = ["dp2-zero1-acc2", "dp2-zero3-acc1"]
     fields = {"parallel.precision": "bf16"}
@@ -63,8 +64,9 @@ def _without_decay(rank: int, job, folder) -> dict[str, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast_bf16"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("seed", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (1, "autocast_bf16")]
+)
 def test_every_clean_plan_is_certified(seed, precision, verify_corpus, tmp_path):
     verdicts = _clean(seed, [], verify_corpus, tmp_path, **{"parallel.precision": precision})
     assert verdicts
