@@ -263,6 +263,44 @@ def data(
         Console().print(report(prepared))
 
 
+@app.command()
+def verify(
+    recipe: RecipeArgument,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    nproc: Annotated[int | None, typer.Option(help="Most workers; default all GPUs, else one.", min=1)] = None,
+    plans: Annotated[str, typer.Option(help="all, or names and patterns with commas: dp2-*,dp1-zero3-*.")] = "all",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.", min=1)] = 10,
+    run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME-verify.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that every plan trains what plain PyTorch does, on this machine; exit 1 where one does not."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.data import Progress, prepare
+    from llmtrain.plan.enumerate import enumerate_plans
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.verify import certify
+    from llmtrain.verify.job import choose, comparable
+
+    declared = comparable(load_recipe(recipe, assignments)[0], steps)
+    cluster = local_cluster(nproc)
+    runnable, refused = enumerate_plans(declared, cluster.world_size, cluster.device)
+    chosen = choose(runnable, refused, plans)
+    prepare(declared, Progress(Console(stderr=True)))
+    folder = RunDir(run_dir) if run_dir else default_run_dir(declared, "verify")
+    certificate = certify.verify(declared, chosen, refused, steps, folder)
+    if as_json:
+        print(json.dumps(certificate.document(), indent=2))
+    else:
+        console = Console()
+        console.print(certify.table(certificate))
+        for line in (*certify.summary(certificate), f"certificate {folder.path / 'certificate.json'}"):
+            console.print(line, highlight=False, soft_wrap=True)
+    sys.exit(1 if certificate.deviating else Exit.DONE)
+
+
 @checkpoint_app.command("list")
 def list_checkpoints(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
     """List the whole checkpoints of a run, oldest first."""

@@ -65,6 +65,24 @@ def recipe_bf16() -> Recipe:
     return recipe().with_(**{"parallel.zero_stage": 1, "parallel.precision": "bf16"})
 
 
+def recipe_verify() -> Recipe:
+    """Small enough to train dozens of times: `llmtrain verify recipes/tiny.py:verify --nproc 4`."""
+    return recipe().with_(
+        **{
+            "model.config.hidden_size": 64,
+            "model.config.intermediate_size": 128,
+            "model.config.num_hidden_layers": 2,
+            "model.config.num_attention_heads": 4,
+            "model.config.num_key_value_heads": 2,
+            "data.tokenizer": {"vocab_size": 512},
+            "data.sequence_length": 64,
+            "optim.clip_grad_norm": 0.5,
+            "optim.warmup_steps": 2,
+            "train.max_steps": 10,
+        }
+    )
+
+
 def cluster() -> Cluster:
     """One CPU worker."""
     return Cluster()

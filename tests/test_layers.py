@@ -22,7 +22,7 @@ LAYERS = (
     {"checkpoint"},
     {"generate", "loop"},
     {"finish"},
-    {"worker"},
+    {"worker", "verify"},
     {"cli"},
     {"entry", "__init__", "__main__"},
 )
@@ -108,6 +108,7 @@ main()
         ["--help"],
         ["train", "--help"],
         ["lint", "--help"],
+        ["verify", "--help"],
         ["plan", "recipes/llama3_70b.py"],
         ["plan", "recipes/qwen3_30b_a3b.py", "--json"],
         ["lint", "ds_configs/llama3_8b.json"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmtrain.data import StepBatch
@@ -21,15 +21,26 @@ from llmtrain.recipe import Recipe
 class ReferenceEngine:
     """A loop over micro-batches, `clip_grad_norm_`, `optimizer.step()`; nothing else.
 
-    fp32, or autocast over fp32 weights. A bf16 recipe is refused by the caller: DeepSpeed's bf16
-    weights are the rounded copy of fp32 master weights, which this loop does not keep.
+    A model in fp32 is trained as it is, or under autocast. For one in a lower type the loop keeps
+    fp32 master weights, as mixed precision does (arXiv 1710.03740): they start from the rounded
+    weights, collect the gradients of each micro-batch in fp32, and after each step the model's
+    weights are their rounded copy.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
         self.model = model
         self.recipe = recipe
         self.device = next(model.parameters()).device
-        self.optimizer = torch_optimizer(parameter_groups(model, recipe.optim.weight_decay), recipe.optim)
+        groups = parameter_groups(model, recipe.optim.weight_decay)
+        self.masters = {
+            weight: nn.Parameter(weight.detach().float())
+            for weight in model.parameters()
+            if weight.requires_grad and weight.dtype != torch.float32
+        }
+        for group in groups:
+            group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
+        self.trained: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
+        self.optimizer = torch_optimizer(groups, recipe.optim)
         self.scheduler = schedule(self.optimizer, recipe)
 
     @property
@@ -50,10 +61,12 @@ class ReferenceEngine:
             if auxiliary is not None:
                 loss = loss + auxiliary / len(batch.micro_batches)
             loss.backward()  # type: ignore[no-untyped-call]
+            self._collect_gradients()
             total += loss_sum.detach()
         limit = self.recipe.optim.clip_grad_norm or float("inf")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        grad_norm = nn.utils.clip_grad_norm_(self.trained, limit)
         self.optimizer.step()
+        self._round_masters()
         self.scheduler.step()
         return StepResult(loss=total / batch.target_tokens, grad_norm=grad_norm, lr=lr)
 
@@ -80,6 +93,8 @@ class ReferenceEngine:
         """Reads `reference.pt`."""
         state = torch.load(folder / "reference.pt", weights_only=True)
         self.model.load_state_dict(state["model"])
+        for master, value in zip(self.masters.values(), state["masters"], strict=True):
+            master.data.copy_(value)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
@@ -87,9 +102,23 @@ class ReferenceEngine:
         """Optimizer class and device."""
         return {"engine": "plain PyTorch", "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
 
+    def _collect_gradients(self) -> None:
+        """Adds the gradients of a micro-batch to those of the master weights, in fp32."""
+        for weight, master in self.masters.items():
+            if weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                weight.grad = None
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        for weight, master in self.masters.items():
+            weight.copy_(master)
+
     def _state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
+            "masters": [master.detach() for master in self.masters.values()],
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import Refused, StageBounds, balance, build_stage, check_cut
+from llmtrain.models import Refused
+from llmtrain.models.bounds import StageBounds, balance
+from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.cut import build_chain, find_cut, packed_input, reference, run_chain
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Entry

@@ -1,0 +1,102 @@
+"""Runs side by side: what is recorded of one, how far two are apart, and how far they may be.
+
+**fp32.** The layouts differ in the order of summation. A sum of n terms is off by about sqrt(n)·2⁻²⁴
+relative: 1.5e-5 for a norm over 60,000 gradients at the very worst, and some 1e-6 as a rule; `FP32`, 1e-5,
+is the bound for losses, norms and the weights of SGD, which are sums of gradients. Adam divides each
+gradient by its own size. An error of ε relative to a matrix' typical gradient turns an element with a
+gradient of x times that size around by ε/x, up to its whole step; with elements as dense around zero as
+elsewhere the mean square of that is ∫ min(1, (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of
+their movement (4.5e-3): coarse, which is one more reason why the SGD probe is there.
+
+**Lower precisions** round at every operation, and a micro-batch of another size rounds elsewhere. How much
+that matters is measured: several references take the samples of each step in other orders and in other
+micro-batches. No plan may be further from the reference than `SAFETY` times the furthest that two of them
+are apart: if the furthest of d differences lies, as for any bell curve, 2.5 to 3.5 deviations out, twice
+that is more than 5. `FP32` remains the least bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from llmtrain.verify.job import Deviation, worst
+
+FP32 = 1e-5
+ADAM_WEIGHTS = math.sqrt(2 * FP32)
+SAFETY = 2.0
+ROUNDING = 2.0**-24
+"""Half a unit in the last place of fp32, relative: what storing a number may change."""
+
+Weights = dict[str, Tensor]
+"""Hugging Face name → whole weight, fp32, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run computed."""
+
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    rates: Sequence[float]
+    evaluation: float | None
+    weights: Weights
+
+
+def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
+    """How far `ours` is from `theirs`, which started from `initial`."""
+    losses = [*zip(ours.losses, theirs.losses, strict=True)]
+    if theirs.evaluation is not None:
+        losses.append((math.nan if ours.evaluation is None else ours.evaluation, theirs.evaluation))
+    return Deviation(
+        loss=worst(_relative(a, b) for a, b in losses),
+        grad_norm=worst(_relative(a, b) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)),
+        weights=_apart(ours.weights, theirs.weights, initial, len(theirs.losses)),
+        same_lr=list(ours.rates) == list(theirs.rates),
+    )
+
+
+def tolerance(traces: Sequence[Trace], initial: Weights, optimizer: str, precision: str) -> Deviation:
+    """How far a plan may be from the first of these references; the others are needed below fp32 only."""
+    # The weights of SGD are as exact as its gradients; see above.
+    floor = {"loss": FP32, "grad_norm": FP32, "weights": FP32 if optimizer == "sgd" else ADAM_WEIGHTS}
+    if precision != "fp32":
+        pairs = [deviation(a, b, initial) for a, b in combinations(traces, 2)]
+        for name, least in floor.items():
+            spread = worst(getattr(pair, name) for pair in pairs)
+            floor[name] = least if spread is None else max(least, SAFETY * spread)
+    return Deviation(**floor, same_lr=True)
+
+
+def _relative(ours: float, theirs: float) -> float:
+    if ours == theirs:
+        return 0.0
+    return abs(ours - theirs) / abs(theirs) if theirs else math.inf
+
+
+def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
+    """The furthest weight's distance relative to its movement; None where the names differ.
+
+    Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings.
+    For a weight that hardly moves, such as a norm's under SGD, that is all that there is: a movement counts
+    for no less than what makes those roundings `FP32` of it.
+    """
+    if ours.keys() != theirs.keys():
+        return None
+    apart = []
+    for name, reference in theirs.items():
+        stored = ROUNDING * math.sqrt(2 * steps) * reference.norm().item()
+        moved = (reference - initial[name]).norm().item() + stored / FP32
+        distance = (ours[name] - reference).norm().item()
+        apart.append(distance / moved if distance else 0.0)
+    return worst(apart)
+
+
+def clone(weights: Weights) -> Weights:
+    """A copy that the next step leaves alone."""
+    return {name: weight.detach().to("cpu", torch.float32).clone() for name, weight in weights.items()}

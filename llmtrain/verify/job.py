@@ -1,0 +1,196 @@
+"""What is verified, and what comes out: the files that the launcher and the workers exchange. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.plan import Plan
+from llmtrain.plan.enumerate import NamedPlan, Refused
+from llmtrain.plan.families import FAMILIES
+from llmtrain.recipe import Part, Recipe
+
+PROBES = ("recipe", "sgd")
+"""Runs of each plan. `recipe`: as declared. `sgd`: with plain SGD, a clipping that bites at every step and a
+decay that shows. Adam's update does not change when all gradients are scaled, so a wrong clipping, or a loss
+divided by a wrong number, leaves its weights as they are; those of SGD follow the scale at once."""
+
+COMPARABLE = ("fp32", "bf16", "autocast_bf16")
+"""Precisions that the reference computes too."""
+
+
+class Job(Part):
+    """What the workers of one world size are to do; the reference comes first, from those of size 1."""
+
+    recipe: Recipe
+    steps: int
+    plans: dict[str, Plan]
+    """Name → plan."""
+
+    def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
+        """The plans for so many workers."""
+        return [(name, plan) for name, plan in self.plans.items() if plan.cluster.world_size == world_size]
+
+
+class Deviation(Part):
+    """How far one run is from another; None where a number is not finite."""
+
+    loss: float | None
+    """Largest relative difference of a step's loss, or of the evaluation loss."""
+    grad_norm: float | None
+    """Largest relative difference of a step's gradient norm, before clipping."""
+    weights: float | None
+    """Largest ‖a − b‖ / ‖b − initial‖ of a weight at the end."""
+    same_lr: bool
+    """Whether every step had the same learning rate, exactly."""
+
+    def within(self, tolerance: Deviation) -> bool:
+        """Whether no number exceeds its tolerance."""
+        pairs = ((getattr(self, name), getattr(tolerance, name)) for name in ("loss", "grad_norm", "weights"))
+        return self.same_lr and all(ours is not None and ours <= most for ours, most in pairs)
+
+
+class Verdict(Part):
+    """One plan, compared."""
+
+    name: str
+    layout: dict[str, int]
+    deviations: dict[str, Deviation]
+    """By probe, the worst of all ranks."""
+    seconds: float
+
+
+class Reference(Part):
+    """The plain PyTorch run of a probe."""
+
+    fields: dict[str, Any]
+    """What the probe changes in the recipe."""
+    tolerance: Deviation
+    loss: tuple[float, ...]
+    grad_norm: tuple[float, ...]
+    lr: tuple[float, ...]
+    evaluation: float | None
+    """Loss on held-out sequences; None where the recipe holds none out."""
+
+
+class Certificate(Part):
+    """All that `verify` found."""
+
+    recipe: str
+    precision: str
+    steps: int
+    reference: dict[str, Reference]
+    """By probe."""
+    verdicts: tuple[Verdict, ...]
+    refused: tuple[dict[str, str], ...]
+
+    def certified(self, verdict: Verdict) -> bool:
+        """Whether every probe of a plan stayed within its tolerance."""
+        return all(one.within(self.reference[probe].tolerance) for probe, one in verdict.deviations.items())
+
+    @property
+    def deviating(self) -> list[str]:
+        """Names of the plans that are not certified."""
+        return [verdict.name for verdict in self.verdicts if not self.certified(verdict)]
+
+    def document(self) -> dict[str, Any]:
+        """The certificate as JSON."""
+        reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
+        return {
+            "recipe": self.recipe,
+            "precision": self.precision,
+            "steps": self.steps,
+            "reference": {"engine": "plain PyTorch in one process", "probes": reference},
+            "plans": [self._plan(verdict) for verdict in self.verdicts],
+            "refused": list(self.refused),
+        }
+
+    def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
+        """The larger of the probes' deviations."""
+        probes = verdict.deviations.values()
+        return {name: worst(getattr(one, name) for one in probes) for name in ("loss", "grad_norm", "weights")}
+
+    def _plan(self, verdict: Verdict) -> dict[str, Any]:
+        return {
+            "name": verdict.name,
+            "layout": verdict.layout,
+            "certified": self.certified(verdict),
+            "max_deviation": self.max_deviation(verdict),
+            "probes": {probe: one.model_dump() for probe, one in verdict.deviations.items()},
+            "seconds": verdict.seconds,
+        }
+
+
+def worst(values: Iterable[float | None]) -> float | None:
+    """The largest; None where one is None or not finite, since JSON has no infinity."""
+    largest = 0.0
+    for value in values:
+        if value is None or not math.isfinite(value):
+            return None
+        largest = max(largest, value)
+    return largest
+
+
+def comparable(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe as it is compared: the whole schedule within `steps`, and nothing drawn at random.
+
+    Ranks draw different dropout masks, as they should, so with it no two layouts train the same.
+    Raises RecipeError for a precision that the reference does not compute.
+    """
+    if recipe.parallel.precision not in COMPARABLE:
+        message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
+        raise RecipeError(
+            Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
+        )
+    fields: dict[str, Any] = {
+        "train.max_steps": steps,
+        "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
+        "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
+    }
+    family = FAMILIES.get(recipe.model.architecture or "")
+    values = {**(family.defaults if family else {}), **recipe.model.config}
+    for key, value in values.items():
+        if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
+            fields[f"model.config.{key}"] = 0.0
+    return recipe.with_(**fields)
+
+
+def choose(plans: list[NamedPlan], refused: list[Refused], wanted: str) -> list[NamedPlan]:
+    """The plans of `--plans`: `all`, or names and patterns (`dp2-*`) with commas.
+
+    Raises RecipeError for each one that names no plan, and where nothing runs.
+    """
+    known = {one.name: one for one in plans}
+    rules = {one.name: one.problem for one in refused}
+    patterns = ["*"] if wanted == "all" else [part.strip() for part in wanted.split(",") if part.strip()]
+    lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
+    if lost or not patterns:
+        raise RecipeError([_unknown(pattern, list(known), rules) for pattern in lost or [wanted]])
+    return [one for one in plans if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+
+
+def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> Problem:
+    if pattern in rules:
+        problem = rules[pattern]
+        return Problem(problem.rule, "--plans", f"{pattern} is refused: {problem.field}: {problem.message}")
+    fix = f"plans: {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}" if known else "no plan of it runs here"
+    return Problem("verify.plans", "--plans", f"'{pattern}' names no plan that runs here{nearest(pattern, known)}", fix)
+
+
+def job_file(folder: Path) -> Path:
+    """What the workers read."""
+    return folder / "job.json"
+
+
+def reference_file(folder: Path, probe: str) -> Path:
+    """A `Reference`; the weights lie beside it, as safetensors."""
+    return folder / f"reference-{probe}.json"
+
+
+def verdicts_file(folder: Path, world_size: int) -> Path:
+    """A JSON line per plan of a world size."""
+    return folder / f"verdicts-{world_size}.jsonl"

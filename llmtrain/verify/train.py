@@ -1,0 +1,171 @@
+"""Trains the reference and the plans of one world size, one after another in one process group, and compares."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import distributed as dist
+
+from llmtrain.data import StepBatch, prepare
+from llmtrain.ds_config import render
+from llmtrain.durable import write_atomically
+from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.models import build_model
+from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
+from llmtrain.verify.batches import Batches
+from llmtrain.verify.compare import Trace, Weights, clone, deviation, tolerance
+from llmtrain.verify.job import (
+    PROBES,
+    Deviation,
+    Job,
+    Reference,
+    Verdict,
+    reference_file,
+    verdicts_file,
+    worst,
+)
+
+SGD_STEP = 0.05
+"""Learning rate times the clipped gradient norm in the SGD probe: the length of its first full step. A matrix
+of a small model measures some units, so it moves by percents and stays where it can be trained."""
+ORDERS = 4
+"""References in other orders and micro-batches, for the spread of a low precision."""
+
+Say = Callable[[str], None]
+"""Tells the user a line."""
+
+
+def work(job: Job, folder: Path, device: torch.device, say: Say) -> list[Verdict]:
+    """Makes the reference where this process is alone; trains and compares the plans of this world size."""
+    batches = Batches(job.recipe, prepare(job.recipe), job.steps)
+    if dist.get_world_size() == 1:
+        make_references(job.recipe, batches, folder, device, say)
+    mine = job.of_size(dist.get_world_size())
+    verdicts = []
+    for number, (name, plan) in enumerate(mine, start=1):
+        say(f"{number}/{len(mine)} {name}")
+        verdicts.append(compare_plan(name, plan, batches, folder, device))
+    if dist.get_rank() == 0:
+        lines = "".join(verdict.model_dump_json() + "\n" for verdict in verdicts)
+        write_atomically(verdicts_file(folder, dist.get_world_size()), lines)
+    return verdicts
+
+
+def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torch.device, say: Say) -> None:
+    """Trains every probe with plain PyTorch, and writes its numbers, its tolerance and its weights."""
+    initial = clone(dict(_reference_engine(recipe, device).named_weights()))
+    save_file(initial, folder / "initial.safetensors")
+    fields: dict[str, Any] = {}
+    for probe in PROBES:
+        say(f"reference: {probe}")
+        changed = recipe.with_(**fields)
+        orders = range(ORDERS + 1 if recipe.parallel.precision != "fp32" else 1)
+        traces = [_trace_reference(changed, batches, order, device) for order in orders]
+        first = traces[0]
+        save_file(first.weights, folder / f"reference-{probe}.safetensors")
+        reference = Reference(
+            fields=fields,
+            tolerance=tolerance(traces, initial, changed.optim.name, recipe.parallel.precision),
+            loss=tuple(first.losses),
+            grad_norm=tuple(first.grad_norms),
+            lr=tuple(first.rates),
+            evaluation=first.evaluation,
+        )
+        write_atomically(reference_file(folder, probe), reference.model_dump_json(indent=2) + "\n")
+        fields = sgd_fields(recipe, first.grad_norms)
+
+
+def sgd_fields(recipe: Recipe, grad_norms: Any) -> dict[str, Any]:
+    """The SGD probe: clipped to half of the smallest norm seen, and decayed in any case."""
+    clip = min(grad_norms) / 2 or 1.0
+    return {
+        "optim.name": "sgd",
+        "optim.lr": SGD_STEP / clip,
+        "optim.clip_grad_norm": clip,
+        "optim.weight_decay": recipe.optim.weight_decay or 0.1,
+    }
+
+
+def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: torch.device) -> Verdict:
+    """Trains every probe of a plan; its worst deviations over all ranks."""
+    started = time.perf_counter()
+    initial = load_file(folder / "initial.safetensors")
+    deviations = {}
+    for probe in PROBES:
+        reference = Reference.model_validate_json(reference_file(folder, probe).read_text())
+        changed = plan.model_copy(update={"recipe": plan.recipe.with_(**reference.fields)})
+        theirs = Trace(
+            losses=reference.loss,
+            grad_norms=reference.grad_norm,
+            rates=reference.lr,
+            evaluation=reference.evaluation,
+            weights=load_file(folder / f"reference-{probe}.safetensors"),
+        )
+        ours = trace_plan(changed, batches, device)
+        deviations[probe] = _worst_rank(deviation(ours, theirs, initial))
+    seconds = round(time.perf_counter() - started, 2)
+    return Verdict(name=name, layout=plan.layout.model_dump(), deviations=deviations, seconds=seconds)
+
+
+def trace_plan(plan: Plan, batches: Batches, device: torch.device) -> Trace:
+    """The run of a plan, as this rank saw it."""
+    rank = dist.get_rank()
+    engine = build_engine(plan, render(plan), device)
+    trace = _trace(engine, batches.part(plan, rank), batches.held_out(plan, rank))
+    del engine
+    gc.collect()  # an engine and its hooks refer to each other
+    return trace
+
+
+def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device) -> Trace:
+    """The plain run; order 0 is the one that plans are compared with."""
+    own, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
+    # A router's loss is a mean within a micro-batch: there the size is part of the run.
+    sizes = (own,) if recipe.model.config.get("output_router_logits") else (own, 1, total)
+    whole = batches.whole(sizes[order % len(sizes)], order or None)
+    return _trace(_reference_engine(recipe, device), whole, batches.held_out())
+
+
+def _reference_engine(recipe: Recipe, device: torch.device) -> ReferenceEngine:
+    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+    return ReferenceEngine(build_model(recipe, dtype, device), recipe)
+
+
+def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBatch]) -> Trace:
+    results = [engine.train_step(batch) for batch in steps]
+    total, targets = 0.0, 0
+    for batch in held_out:
+        total += engine.eval_step(batch).item() * batch.target_tokens
+        targets += batch.target_tokens
+    return Trace(
+        losses=[result.loss.item() for result in results],
+        grad_norms=[result.grad_norm.item() for result in results],
+        rates=[result.lr for result in results],
+        evaluation=total / targets if targets else None,
+        weights=_weights(engine),
+    )
+
+
+def _weights(engine: Engine) -> Weights:
+    return clone(dict(engine.named_weights()))
+
+
+def _worst_rank(mine: Deviation) -> Deviation:
+    """The worst of all ranks: replicas may drift apart."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return Deviation(
+        loss=worst(one.loss for one in everyone),
+        grad_norm=worst(one.grad_norm for one in everyone),
+        weights=worst(one.weights for one in everyone),
+        same_lr=all(one.same_lr for one in everyone),
+    )

@@ -1,0 +1,63 @@
+"""Which plans there are to verify on a few devices."""
+
+from __future__ import annotations
+
+from llmtrain.plan.enumerate import candidates, enumerate_plans
+from llmtrain.plan.load import load_recipe
+from llmtrain.verify.job import choose, comparable
+
+RECIPE = load_recipe("recipes/tiny.py:verify", [])[0]
+
+
+def test_every_legal_data_parallel_plan_is_there_once():
+    plans, _ = enumerate_plans(RECIPE, 4)
+    names = [one.name for one in plans]
+    assert len(set(names)) == len(names)
+    # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with both kinds; each with two accumulations.
+    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in plans) == 3 * 2 * 8
+    for one in plans:
+        batch, layout, parallel = one.plan.batch, one.plan.layout, one.plan.recipe.parallel
+        suffix = {"none": "", "cpu": "-offload"}[parallel.offload_optimizer]
+        suffix += {"none": "", "cpu": "_param"}[parallel.offload_param]
+        if layout.dp == one.plan.cluster.world_size:
+            accumulation = batch.gradient_accumulation_steps
+            assert one.name == f"dp{layout.dp}-zero{layout.zero_stage}-acc{accumulation}{suffix}"
+
+
+def test_world_sizes_divide_the_devices():
+    assert {cluster.world_size for _, _, cluster in candidates(RECIPE, 4)} == {1, 2, 4}
+    assert {cluster.world_size for _, _, cluster in candidates(RECIPE.with_(**{"batch.global_batch_size": 6}), 3)} == {
+        1,
+        3,
+    }
+
+
+def test_what_is_refused_names_its_rule():
+    _, refused = enumerate_plans(RECIPE, 2)
+    rules = {one.name: one.problem.rule for one in refused}
+    assert rules["dp1-zero0-acc1-offload"] == "zero.offload_optimizer_stage"
+    assert rules["dp2-zero2-acc1-offload_param"] == "zero.offload_param_stage"
+    assert rules["dp1-pp2-zero3-acc1"] == "pipeline.zero_stage"
+    assert rules["dp2-ep2-zero1-acc1"] == "layout.expert"
+
+
+def test_a_router_keeps_its_micro_batch():
+    recipe = RECIPE.with_(**{"model.config.output_router_logits": True})
+    sizes = {candidate.batch.micro_batch_size for _, candidate, _ in candidates(recipe, 2)}
+    assert sizes == {RECIPE.batch.micro_batch_size}
+
+
+def test_plans_are_chosen_by_name_and_pattern():
+    plans, refused = enumerate_plans(RECIPE, 2)
+    assert choose(plans, refused, "all") == plans
+    chosen = [one.name for one in choose(plans, refused, "dp1-zero0-acc1,dp2-zero1-*")]
+    of_two = [f"dp2-zero1-{name}" for name in ("acc1", "acc1-offload", "acc2", "acc2-offload")]
+    assert chosen == ["dp1-zero0-acc1", *of_two]
+
+
+def test_the_whole_schedule_lies_within_the_steps_and_nothing_is_drawn():
+    recipe, _ = load_recipe("recipes/gpt2_124m.py", ["parallel.precision=fp32"])
+    compared = comparable(recipe, 8)
+    assert compared.train.max_steps == 8
+    assert compared.optim.warmup_steps <= 2
+    assert [compared.model.config[key] for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0.0, 0.0, 0.0]

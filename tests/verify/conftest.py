@@ -1,0 +1,7 @@
+import pytest
+from small_verify import write_corpus
+
+
+@pytest.fixture(scope="session")
+def verify_corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("verify"))

@@ -1,0 +1,76 @@
+"""A job small enough to train some dozen times in a test."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from llmtrain.plan.enumerate import enumerate_plans
+from llmtrain.recipe import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    TrainedTokenizer,
+)
+from llmtrain.verify import train
+from llmtrain.verify.job import Job, Reference, comparable, reference_file
+
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+def write_corpus(folder: Path) -> Path:
+    path = folder / "corpus.jsonl"
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"))
+    path.write_text("".join(json.dumps({"text": file.read_text(encoding="utf-8")[:2000]}) + "\n" for file in modules))
+    return path
+
+
+def small(corpus: Path, **fields) -> Recipe:
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True}
+    recipe = Recipe(
+        name="small",
+        model=ModelConfig(architecture="llama", config=config),
+        data=DataConfig(
+            sources=[Source(str(corpus))],
+            tokenizer=TrainedTokenizer(vocab_size=300),
+            sequence_length=32,
+            eval_fraction=0.1,
+            cache_dir=str(corpus.parent / "cache"),
+        ),
+        optim=OptimConfig(lr=1e-2, warmup_steps=1),
+        batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
+        train=TrainConfig(max_steps=100),
+    )
+    return comparable(recipe.with_(**fields), STEPS)
+
+
+def job_of(recipe: Recipe, names: list[str]) -> Job:
+    plans = {one.name: one.plan for one in enumerate_plans(recipe, 2)[0]}
+    return Job(recipe=recipe, steps=STEPS, plans={name: plans[name] for name in names or plans})
+
+
+def certified(job: Job, folder: Path) -> dict[str, bool]:
+    """On each rank: plan → whether it stayed within its tolerances."""
+    tolerances = {
+        probe: Reference.model_validate_json(reference_file(folder, probe).read_text()).tolerance
+        for probe in ("recipe", "sgd")
+    }
+    verdicts = train.work(job, folder, CPU, lambda line: None)
+    return {
+        verdict.name: all(one.within(tolerances[probe]) for probe, one in verdict.deviations.items())
+        for verdict in verdicts
+    }
+
+
+def refer(rank: int, job: Job, folder: Path) -> None:
+    """Makes the reference of a job, without training its plans of one worker."""
+    train.work(job.model_copy(update={"plans": {}}), folder, CPU, lambda line: None)

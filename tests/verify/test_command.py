@@ -1,0 +1,85 @@
+"""`llmtrain verify` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SMALLER = ("--set", "model.config.hidden_size=32", "--set", "data.eval_fraction=0.2", "--steps", "3")
+
+
+def _verify(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "llmtrain", "verify", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_certificate_in_json(verify_corpus, tmp_path):
+    sources = json.dumps([{"name": str(verify_corpus)}])
+    data = ("--set", f"data.sources={sources}", "--set", f"data.cache_dir={verify_corpus.parent / 'cache'}")
+    plans = ("--nproc", "2", "--plans", "dp1-zero0-acc1,dp2-zero1-acc2")
+    result = _verify("recipes/tiny.py:verify", *SMALLER, *data, *plans, "--json", "--run-dir", tmp_path / "run")
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert answer == json.loads((tmp_path / "run" / "certificate.json").read_text())
+    assert [plan["name"] for plan in answer["plans"]] == ["dp1-zero0-acc1", "dp2-zero1-acc2"]
+    for plan in answer["plans"]:
+        assert plan["certified"]
+        assert set(plan["max_deviation"]) == {"loss", "grad_norm", "weights"}
+        assert plan["layout"]["dp"] in (1, 2)
+        assert plan["seconds"] > 0
+    assert {"name": "dp2-zero0-acc1-offload", "rule": "zero.offload_optimizer_stage"} in answer["refused"]
+    # The clipping of the probe bites at every step.
+    sgd = answer["reference"]["probes"]["sgd"]
+    assert min(sgd["grad_norm"]) > sgd["fields"]["optim.clip_grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plans", "dp1-zero7-acc1"], ["--plans", "dp1-zero", "verify.plans"]),
+        (["--plans", "dp1-zero0-acc1-offload"], ["zero.offload_optimizer_stage"]),
+        (["--set", "parallel.precision=autocast_fp16"], ["parallel.precision", "verify.precision"]),
+        (["--steps", "0"], ["steps"]),
+    ],
+)
+def test_bad_input_starts_nothing(arguments, words, tmp_path):
+    result = _verify("recipes/tiny.py:verify", *arguments, "--run-dir", tmp_path / "run")
+    assert result.returncode == 2, result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_deviating_probe_is_exit_1(monkeypatch, verify_corpus, tmp_path, capsys):
+    from llmtrain import cli
+    from llmtrain.verify import certify
+    from llmtrain.verify.job import Certificate, Deviation, Reference, Verdict
+
+    def verified(recipe, plans, refused, steps, run_dir):
+        allowed = Deviation(loss=1e-5, grad_norm=1e-5, weights=1e-5, same_lr=True)
+        reference = Reference(fields={}, tolerance=allowed, loss=(), grad_norm=(), lr=(), evaluation=None)
+        found = {"recipe": allowed, "sgd": allowed.model_copy(update={"weights": None})}
+        layout = plans[0].plan.layout.model_dump()
+        return Certificate(
+            recipe="r",
+            precision="fp32",
+            steps=steps,
+            reference={"recipe": reference, "sgd": reference},
+            verdicts=(Verdict(name=plans[0].name, layout=layout, deviations=found, seconds=1.0),),
+            refused=(),
+        )
+
+    monkeypatch.setattr(certify, "verify", verified)
+    arguments = ["verify", "recipes/tiny.py:verify", "--run-dir", str(tmp_path / "run")]
+    sources = json.dumps([{"name": str(verify_corpus)}])
+    arguments += ["--set", f"data.sources={sources}", "--set", f"data.cache_dir={verify_corpus.parent / 'cache'}"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*arguments, "--set", "data.eval_fraction=0.2"])
+    assert end.value.code == 1
+    shown = capsys.readouterr().out
+    assert "not finite" in shown
+    assert "DEVIATES" in shown
+    assert "0 of 1 plans certified" in shown
