@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +26,8 @@ Both sides compute the same fp32 operations in the same order, so equality is th
 for kernels that choose another way for another memory layout.
 """
 CPU = torch.device("cpu")
+_STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+"""What a family's own code raises where something is not as it expects."""
 
 
 def build_stage(
@@ -54,7 +57,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
         raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
         tiny = shrink(config)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (*_STUMBLES, StrictDataclassError) as error:
         raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
@@ -62,10 +65,13 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
 
 def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
     """As `check_cut`, on the model of `config` itself."""
-    whole = reference(config, attention)
+    try:
+        whole = reference(config, attention)
+        inputs = packed_input(config)
+        tuple_length, expected = _observe(whole, inputs)
+    except _STUMBLES as error:
+        raise Refused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     _require_all_layers(whole, bounds)
-    inputs = packed_input(config)
-    tuple_length, expected = _observe(whole, inputs)
     everything = frozenset(name for name, _ in whole.named_parameters())
     reason = ""
     for sends_tokens in (False, True):
@@ -74,14 +80,14 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
-        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except _STUMBLES as error:
             # Whatever a foreign forward stumbles over without its layers is the reason to refuse it.
             reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
             continue
         deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
         if deviation <= TOLERANCE:
             return cut
-        reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.1e}"
+        reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
     raise Refused(config, reason)
 
 

@@ -78,6 +78,9 @@ def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, An
     shrunk = {name: _field(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
     if "qk_rope_head_dim" in values and "head_dim" in values:
         shrunk["head_dim"] = SIZES["qk_rope_head_dim"]  # latent attention rotates this part of a head alone
+    if "long_factor" in values:  # one per rotated pair of a head's dimensions
+        pairs = int(SIZES["head_dim"] * values.get("partial_rotary_factor", 1.0)) // 2
+        shrunk |= {name: values[name][:pairs] for name in ("long_factor", "short_factor")}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
     return shrunk

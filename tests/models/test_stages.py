@@ -190,6 +190,12 @@ class TestRefusal:
         with pytest.raises(Refused, match=r"deviate from the whole model's by"):
             find_cut(families.tiny_config("llama"), HALVES)
 
+    def test_a_lost_gradient_is_found(self, monkeypatch):
+        config = families.tiny_config("llama")
+        whole, cut = reference(config, "eager"), find_cut(config, HALVES)
+        monkeypatch.setattr(Entry, "exchange", lambda self, hidden: self.received.detach())
+        assert "model.layers.0.mlp.up_proj.weight" in families.wrong_gradients(whole, cut, packed_input(config))
+
     def test_layers_skipped_at_random(self):
         with pytest.raises(Refused, match=r"layerdrop = 0\.1"):
             check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
@@ -206,6 +212,26 @@ def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothin
     assert torch.equal(torch.get_rng_state(), before)
     assert cut.outside[1] == {"model.embed_tokens.weight", "model.norm.weight"}
     assert config.hidden_size == 2304
+
+
+ROPE = {
+    "phi3": {
+        **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        **{"short_factor": [1.0] * 36, "long_factor": [1.5] * 36, "original_max_position_embeddings": 4096},
+    },
+    "llama": {
+        **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    },
+    "qwen3": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+}
+
+
+@pytest.mark.parametrize("family", ROPE)
+def test_scaled_rotary_positions_are_kept_in_the_tiny_copy(family):
+    config = AutoConfig.for_model(family, num_hidden_layers=4, rope_parameters=ROPE[family])
+    assert shrink(config).rope_parameters["rope_type"] == ROPE[family]["rope_type"]
+    check_cut(config, HALVES, "sdpa")
 
 
 def test_a_tiny_copy_keeps_the_kinds_of_layers():
