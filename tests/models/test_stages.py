@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import Refused
 from llmtrain.models.bounds import StageBounds, balance
-from llmtrain.models.cut import build_stage, check_cut
-from llmtrain.models.cut import build_chain, find_cut, packed_input, reference, run_chain
+from llmtrain.models.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Entry
 from llmtrain.models.tiny import SIZES, shrink
