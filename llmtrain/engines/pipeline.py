@@ -145,19 +145,21 @@ class DeepSpeedPipeline:
         self.engine.load_checkpoint(str(folder), tag=TAG)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its name in the whole model, stage after stage; tied ones once, from the first stage."""
+        """Every weight of this rank's replica, under its name in the whole model; tied ones once."""
         seen: set[str] = set()
+        grid = self.engine.grid
+        group = grid.get_pipe_parallel_group()
         for stage in range(self.plan.layout.pp):
-            owner = self.engine.grid.stage_to_global(stage_id=stage, data=0)
+            owner = grid.stage_to_global(stage_id=stage, data=self.data_parallel_rank)
             names = self.module.stage.hf_names()
             own = {whole: self.module.stage.get_parameter(path) for path, whole in names.items()}
             shapes: list[Any] = [{name: (weight.shape, weight.dtype) for name, weight in own.items()}]
-            dist.broadcast_object_list(shapes, src=owner)
+            dist.broadcast_object_list(shapes, src=owner, group=group)
             for name, (shape, dtype) in shapes[0].items():
                 if name not in seen:
                     weight = own[name].detach() if dist.get_rank() == owner else torch.empty(shape, dtype=dtype)
                     weight = weight.to(self.device).contiguous()
-                    dist.broadcast(weight, src=owner)
+                    dist.broadcast(weight, src=owner, group=group)
                     yield name, weight.cpu().clone()
             seen.update(shapes[0])
 

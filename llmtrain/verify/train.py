@@ -118,9 +118,9 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
 
 def trace_plan(plan: Plan, batches: Batches, device: torch.device) -> Trace:
     """The run of a plan, as this rank saw it."""
-    rank = dist.get_rank()
     engine = build_engine(plan, render(plan), device)
-    trace = _trace(engine, batches.part(plan, rank), batches.held_out(plan, rank))
+    replica = engine.data_parallel_rank
+    trace = _trace(engine, batches.part(plan, replica), batches.held_out(plan, replica))
     del engine
     gc.collect()  # an engine and its hooks refer to each other
     return trace

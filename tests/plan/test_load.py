@@ -20,7 +20,7 @@ def test_base_variant_and_assignments():
     assert (base.name, cluster.world_size) == ("tiny", 1)
     variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
     assert (variant.parallel.zero_stage, variant.optim.lr, variant.data.packing) == (3, 1e-4, "concat")
-    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16"]
+    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16", "verify"]
 
 
 def test_file_that_does_not_exist(tmp_path):
@@ -36,7 +36,7 @@ def test_file_that_does_not_exist(tmp_path):
 
 def test_variant_that_does_not_exist():
     (problem,) = refusal(f"{TINY}:zero4")
-    assert (problem.rule, problem.fix) == ("recipe.variant", "variants: zero3, bf16")
+    assert (problem.rule, problem.fix) == ("recipe.variant", "variants: zero3, bf16, verify")
     assert "did you mean 'zero3'" in problem.message
 
 
