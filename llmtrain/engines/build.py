@@ -9,6 +9,7 @@ import torch
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
+from llmtrain.engines.sequence import DeepSpeedSequence
 from llmtrain.models import stage_builder
 from llmtrain.plan import Plan
 from llmtrain.plan.runnable import check_runnable
@@ -25,4 +26,6 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
         return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
+    if plan.layout.sp > 1:
+        return DeepSpeedSequence(plan, ds_config, device)
     return DeepSpeedDataParallel(plan, ds_config, device)

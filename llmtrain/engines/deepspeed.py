@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from llmtrain.data import StepBatch
+from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.seam import StepResult
@@ -52,20 +52,24 @@ class DeepSpeedDataParallel:
         """Every rank is a replica."""
         return dist.get_rank()
 
+    @property
+    def averaged_ranks(self) -> int:
+        """Ranks with different tokens, over which DeepSpeed averages gradients."""
+        return self.plan.layout.dp
+
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once.
 
-        DeepSpeed averages gradients over data parallel ranks, so a rank's loss is multiplied by
+        DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by
         their number: the sum over all ranks and micro-batches, divided by the target tokens, is left.
         """
         self.engine.train()
         lr = self.engine.get_lr()[0]
-        replicas = self.plan.layout.dp
         total = torch.zeros((), device=self.device)
         grad_norm: Tensor | None = None
         for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            loss_sum, auxiliary = forward(self.engine, self.model.config, micro_batch, self.device)
-            loss = loss_sum * (replicas / batch.target_tokens)
+            loss_sum, auxiliary = self._forward(micro_batch)
+            loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
             if auxiliary is not None:
                 loss = loss + auxiliary / len(batch.micro_batches)
             self.engine.backward(loss, scale_wrt_gas=False)
@@ -83,7 +87,7 @@ class DeepSpeedDataParallel:
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
-            total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
+            total += self._forward(micro_batch)[0]
         return self._sum_over_replicas(total) / batch.target_tokens
 
     def save(self, folder: Path) -> None:
@@ -110,8 +114,12 @@ class DeepSpeedDataParallel:
             "backend": dist.get_backend(),
         }
 
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        return forward(self.engine, self.model.config, micro_batch, self.device)
+
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        if self.plan.layout.dp > 1:
+        if self.averaged_ranks > 1:
             dist.all_reduce(value)
         return value
 

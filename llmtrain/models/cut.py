@@ -26,7 +26,7 @@ Both sides compute the same fp32 operations in the same order, so equality is th
 for kernels that choose another way for another memory layout.
 """
 CPU = torch.device("cpu")
-_STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """What a family's own code raises where something is not as it expects."""
 
 
@@ -57,7 +57,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
         raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
         tiny = shrink(config)
-    except (*_STUMBLES, StrictDataclassError) as error:
+    except (*STUMBLES, StrictDataclassError) as error:
         raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
@@ -69,7 +69,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         whole = reference(config, attention)
         inputs = packed_input(config)
         tuple_length, expected = _observe(whole, inputs)
-    except _STUMBLES as error:
+    except STUMBLES as error:
         raise Refused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     _require_all_layers(whole, bounds)
     everything = frozenset(name for name, _ in whole.named_parameters())
@@ -80,7 +80,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
-        except _STUMBLES as error:
+        except STUMBLES as error:
             # Whatever a foreign forward stumbles over without its layers is the reason to refuse it.
             reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
             continue

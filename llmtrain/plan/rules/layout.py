@@ -84,39 +84,6 @@ def sequence_divides(draft: Draft) -> Iterator[Fault]:
     if facts is not None and facts.heads % degree:
         message = f"{degree} was given: the model's {facts.heads} heads do not divide by it"
         yield Fault("parallel.sequence", message, f"use {_nearest(facts.heads, degree)}")
-    # Fewer key and value heads than ranks are replicated by the engine, as long as that is even.
-    if facts is not None and facts.kv_heads % degree and degree % facts.kv_heads:
-        message = f"{degree} was given: {facts.kv_heads} key and value heads can neither be split nor copied evenly"
-        yield Fault("parallel.sequence", message, f"use {_nearest(facts.kv_heads, degree)}")
-
-
-@rule(
-    "layout.sequence_attention",
-    "Ulysses exchanges heads around a fused attention and reads key and value heads.",
-    "read",
-)
-def sequence_attention(draft: Draft) -> Iterator[Fault]:
-    """Attention implementations and models that Ulysses does not take."""
-    if draft.parallel.sequence == 1:
-        return
-    if draft.recipe.model.attention == "eager":
-        message = "'eager' was given: it needs the attention mask, which sequence parallelism drops"
-        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
-    if draft.facts is not None and draft.facts.model_type == "gpt2":
-        message = "the engine reads num_key_value_heads, which gpt2 does not declare"
-        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
-
-
-@rule(
-    "layout.sequence_documents", "Ulysses drops attention masks: documents are told apart by their positions.", "read"
-)
-def sequence_documents(draft: Draft) -> Iterator[Fault]:
-    """Separating packed documents takes a variable-length kernel, since the mask does not arrive."""
-    fused = draft.recipe.model.attention in ("flash_attention_2", "flash_attention_3")
-    if draft.parallel.sequence > 1 and draft.recipe.data.mask_documents and not fused:
-        message = f"'{draft.recipe.model.attention}' separates documents by a mask, which sequence parallelism drops"
-        fix = f"{assignment(model__attention='flash_attention_2')}, or {assignment(data__mask_documents='false')}"
-        yield Fault("data.mask_documents", message, fix)
 
 
 @rule("layout.expert", "Experts are spread over the ranks of data parallelism.", "arithmetic")
@@ -158,8 +125,6 @@ RULES = (
     exclusive,
     tensor_divides,
     sequence_divides,
-    sequence_attention,
-    sequence_documents,
     expert,
     tensor_node,
 )

@@ -1,0 +1,65 @@
+"""Sequence parallelism (Ulysses) × ZeRO 0 to 3 × data parallelism."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.engines.seam import StepResult
+from llmtrain.engines.sequence_check import check_sequence
+from llmtrain.engines.ulysses import Group, Ulysses
+from llmtrain.models import model_configuration
+from llmtrain.plan import Plan
+
+
+class DeepSpeedSequence(DeepSpeedDataParallel):
+    """Neighbouring ranks read the same samples, each its slice of every sequence.
+
+    To DeepSpeed all ranks are data parallel ones, whatever they read: it averages gradients over them,
+    takes their norm and shards states over them. Its own sequence groups would change no number but
+    lose the norm at ZeRO-0, where clipping adds up the ranks of a group as if each held other weights.
+    """
+
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
+        """Raises SequenceRefused for a model that slices would falsify, before it is built."""
+        recipe = plan.recipe
+        check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
+        super().__init__(plan, ds_config, device)
+        self.ulysses = Ulysses(self.model, sequence_group(plan.layout.sp))
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The ranks of a group are one replica."""
+        return dist.get_rank() // self.plan.layout.sp
+
+    @property
+    def averaged_ranks(self) -> int:
+        """Every rank has other tokens."""
+        return self.plan.layout.dp * self.plan.layout.sp
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """As under data parallelism; backward passes are within, since checkpointing calls attention again."""
+        with self.ulysses.active():
+            return super().train_step(batch)
+
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Mean cross-entropy over the target tokens of all ranks."""
+        with self.ulysses.active():
+            return super().eval_step(batch)
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        return super()._forward(self.ulysses.slice(micro_batch))
+
+
+@cache
+def sequence_group(size: int) -> Group:
+    """The group of `size` neighbouring ranks that this one belongs to; made once for a process."""
+    firsts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    return groups[dist.get_rank() // size]

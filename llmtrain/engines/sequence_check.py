@@ -1,0 +1,167 @@
+"""Proves on a tiny copy of a model that slices of a sequence compute what the whole sequence computes.
+
+A model may mix tokens outside its attention (a convolution, a recurrence, positions that it counts
+itself); there a slice is something else. Nothing is assumed of a family: what deviates is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.ulysses import Group, Ulysses
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import target_loss_sum
+from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
+from llmtrain.models.tiny import shrink
+
+GRADIENT_TOLERANCE = 1e-4
+"""Largest deviation of a gradient, relative to the largest entry of its tensor: slices are summed in another order."""
+WAIT = timedelta(seconds=60)
+"""How long a rank waits for one whose model has failed alone."""
+
+
+class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
+    """The family computes something else from slices of a sequence."""
+
+    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
+        self.reason = reason
+        message = f"sequences of {config.model_type} cannot be cut into slices: {reason}"
+        super().__init__(Problem("sequence.family", "parallel.sequence", message, "--set parallel.sequence=1"))
+
+
+def check_sequence(config: PreTrainedConfig, attention: str, length: int) -> None:
+    """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
+
+    length: tokens of a sequence. Two slices stand for any number, since every border between slices is
+    treated alike. Runs on the CPU, in fp32, without dropout, with packed documents; the random state is
+    left alone. Raises SequenceRefused, on every rank, where logits, auxiliary loss or gradients differ.
+    """
+    reason = _moving_positions(config, length)
+    group = pair()
+    if not reason and dist.get_rank() < 2:
+        with torch.random.fork_rng(devices=[]):
+            reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    found = next(filter(None, reasons), "")
+    if found:
+        raise SequenceRefused(config, found)
+
+
+@cache
+def pair() -> Group:
+    """Ranks 0 and 1, over gloo: tiny copies are compared on the CPU."""
+    return dist.new_group([0, 1], timeout=WAIT, backend="gloo")
+
+
+def _moving_positions(config: PreTrainedConfig, length: int) -> str:
+    """Rotary frequencies that follow the longest position of a forward pass, which slices disagree about."""
+    for parameters in _rotary(getattr(config, "rope_parameters", None)):
+        kind = parameters.get("rope_type", "")
+        limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        if ("dynamic" in kind or kind == "longrope") and length > limit:
+            return (
+                f"rope_type '{kind}' changes its frequencies beyond {limit} positions, and slices end at different ones"
+            )
+    return ""
+
+
+def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
+    """The rotary parameters of a model, or those of each kind of its layers."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for inner in parameters.values():
+            yield from _rotary(inner)
+
+
+def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:
+    try:
+        tiny = shrink(config)
+    except (*STUMBLES, StrictDataclassError) as error:
+        return f"no tiny copy can be made to compare with ({error})"
+    return compare(tiny, attention, group)
+
+
+def compare(config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None) -> str:
+    """Why the model of `config` differs when the ranks of `group` share its sequences; empty where it does not.
+
+    batch: [batch, T] each, default two sequences of 16 tokens and three documents. Draws from torch's generator.
+    """
+    try:
+        whole = reference(config, attention).train()
+        batch = batch or _packed_batch(config)
+        split = copy.deepcopy(whole)
+        expected = _forward(whole, batch)
+        _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
+    except STUMBLES as error:
+        return f"its tiny copy does not run ({type(error).__name__}: {error})"
+    try:
+        return _deviation(split, whole, expected, batch, Ulysses(split, group))
+    except STUMBLES as error:
+        # Whatever a foreign forward stumbles over with a slice is the reason to refuse it.
+        return f"its forward fails on a slice ({type(error).__name__}: {error})"
+
+
+def _deviation(
+    split: PreTrainedModel, whole: PreTrainedModel, expected: tuple[Tensor, ...], batch: MicroBatch, ulysses: Ulysses
+) -> str:
+    with ulysses.active():
+        own = ulysses.slice(batch)
+        result = _forward(split, own)
+        # Each rank has the whole auxiliary loss, of which it gives its share.
+        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()
+    wrong = _wrong_gradients(split, whole, ulysses.group)  # first, since every rank takes part
+    if not _close(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank], TOLERANCE):
+        return "the logits of a slice deviate from those of the whole sequence"
+    if not all(_close(*losses, TOLERANCE) for losses in zip(result[1:], expected[1:], strict=True)):
+        return "the auxiliary loss of slices deviates from that of the whole sequence"
+    return f"gradients of {len(wrong)} parameters deviate, {wrong[0]} among them" if wrong else ""
+
+
+def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
+    """Parameters whose gradients, summed over the slices, are not those of the whole sequence."""
+    weights = dict(split.named_parameters())
+    mine = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in weights.items()}
+    together = torch.cat([gradient.flatten() for gradient in mine.values()])
+    dist.all_reduce(together, group=group)
+    summed = together.split([gradient.numel() for gradient in mine.values()])
+    wrong = []
+    for gradient, (name, weight) in zip(summed, whole.named_parameters(), strict=True):
+        theirs = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if not _close(gradient.view_as(theirs), theirs, GRADIENT_TOLERANCE):
+            wrong.append(name)
+    return wrong
+
+
+def _packed_batch(config: PreTrainedConfig) -> MicroBatch:
+    tokens, positions = packed_input(config)
+    return MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
+
+
+def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
+    """Logits, and the auxiliary loss of the routers where there is one."""
+    output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    auxiliary = getattr(output, "aux_loss", None)
+    return (output.logits,) if auxiliary is None else (output.logits, auxiliary)
+
+
+def _loss(result: tuple[Tensor, ...], own: MicroBatch, whole: MicroBatch | None = None) -> Tensor:
+    logits, *auxiliary = result
+    return sum(auxiliary, target_loss_sum(logits, own.labels) / (whole or own).labels.numel())
+
+
+def _close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())

@@ -1,0 +1,139 @@
+"""Ulysses (arXiv 2309.14509) around the attention of any `transformers` model, by DeepSpeed's all-to-all.
+
+Each rank of a group holds a slice of the sequence. Around the attention it gives slices of heads for the
+other ranks' tokens, so that it attends over the whole sequence with its share of the heads. What a model
+computes from all tokens besides is computed for the whole sequence too: attention masks, and the loss of a
+router.
+
+DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks and replaces a function of `transformers` for
+the life of the process; its exchange is used here, without the adapter.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from llmtrain.data import MicroBatch
+
+Group = Any
+"""A process group; torch's type for it is not public."""
+Function = Callable[..., Any]
+
+
+class Ulysses:
+    """One model's attention, shared by the ranks of a group; in force within `active()` only.
+
+    `transformers` looks attention up in a table of the process. Entering and leaving changes it and
+    changes it back, so that several models, split or not, live side by side.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: Group) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self._model = model
+        self._attention: str = model.config._attn_implementation
+        self._positions = torch.empty(0)
+        register_all_to_all_group(group)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Where forward passes run, and backward passes, which may compute an attention again."""
+        inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)
+
+        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+            return self._attend(inner or _eager_attention_of(module), module, *args, **kwargs)
+
+        with ExitStack() as stack:
+            ALL_ATTENTION_FUNCTIONS[self._attention] = attention
+            stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
+            stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", self._whole_masks))
+            family = sys.modules[type(self._model).__module__]
+            if hasattr(family, "load_balancing_loss_func"):
+                stack.enter_context(_replaced(family, "load_balancing_loss_func", self._whole_router_loss))
+            yield
+
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of the sequences, each [batch, T / size]; masks are made for `batch` from here on.
+
+        Positions stay those of the whole sequence.
+        """
+        self._positions = batch.position_ids
+        parts = (batch.input_ids, batch.position_ids, batch.labels)
+        return MicroBatch(*(part.chunk(self.size, dim=1)[self.rank].contiguous() for part in parts))
+
+    def _attend(
+        self,
+        inner: Function,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value: [batch, heads, T / size, head_dim] → [batch, T / size, heads, head_dim]."""
+        # Key and value heads that do not divide are copied as often as makes them divide.
+        copies = self.size // math.gcd(self.size, key.shape[1])
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+        query, key, value = (self._exchange(states, split=1, join=2) for states in (query, key, value))
+        if hasattr(module, "num_key_value_groups"):
+            module.num_key_value_groups = query.shape[1] // key.shape[1]
+        if kwargs.get("position_ids") is not None:  # where a kernel without masks finds the documents
+            kwargs["position_ids"] = self._positions.to(query.device)
+        output = inner(module, query, key, value, attention_mask, **kwargs)[0]
+        return self._exchange(output, split=1, join=2), None
+
+    def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
+        """Sends slice r along `split` to rank r, and joins what arrives along `join` in the order of ranks."""
+        return self._all_to_all(states.chunk(self.size, dim=split), join)
+
+    def _all_to_all(self, parts: Sequence[Tensor], join: int) -> Tensor:
+        return torch.cat(_dim_zero_all_to_all(self.group, torch.stack(tuple(parts))).unbind(), dim=join)
+
+    def _whole_masks(
+        self, original: Function, config: Any, embeddings: Tensor, mask: Any, cache: Any, positions: Any, *rest: Any
+    ) -> Any:
+        """The sizes and documents that a mask is made from, of the whole sequence.
+
+        Every mask of `transformers`, full, sliding or chunked, begins with this call; it reads the
+        shape and the device of the embeddings.
+        """
+        batch, length = self._positions.shape
+        whole = None if positions is None else self._positions.to(embeddings.device)
+        return original(config, embeddings.new_empty(()).expand(batch, length, 1), mask, cache, whole, *rest)
+
+    def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
+        """A product of two means over tokens, which are taken over the tokens of all slices."""
+        return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
+
+
+def _eager_attention_of(module: nn.Module) -> Function:
+    """What a family calls where the table has no entry: a function of its own file."""
+    eager: Function = sys.modules[type(module).__module__].eager_attention_forward
+    return eager
+
+
+@contextmanager
+def _replaced(owner: ModuleType, name: str, replacement: Function) -> Iterator[None]:
+    """`owner.name` calls `replacement` instead, which gets the original as its first argument."""
+    original = getattr(owner, name)
+    setattr(owner, name, partial(replacement, original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
