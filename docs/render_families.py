@@ -168,7 +168,7 @@ def _one_line(error: object) -> str:
     return " ".join(str(error).split()).replace("|", "\\|")[:160]
 
 
-def render(verdicts: list[Verdict]) -> str:
+def render(verdicts: list[Verdict], head: str = HEAD) -> str:
     """The whole document."""
     counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in _KINDS}
     built = counts["works"] + counts["wrong"] + counts["refused"]
@@ -179,7 +179,7 @@ def render(verdicts: list[Verdict]) -> str:
         "or another name of one.\n"
     )
     sections = [_section(kind, [v for v in verdicts if v.kind == kind]) for kind in _KINDS if counts[kind]]
-    return HEAD.format(version=transformers.__version__) + totals + "".join(sections)
+    return head.format(version=transformers.__version__) + totals + "".join(sections)
 
 
 _KINDS = ("works", "wrong", "refused", "not built", "out of scope")

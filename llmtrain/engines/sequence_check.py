@@ -7,7 +7,7 @@ itself); there a slice is something else. Nothing is assumed of a family: what d
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -27,6 +27,9 @@ from llmtrain.models.tiny import shrink
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor: slices are summed in another order."""
+ROUNDING = 2.0**-22
+"""The same, relative to the largest entry of all: a gradient that is zero because its terms cancel (that of a
+bias of keys, which moves all logits of a query alike) is nothing but rounding."""
 WAIT = timedelta(seconds=60)
 """How long a rank waits for one whose model has failed alone."""
 
@@ -54,9 +57,14 @@ def check_sequence(config: PreTrainedConfig, attention: str, length: int) -> Non
             reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    found = next(filter(None, reasons), "")
+    found = told(reasons)
     if found:
         raise SequenceRefused(config, found)
+
+
+def told(reasons: Sequence[str]) -> str:
+    """The last rank's reason, if it has one: the first slice may lack nothing that came before it."""
+    return next(filter(None, reversed(reasons)), "")
 
 
 @cache
@@ -69,8 +77,8 @@ def _moving_positions(config: PreTrainedConfig, length: int) -> str:
     """Rotary frequencies that follow the longest position of a forward pass, which slices disagree about."""
     for parameters in _rotary(getattr(config, "rope_parameters", None)):
         kind = parameters.get("rope_type", "")
-        limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if ("dynamic" in kind or kind == "longrope") and length > limit:
+        limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+        if ("dynamic" in kind or kind == "longrope") and length > (limit or 0):
             return (
                 f"rope_type '{kind}' changes its frequencies beyond {limit} positions, and slices end at different ones"
             )
@@ -120,7 +128,7 @@ def _deviation(
         own = ulysses.slice(batch)
         result = _forward(split, own)
         # Each rank has the whole auxiliary loss, of which it gives its share.
-        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()
+        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()  # type: ignore[no-untyped-call]
     wrong = _wrong_gradients(split, whole, ulysses.group)  # first, since every rank takes part
     if not _close(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank], TOLERANCE):
         return "the logits of a slice deviate from those of the whole sequence"
@@ -131,17 +139,24 @@ def _deviation(
 
 def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
     """Parameters whose gradients, summed over the slices, are not those of the whole sequence."""
-    weights = dict(split.named_parameters())
-    mine = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in weights.items()}
+    mine, theirs = _gradients(split), _gradients(whole)
     together = torch.cat([gradient.flatten() for gradient in mine.values()])
     dist.all_reduce(together, group=group)
-    summed = together.split([gradient.numel() for gradient in mine.values()])
-    wrong = []
-    for gradient, (name, weight) in zip(summed, whole.named_parameters(), strict=True):
-        theirs = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if not _close(gradient.view_as(theirs), theirs, GRADIENT_TOLERANCE):
-            wrong.append(name)
-    return wrong
+    rounding = ROUNDING * max(float(gradient.abs().max()) for gradient in theirs.values())
+    summed = torch.split_with_sizes(together, [gradient.numel() for gradient in mine.values()])
+    return [
+        name
+        for gradient, (name, expected) in zip(summed, theirs.items(), strict=True)
+        if not _close(gradient.view_as(expected), expected, GRADIENT_TOLERANCE, rounding)
+    ]
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """By name; a parameter without a gradient has a zero one."""
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
 
 
 def _packed_batch(config: PreTrainedConfig) -> MicroBatch:
@@ -161,7 +176,7 @@ def _loss(result: tuple[Tensor, ...], own: MicroBatch, whole: MicroBatch | None 
     return sum(auxiliary, target_loss_sum(logits, own.labels) / (whole or own).labels.numel())
 
 
-def _close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+def _close(ours: Tensor, theirs: Tensor, tolerance: float, floor: float = 0.0) -> bool:
     if ours.shape != theirs.shape:
         return False
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+    return bool((ours - theirs).abs().max() <= max(tolerance * float(theirs.abs().max()), floor))

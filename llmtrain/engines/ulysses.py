@@ -73,7 +73,7 @@ class Ulysses:
         """
         self._positions = batch.position_ids
         parts = (batch.input_ids, batch.position_ids, batch.labels)
-        return MicroBatch(*(part.chunk(self.size, dim=1)[self.rank].contiguous() for part in parts))
+        return MicroBatch(*(part.unflatten(1, (self.size, -1))[:, self.rank].contiguous() for part in parts))
 
     def _attend(
         self,
@@ -91,12 +91,16 @@ class Ulysses:
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         query, key, value = (self._exchange(states, split=1, join=2) for states in (query, key, value))
-        if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = query.shape[1] // key.shape[1]
+        share = _HeadShare(module, query.shape[1] // key.shape[1], self._own_heads(getattr(module, "sinks", None)))
+        if "s_aux" in kwargs:  # the sinks again, for a fused kernel
+            kwargs["s_aux"] = share.sinks
         if kwargs.get("position_ids") is not None:  # where a kernel without masks finds the documents
             kwargs["position_ids"] = self._positions.to(query.device)
-        output = inner(module, query, key, value, attention_mask, **kwargs)[0]
+        output = inner(share, query, key, value, attention_mask, **kwargs)[0]
         return self._exchange(output, split=1, join=2), None
+
+    def _own_heads(self, by_head: Tensor | None) -> Tensor | None:
+        return None if by_head is None else by_head.chunk(self.size)[self.rank]
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
         """Sends slice r along `split` to rank r, and joins what arrives along `join` in the order of ranks."""
@@ -120,6 +124,19 @@ class Ulysses:
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
         """A product of two means over tokens, which are taken over the tokens of all slices."""
         return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
+
+
+class _HeadShare:
+    """An attention module as its attention function sees it, with a part of its heads."""
+
+    def __init__(self, module: nn.Module, num_key_value_groups: int, sinks: Tensor | None) -> None:
+        self._module = module
+        self.num_key_value_groups = num_key_value_groups
+        self.sinks = sinks
+        """Logit of each head that attends to nothing (gpt-oss), where a family has them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _eager_attention_of(module: nn.Module) -> Function:

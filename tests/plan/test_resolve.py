@@ -93,7 +93,7 @@ def test_degrees_that_do_not_divide_the_devices(tiny):
 # One legal recipe per kind of parallelism; each refused case changes it in one place.
 PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
 TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16}
-SEQUENCE = {"parallel.sequence": 2, "data.mask_documents": False, "model.config.num_key_value_heads": 2}
+SEQUENCE = {"parallel.sequence": 2, "model.config.num_key_value_heads": 2}
 MOE = {
     "model.architecture": "mixtral",
     "model.config.num_local_experts": 4,
@@ -105,6 +105,7 @@ LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
     (SEQUENCE, GPUS),
+    ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (MOE, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
@@ -114,10 +115,7 @@ REFUSED = [
     ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
-    ("layout.sequence_divides", {**SEQUENCE, "model.config.num_key_value_heads": 3}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
-    ("layout.sequence_attention", {**SEQUENCE, "model.attention": "eager"}),
-    ("layout.sequence_documents", {**SEQUENCE, "data.mask_documents": True}),
     ("layout.expert", {"parallel.expert": 2}),
     ("layout.expert", {**MOE, "parallel.expert": 3}),
     ("layout.expert", {**MOE, "model.config.num_local_experts": 6}),
