@@ -1,6 +1,6 @@
 """Writes docs/families_sequence.md: which causal LMs of transformers can be trained on slices of sequences.
 
-python docs/render_families_sequence.py
+python docs/render_families_sequence.py [FILE]
 """
 
 from __future__ import annotations
@@ -134,5 +134,5 @@ def _rank(rank: int, port: int, pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
-    document = families.render([Verdict(*fields) for fields in walk()], HEAD)
-    Path(__file__).with_name("families_sequence.md").write_text(document, encoding="utf-8")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("families_sequence.md")
+    target.write_text(families.render([Verdict(*fields) for fields in walk()], HEAD), encoding="utf-8")

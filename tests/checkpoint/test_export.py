@@ -18,24 +18,27 @@ from llmtrain.errors import CheckpointError
 
 RANKS = 2
 CASES = [
-    # ZeRO stage, precision, pipeline stages
-    (0, "fp32", 1),
-    (0, "autocast_bf16", 1),
-    (1, "bf16", 1),
-    (2, "bf16", 1),
-    (3, "fp32", 1),
-    (3, "bf16", 1),
-    (1, "fp32", 2),
-    (1, "bf16", 2),
+    # ZeRO stage, precision, pipeline stages, slices of a sequence
+    (0, "fp32", 1, 1),
+    (0, "autocast_bf16", 1, 1),
+    (1, "bf16", 1, 1),
+    (2, "bf16", 1, 1),
+    (3, "fp32", 1, 1),
+    (3, "bf16", 1, 1),
+    (1, "fp32", 2, 1),
+    (1, "bf16", 2, 1),
+    (1, "bf16", 1, 2),
+    (3, "fp32", 1, 2),
 ]
 
 
 def _trained(rank: int, folder):
     """Trains and saves each case; the weights of the live engine."""
     found = []
-    for index, (stage, precision, pipeline) in enumerate(CASES):
-        dp = RANKS // pipeline
+    for index, (stage, precision, pipeline, sequence) in enumerate(CASES):
+        dp = RANKS // (pipeline * sequence)
         fields = {"parallel.zero_stage": stage, "parallel.precision": precision, "parallel.pipeline": pipeline}
+        fields["parallel.sequence"] = sequence
         plan = plan_of(tiny_recipe(**fields, **{"batch.micro_batch_size": GLOBAL_BATCH // RANKS}), RANKS)
         engine = engine_of(plan)
         for step in range(6):

@@ -157,6 +157,29 @@ def test_a_document_has_no_influence_on_its_neighbour(attention):
     assert own != plain
 
 
+def _received(rank: int, recipe):
+    """What the attention function of the model gets."""
+    seen = []
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(module, query, key, value, mask, **kwargs):
+        seen.append((query.shape, key.shape, mask.shape, kwargs["position_ids"].tolist(), module.num_key_value_groups))
+        return original(module, query, key, value, mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", spy)
+    engine_of(plan_of(recipe, 2)).eval_step(step_batch(0, GLOBAL_BATCH, 1))
+    return seen[-1]
+
+
+def test_attention_gets_whole_sequences_and_a_share_of_the_heads():
+    """Positions too, by which kernels without masks tell documents apart."""
+    whole = step_batch(0, GLOBAL_BATCH, 1).micro_batches[0].position_ids.tolist()
+    for query, key, mask, positions, groups in run_ranks(2, _received, _recipe(2, 2, 0)):
+        assert (query, key, mask) == ((8, 2, T, 16), (8, 1, T, 16), (8, 1, T, T))
+        assert positions == whole
+        assert groups == 2
+
+
 RESUMED = [(0, "fp32"), (1, "bf16"), (3, "fp32")]
 
 
@@ -218,28 +241,32 @@ ODD_HEADS = {
 @pytest.mark.parametrize("fields", [ODD_LENGTH, ODD_HEADS, {}, THREE_KEY_HEADS], ids=str)
 def test_the_rules_refuse_what_the_engine_does_not_take(fields):
     recipe = _recipe(2, 2, 1, **fields)
-    try:
-        plan_of(recipe, 2)
-        legal = True
-    except RecipeError as error:
-        assert {problem.rule for problem in error.problems} == {"layout.sequence_divides"}
-        legal = False
-    assert legal == (fields not in (ODD_LENGTH, ODD_HEADS))
+    legal = fields not in (ODD_LENGTH, ODD_HEADS)
+    assert _breaks(recipe) == (set() if legal else {"layout.sequence_divides"})
     assert run_ranks(2, _engine_takes, recipe, 2) == [legal, legal]
 
 
+def _breaks(recipe) -> set[str]:
+    try:
+        plan_of(recipe, 2)
+    except RecipeError as error:
+        return {problem.rule for problem in error.problems}
+    return set()
+
+
 MAMBA = {
+    "model.attention": "eager",
     "model.architecture": "mamba",
     "model.config": {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
 }
-LONGROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def _refusal(rank: int, recipes: list) -> list[str]:
     reasons = []
     for recipe in recipes:
         try:
-            check_sequence(model_configuration(recipe), "sdpa", recipe.data.sequence_length)
+            check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
             reasons.append("")
         except SequenceRefused as refusal:
             reasons.append(refusal.reason)
@@ -247,9 +274,14 @@ def _refusal(rank: int, recipes: list) -> list[str]:
 
 
 def test_what_slices_would_falsify_is_refused_on_every_rank():
-    dynamic = {"model.config.rope_parameters": LONGROPE}
+    dynamic = {"model.config.rope_parameters": DYNAMIC}
     short = {"model.config.max_position_embeddings": T // 2}
-    cases = [MAMBA, {"model.architecture": "bloom", "model.config": {}}, dynamic, {**dynamic, **short}]
+    cases = [
+        MAMBA,
+        {"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"},
+        dynamic,
+        {**dynamic, **short},
+    ]
     for mamba, bloom, within, beyond in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
         assert mamba == "the logits of a slice deviate from those of the whole sequence"
         assert "fails on a slice" in bloom
