@@ -22,8 +22,8 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
     """Neighbouring ranks read the same samples, each its slice of every sequence.
 
     To DeepSpeed all ranks are data parallel ones, whatever they read: it averages gradients over them,
-    takes their norm and shards states over them. Its own sequence groups would change no number but
-    lose the norm at ZeRO-0, where clipping adds up the ranks of a group as if each held other weights.
+    takes their norm and shards states over them. It gets no sequence groups, which it would keep for the
+    life of the process.
     """
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:

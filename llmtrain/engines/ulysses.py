@@ -73,7 +73,7 @@ class Ulysses:
         """
         self._positions = batch.position_ids
         parts = (batch.input_ids, batch.position_ids, batch.labels)
-        return MicroBatch(*(part.unflatten(1, (self.size, -1))[:, self.rank].contiguous() for part in parts))
+        return MicroBatch(*(part.view(len(part), self.size, -1)[:, self.rank].contiguous() for part in parts))
 
     def _attend(
         self,
