@@ -33,12 +33,11 @@ class Split:
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole weight, from the shards of all ranks in their order."""
         pieces = [
-            shard.reshape(self.shard_shape(rank)).split([part[rank] for part in self.widths], dim=self.dim)
+            torch.split(shard.reshape(self.shard_shape(rank)), [part[rank] for part in self.widths], dim=self.dim)
             for rank, shard in enumerate(shards)
         ]
-        return torch.cat([piece for part in zip(*pieces, strict=True) for piece in part], dim=self.dim).reshape(
-            self.shape
-        )
+        ordered = [piece for part in zip(*pieces, strict=True) for piece in part]
+        return torch.cat(ordered, dim=self.dim).reshape(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `from_json` reads."""

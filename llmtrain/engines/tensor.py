@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel, gather
 from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
-from llmtrain.engines.shards import gather_whole, split_of
-from llmtrain.models import build_model
+from llmtrain.engines.shards import Split, gather_whole, split_of
+from llmtrain.engines.tensor_check import check_split
+from llmtrain.models import build_model, model_configuration
 from llmtrain.plan import Plan
 
 SPLITS_FILE = "tensor_splits.json"
@@ -28,6 +29,7 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         make_tensor_groups(plan.layout.tp)
+        check_split(model_configuration(plan.recipe), ds_config["tensor_parallel"], plan.recipe.model.attention, device)
         super().__init__(plan, ds_config, device)
 
     @property
@@ -86,3 +88,12 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
                     replicated += square
         dist.all_reduce(sharded, group=tensor_group())
         return (sharded + replicated).sqrt()
+
+
+def join_shards(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint's engine folder, from what each tensor parallel rank holds."""
+    splits = {name: Split.from_json(values) for name, values in json.loads((folder / SPLITS_FILE).read_text()).items()}
+    return {
+        name: splits[name].join([shard[name] for shard in shards]) if name in splits else first
+        for name, first in shards[0].items()
+    }
