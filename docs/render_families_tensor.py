@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from deepspeed.utils import logger
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -73,6 +74,7 @@ def verdicts(rank: int, families: Sequence[str]) -> list[Verdict]:
     make_tensor_groups(RANKS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        logger.setLevel("ERROR")
         transformers.logging.set_verbosity_error()
         return [judge(family) for family in families]
 

@@ -21,7 +21,6 @@ from llmtrain.engines.groups import tensor_group
 from llmtrain.engines.shards import gather_whole, split_of
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.cut import packed_input, reference
-from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tiny import SIZES, shrink
 
 TOLERANCE = 1e-4
@@ -71,7 +70,7 @@ def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str,
 
 
 def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> float:
-    """As `check_split`, on the model of `config` itself; returns what part of the layers' weights is cut."""
+    """As `check_split`, on the model of `config` itself; returns which part of its weights is cut (`_share_cut`)."""
     try:
         whole = reference(config, attention).eval().to(device)
         inputs = tuple(value.to(device) for value in packed_input(config))
@@ -127,11 +126,13 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
 
 
 def _share_cut(model: PreTrainedModel) -> float:
-    """Of the weights that this rank holds in the decoder layers, the part that others hold other shards of."""
+    """Of the weights that this rank holds between embedding and head, the part that others hold other shards of."""
+    ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
     total = cut = 0
-    for parameter in decoder_layers(model)[1].parameters():
-        total += parameter.numel()
-        cut += parameter.numel() if split_of(parameter) else 0
+    for parameter in model.parameters():
+        if not any(parameter is end for end in ends):
+            total += parameter.numel()
+            cut += parameter.numel() if split_of(parameter) else 0
     return cut / total
 
 
