@@ -211,7 +211,11 @@ def _parallelism(plan: Plan) -> Block:
             "grad_partitioned": False,
         }
     if layout.tp > 1:
-        blocks["tensor_parallel"] = {"autotp_size": layout.tp, "tp_overlap_comm": False}
+        blocks["tensor_parallel"] = {
+            "autotp_size": layout.tp,
+            "tp_overlap_comm": False,
+            "vocab_parallel_lm_head": False,  # it computes a loss of its own, from labels that we do not pass
+        }
     if layout.sp > 1:
         blocks["sequence_parallel_size"] = layout.sp
     if layout.ep > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
+from llmtrain.engines.tensor import join_shards
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.plan import Plan
@@ -53,16 +55,27 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
-    if plan.layout.zero_stage == 3:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        whole: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
-        return {name: tensor.to(dtype) for name, tensor in whole.items()}
+    folder = checkpoint / TAG
     if plan.layout.pp > 1:
-        return _weights_of_stages(checkpoint / TAG)
-    file = checkpoint / TAG / "mp_rank_00_model_states.pt"
-    weights: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["module"]
-    return weights
+        return _weights_of_stages(folder)
+    shards = [_weights_of_rank(folder, rank, plan, dtype) for rank in range(plan.layout.tp)]
+    return join_shards(folder, shards) if plan.layout.tp > 1 else shards[0]
+
+
+def _weights_of_rank(folder: Path, rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What tensor parallel rank `rank` holds, of all data parallel ranks."""
+    if plan.layout.zero_stage < 3:
+        file = folder / f"mp_rank_{rank:02d}_model_states.pt"
+        weights: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["module"]
+        return weights
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with tempfile.TemporaryDirectory() as view:
+        # DeepSpeed's converter takes all files of a folder for shards of one model.
+        for file in folder.glob(f"*_mp_rank_{rank:02d}_*_states.pt"):
+            (Path(view) / file.name).symlink_to(file.absolute())
+        whole: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(Path(view).parent), Path(view).name)
+    return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
 
 def _weights_of_stages(folder: Path) -> dict[str, Tensor]:

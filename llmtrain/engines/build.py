@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
 from llmtrain.engines.sequence import DeepSpeedSequence
+from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.models import stage_builder
 from llmtrain.plan import Plan
 from llmtrain.plan.runnable import check_runnable
@@ -23,9 +25,12 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     that no engine runs.
     """
     check_runnable(plan)
+    forget_groups()
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
         return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
     if plan.layout.sp > 1:
         return DeepSpeedSequence(plan, ds_config, device)
+    if plan.layout.tp > 1:
+        return DeepSpeedTensorParallel(plan, ds_config, device)
     return DeepSpeedDataParallel(plan, ds_config, device)

@@ -36,7 +36,7 @@ class DeepSpeedDataParallel:
         self.plan = plan
         self.device = device
         recipe = plan.recipe
-        model = _build(plan, ds_config, device)
+        model = self._build(ds_config)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
@@ -56,6 +56,11 @@ class DeepSpeedDataParallel:
     def averaged_ranks(self) -> int:
         """Ranks with different tokens, over which DeepSpeed averages gradients."""
         return self.plan.layout.dp
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model as this one; None where these are all ranks."""
+        return None
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once.
@@ -101,7 +106,7 @@ class DeepSpeedDataParallel:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
         for name, parameter in self.model.named_parameters():
-            with _gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
+            with gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
                 yield name, parameter.detach().cpu().clone()
 
     def describe(self) -> dict[str, Any]:
@@ -118,9 +123,35 @@ class DeepSpeedDataParallel:
         """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
         return forward(self.engine, self.model.config, micro_batch, self.device)
 
+    def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+        recipe = self.plan.recipe
+        dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+        if self.plan.layout.zero_stage < 3:
+            return build_model(recipe, dtype, self.device)
+
+        def partitioned() -> AbstractContextManager[object]:
+            # Only the device is overridden. The type is already that of the parameters, and forcing it on
+            # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
+            # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
+            context: AbstractContextManager[object] = deepspeed.zero.Init(
+                data_parallel_group=self._replicas,
+                config_dict_or_path=ds_config,
+                tensor_overrides=[DeepSpeedTensorOverride.device],
+            )
+            return context
+
+        return build_model(
+            recipe,
+            dtype,
+            self.device,
+            partitioned=partitioned,
+            gather=gather,
+            is_reader=dist.get_rank(self._replicas) == 0,
+        )
+
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         if self.averaged_ranks > 1:
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self._replicas)
         return value
 
     def _replicated_grad_norm(self) -> Tensor | None:
@@ -130,34 +161,19 @@ class DeepSpeedDataParallel:
         """
         if self.plan.layout.zero_stage > 0 or self.plan.recipe.parallel.precision in WEIGHT_DTYPES:
             return None
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = self._norm_of_gradients()
         scaler = self.engine.torch_autocast_z0_gradscaler
         return norm / scaler.get_scale() if scaler else norm
+
+    def _norm_of_gradients(self) -> Tensor:
+        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def _engine_grad_norm(self) -> Tensor:
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
 
 
-def _build(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    recipe = plan.recipe
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    if plan.layout.zero_stage < 3:
-        return build_model(recipe, dtype, device)
-
-    def partitioned() -> AbstractContextManager[object]:
-        # Only the device is overridden. The type is already that of the parameters, and forcing it on
-        # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
-        # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
-        context: AbstractContextManager[object] = deepspeed.zero.Init(
-            config_dict_or_path=ds_config, tensor_overrides=[DeepSpeedTensorOverride.device]
-        )
-        return context
-
-    return build_model(recipe, dtype, device, partitioned=partitioned, gather=_gather)
-
-
-def _gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+    """Makes parameters whole that ZeRO-3 has partitioned; what the first replica wrote is spread to the others."""
     context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
     return context

@@ -48,11 +48,12 @@ def build_model(
     device: torch.device,
     partitioned: Callable[[], AbstractContextManager[object]] | None = None,
     gather: Gather | None = None,
+    is_reader: bool = True,
 ) -> PreTrainedModel:
     """The recipe's causal LM with its initial or pretrained weights.
 
     partitioned, gather: ZeRO-3's contexts for building and for reaching parameters; with them no
-    rank ever holds the whole model, and rank 0 reads pretrained weights tensor by tensor.
+    rank ever holds the whole model, and `is_reader` ranks read pretrained weights tensor by tensor.
     """
     config = model_configuration(recipe)
     if recipe.model.pretrained is not None and partitioned is None:
@@ -67,7 +68,7 @@ def build_model(
     model.tie_weights()
     initialise(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None and gather is not None:
-        _load_partitioned(model, recipe.model, gather)
+        _load_named(dict(model.named_parameters()), recipe.model, gather, is_reader)
     return model
 
 
@@ -125,17 +126,12 @@ def layer_costs(config: PreTrainedConfig) -> list[float]:
 
 
 @torch.no_grad()
-def _load_partitioned(model: PreTrainedModel, source: ModelConfig, gather: Gather) -> None:
-    """Copies safetensors into a ZeRO-3 model: rank 0 reads one tensor at a time, the others receive their part."""
-    _load_named(dict(model.named_parameters()), source, gather, is_reader=torch.distributed.get_rank() == 0)
-
-
-@torch.no_grad()
 def _load_named(
     parameters: dict[str, torch.nn.Parameter], source: ModelConfig, gather: Gather, is_reader: bool
 ) -> None:
     """Copies tensors of a safetensors folder or repository into parameters, one at a time.
 
+    Of the ranks that share a partitioned parameter one reads, and the others receive their part.
     Raises RecipeError where the file's names are not the model's own: such a checkpoint is
     converted while it is loaded (per-expert weights joined, for example), which needs it whole.
     """

@@ -18,27 +18,29 @@ from llmtrain.errors import CheckpointError
 
 RANKS = 2
 CASES = [
-    # ZeRO stage, precision, pipeline stages, slices of a sequence
-    (0, "fp32", 1, 1),
-    (0, "autocast_bf16", 1, 1),
-    (1, "bf16", 1, 1),
-    (2, "bf16", 1, 1),
-    (3, "fp32", 1, 1),
-    (3, "bf16", 1, 1),
-    (1, "fp32", 2, 1),
-    (1, "bf16", 2, 1),
-    (1, "bf16", 1, 2),
-    (3, "fp32", 1, 2),
+    # ZeRO stage, precision, another degree
+    (0, "fp32", "pipeline", 1),
+    (0, "autocast_bf16", "pipeline", 1),
+    (1, "bf16", "pipeline", 1),
+    (2, "bf16", "pipeline", 1),
+    (3, "fp32", "pipeline", 1),
+    (3, "bf16", "pipeline", 1),
+    (1, "fp32", "pipeline", 2),
+    (1, "bf16", "pipeline", 2),
+    (0, "fp32", "tensor", 2),
+    (2, "bf16", "tensor", 2),
+    (3, "bf16", "tensor", 2),
+    (1, "bf16", "sequence", 2),
+    (3, "fp32", "sequence", 2),
 ]
 
 
 def _trained(rank: int, folder):
     """Trains and saves each case; the weights of the live engine."""
     found = []
-    for index, (stage, precision, pipeline, sequence) in enumerate(CASES):
-        dp = RANKS // (pipeline * sequence)
-        fields = {"parallel.zero_stage": stage, "parallel.precision": precision, "parallel.pipeline": pipeline}
-        fields["parallel.sequence"] = sequence
+    for index, (stage, precision, name, degree) in enumerate(CASES):
+        dp = RANKS // degree
+        fields = {"parallel.zero_stage": stage, "parallel.precision": precision, f"parallel.{name}": degree}
         plan = plan_of(tiny_recipe(**fields, **{"batch.micro_batch_size": GLOBAL_BATCH // RANKS}), RANKS)
         engine = engine_of(plan)
         for step in range(6):

@@ -1,0 +1,99 @@
+"""Tensor parallel × data parallel through DeepSpeed's AutoTP, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel, gather
+from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
+from llmtrain.engines.shards import Split, gather_whole, split_of
+from llmtrain.engines.tensor_check import check_split
+from llmtrain.models import build_model, model_configuration
+from llmtrain.plan import Plan
+
+SPLITS_FILE = "tensor_splits.json"
+"""In a checkpoint, beside DeepSpeed's files: how each cut weight lies on the tensor parallel ranks."""
+
+
+class DeepSpeedTensorParallel(DeepSpeedDataParallel):
+    """A causal LM whose layers are cut over the ranks of a group, as the model's own `tp_plan` says."""
+
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
+        make_tensor_groups(plan.layout.tp)
+        check_split(model_configuration(plan.recipe), ds_config["tensor_parallel"], plan.recipe.model.attention, device)
+        super().__init__(plan, ds_config, device)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Consecutive ranks share one replica, and so its samples."""
+        return dist.get_rank() // self.plan.layout.tp
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup:
+        # DeepSpeed would partition over all ranks what it does not cut, and then count, in the gradient
+        # norm, only those partitions that lie on the first rank of each group.
+        return data_group()
+
+    def save(self, folder: Path) -> None:
+        """As the base class, and how the weights are cut."""
+        super().save(folder)
+        if dist.get_rank() == 0:
+            splits = {name: split_of(parameter) for name, parameter in self.model.named_parameters()}
+            cut = {name: split.to_json() for name, split in splits.items() if split}
+            (folder / TAG / SPLITS_FILE).write_text(json.dumps(cut, indent=1))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, under its Hugging Face name; tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            with gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
+                whole = gather_whole(parameter.detach(), split_of(parameter), tensor_group())
+                yield name, whole.cpu().clone()
+
+    def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+        recipe = self.plan.recipe
+        dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+        if self.plan.layout.zero_stage == 3:
+            return super()._build(ds_config)
+        # The whole model may not fit on the device: it waits in host memory until AutoTP moves the shards.
+        return build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
+
+    @contextmanager
+    def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Has parameters on the device inside the context: its generator draws other numbers than the host's."""
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.device)
+        yield
+        for parameter in parameters:
+            parameter.data = parameter.data.cpu()
+
+    def _norm_of_gradients(self) -> Tensor:
+        """Of whole gradients at ZeRO-0: shards of all ranks, and what every rank holds once."""
+        sharded = torch.zeros((), device=self.device)
+        replicated = torch.zeros((), device=self.device)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                square = parameter.grad.float().square().sum()
+                if split_of(parameter):
+                    sharded += square
+                else:
+                    replicated += square
+        dist.all_reduce(sharded, group=tensor_group())
+        return (sharded + replicated).sqrt()
+
+
+def join_shards(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint's engine folder, from what each tensor parallel rank holds."""
+    splits = {name: Split.from_json(values) for name, values in json.loads((folder / SPLITS_FILE).read_text()).items()}
+    return {
+        name: splits[name].join([shard[name] for shard in shards]) if name in splits else first
+        for name, first in shards[0].items()
+    }

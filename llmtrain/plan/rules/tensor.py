@@ -1,0 +1,34 @@
+"""Families that the engine's automatic tensor parallelism cuts and still computes right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+_WORK = (
+    "arcee biogpt cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
+    "gemma4_unified_text gpt_neo gpt_neox gpt_neox_japanese gptj granite helium hrm_text hyperclovax jais2 llama "
+    "ministral ministral3 mistral nanochat nemotron olmo opt phi qwen2 qwen3 qwen3_5_text seed_oss smollm3 stablelm "
+    "starcoder2 vaultgemma xglm youtu"
+)
+TENSOR_FAMILIES = frozenset(_WORK.split())
+"""Model types that came out right when they were cut in two: those that work in `docs/families_tensor.md`."""
+
+
+@rule(
+    "tensor.family",
+    "AutoTP cuts what a family's tp_plan or the names of its modules suggest; for most families it fails, or the "
+    "model computes something else.",
+    "run",
+)
+def family(draft: Draft) -> Iterator[Fault]:
+    """Families whose tiny copy fails or deviates when it is cut (`docs/families_tensor.md`)."""
+    degree, facts = draft.parallel.tensor, draft.facts
+    if degree > 1 and facts is not None and facts.model_type not in TENSOR_FAMILIES:
+        message = f"{degree} was given, but the engine cannot cut '{facts.model_type}' right"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+
+
+RULES = (family,)
