@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
 from llmtrain.models import stage_builder
@@ -25,4 +26,6 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
         return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
+    if plan.layout.ep > 1:
+        return DeepSpeedExpertParallel(plan, ds_config, device)
     return DeepSpeedDataParallel(plan, ds_config, device)

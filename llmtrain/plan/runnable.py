@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 def check_runnable(plan: Plan) -> None:
     """Raises RecipeError where the plan asks for a kind of parallelism that has no engine here."""
     layout = plan.layout
-    degrees = {"tensor": layout.tp, "sequence": layout.sp, "expert": layout.ep}
+    degrees = {"tensor": layout.tp, "sequence": layout.sp}
     problems = [
         Problem(
             "engine.degree",
