@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.plan import Plan
+from llmtrain.plan.families import EXPERT_PRESETS
 
 
 def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
@@ -53,6 +55,9 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.layout.ep > 1:
+        joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)
+        return {name: tensor.to(dtype) for name, tensor in joined.items()}
     if plan.layout.zero_stage == 3:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.utils import split_params_into_shared_and_expert_params
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel, gradients_of
-from llmtrain.engines.expert_names import GATE, UP, hugging_face_name
+from llmtrain.engines.expert_names import hugging_face_weights
 from llmtrain.engines.optim import parameter_groups
 from llmtrain.plan import Plan
 
@@ -35,19 +34,13 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
-        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, AutoEPMoELayer)}
-        for name, parameter in self.model.named_parameters():
-            path = next((path for path in layers if name.startswith(f"{path}.")), None)
-            if path is None:
-                yield name, self._whole(parameter)
-                continue
-            part, layer = name.removeprefix(f"{path}."), layers[path]
-            if part == UP:
-                continue  # half of the tensor that the gate's weights come with
-            weight = self._joined(parameter)
-            if part == GATE:
-                weight = torch.cat([weight, self._joined(layer.get_parameter(UP))], dim=1)
-            yield f"{path}.{hugging_face_name(part, layer.model_family)}", weight
+        blocks = {
+            path: module.model_family
+            for path, module in self.model.named_modules()
+            if isinstance(module, AutoEPMoELayer)
+        }
+        parameters = dict(self.model.named_parameters())
+        yield from hugging_face_weights(parameters, blocks, lambda name: self._joined(parameters[name]))
 
     def _joined(self, parameter: nn.Parameter) -> Tensor:
         """A weight whole: of experts, those of all ranks."""

@@ -339,3 +339,9 @@ FAMILIES: dict[str, Family] = {
         learned_positions=True,
     ),
 }
+
+EXPERT_PRESETS = {
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+}
+"""Family → the engine's preset for it, of the families whose experts it spreads over ranks exactly."""
