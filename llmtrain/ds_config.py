@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
@@ -222,7 +222,7 @@ def _parallelism(plan: Plan) -> Block:
         blocks["expert_parallel"] = {
             "enabled": True,
             "autoep_size": layout.ep,
-            "preset_model": plan.model.model_type,
+            "preset_model": EXPERT_PRESETS[plan.model.model_type],
             "expert_tensor_parallel_size": 1,
             "comm_backend": "comm",
         }

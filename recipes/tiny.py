@@ -83,6 +83,32 @@ def recipe_verify() -> Recipe:
     )
 
 
+def recipe_moe() -> Recipe:
+    """A mixture of experts with its load balance loss: `llmtrain verify recipes/tiny.py:moe --nproc 2`."""
+    return recipe_verify().with_(
+        **{
+            "model": {
+                "architecture": "qwen3_moe",
+                "config": {
+                    "hidden_size": 64,
+                    "moe_intermediate_size": 32,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 8,
+                    "num_key_value_heads": 4,
+                    "head_dim": 8,
+                    "num_experts": 8,
+                    "num_experts_per_tok": 2,
+                    "norm_topk_prob": True,
+                    "output_router_logits": True,
+                    "max_position_embeddings": 256,
+                    "tie_word_embeddings": True,
+                },
+            },
+            "optim.lr": 2e-3,
+        }
+    )
+
+
 def cluster() -> Cluster:
     """One CPU worker."""
     return Cluster()

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.engines.tensor import join_shards
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.plan import Plan
+from llmtrain.plan.families import EXPERT_PRESETS
 
 
 def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
@@ -56,6 +58,9 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     folder = checkpoint / TAG
+    if plan.layout.ep > 1:
+        joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)
+        return {name: tensor.to(dtype) for name, tensor in joined.items()}
     if plan.layout.pp > 1:
         return _weights_of_stages(folder)
     shards = [_weights_of_rank(folder, rank, plan, dtype) for rank in range(plan.layout.tp)]

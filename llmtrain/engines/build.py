@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
@@ -33,4 +34,6 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
         return DeepSpeedSequence(plan, ds_config, device)
     if plan.layout.tp > 1:
         return DeepSpeedTensorParallel(plan, ds_config, device)
+    if plan.layout.ep > 1:
+        return DeepSpeedExpertParallel(plan, ds_config, device)
     return DeepSpeedDataParallel(plan, ds_config, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class DeepSpeedDataParallel:
         self.model = model
         self.engine: _Engine = deepspeed.initialize(
             model=model,
-            model_parameters=parameter_groups(model, recipe.optim.weight_decay),
+            model_parameters=self._parameter_groups(),
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
@@ -106,8 +106,7 @@ class DeepSpeedDataParallel:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
         for name, parameter in self.model.named_parameters():
-            with gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
-                yield name, parameter.detach().cpu().clone()
+            yield name, self._whole(parameter).cpu()
 
     def describe(self) -> dict[str, Any]:
         """Classes that DeepSpeed has chosen, the device and the backend."""
@@ -149,6 +148,12 @@ class DeepSpeedDataParallel:
             is_reader=dist.get_rank(self._replicas) == 0,
         )
 
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of a weight that ZeRO-3 may have partitioned."""
+        partitioned = self.plan.layout.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+            return parameter.detach().clone()
+
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         if self.averaged_ranks > 1:
             dist.all_reduce(value, group=self._replicas)
@@ -161,16 +166,26 @@ class DeepSpeedDataParallel:
         """
         if self.plan.layout.zero_stage > 0 or self.plan.recipe.parallel.precision in WEIGHT_DTYPES:
             return None
-        norm = self._norm_of_gradients()
+        norm = self._gradient_norm()
         scaler = self.engine.torch_autocast_z0_gradscaler
         return norm / scaler.get_scale() if scaler else norm
 
-    def _norm_of_gradients(self) -> Tensor:
-        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+    def _gradient_norm(self) -> Tensor:
+        """2-norm of the gradients that lie on this rank."""
+        return nn.utils.get_total_norm(gradients_of(self.model.parameters()))
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """What DeepSpeed's optimizer is made of."""
+        return parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
 
     def _engine_grad_norm(self) -> Tensor:
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:

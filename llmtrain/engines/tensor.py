@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel, gather
+from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
 from llmtrain.engines.shards import Split, gather_whole, split_of
 from llmtrain.engines.tensor_check import check_split
@@ -51,12 +51,8 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
             cut = {name: split.to_json() for name, split in splits.items() if split}
             (folder / TAG / SPLITS_FILE).write_text(json.dumps(cut, indent=1))
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, under its Hugging Face name; tied ones once."""
-        for name, parameter in self.model.named_parameters():
-            with gather([parameter]) if self.plan.layout.zero_stage == 3 else nullcontext():
-                whole = gather_whole(parameter.detach(), split_of(parameter), tensor_group())
-                yield name, whole.cpu().clone()
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        return gather_whole(super()._whole(parameter), split_of(parameter), tensor_group())
 
     def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         recipe = self.plan.recipe
@@ -75,7 +71,7 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
         for parameter in parameters:
             parameter.data = parameter.data.cpu()
 
-    def _norm_of_gradients(self) -> Tensor:
+    def _gradient_norm(self) -> Tensor:
         """Of whole gradients at ZeRO-0: shards of all ranks, and what every rank holds once."""
         sharded = torch.zeros((), device=self.device)
         replicated = torch.zeros((), device=self.device)

@@ -339,3 +339,14 @@ FAMILIES: dict[str, Family] = {
         learned_positions=True,
     ),
 }
+
+EXPERT_PRESETS = {
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+    "minimax_m3_vl_text": "minimax_m3",
+    "mixtral": "mixtral",
+    "qwen2_moe": "qwen3_moe",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+    "qwen3_moe": "qwen3_moe",
+}
+"""Family → the engine's preset for it, of the families whose experts it spreads over ranks."""

@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 def check_runnable(plan: Plan) -> None:
     """Raises RecipeError where the plan asks for a kind of parallelism that has no engine here."""
     layout = plan.layout
-    degrees = {"expert": layout.ep}
+    degrees: dict[str, int] = {}
     problems = [
         Problem(
             "engine.degree",

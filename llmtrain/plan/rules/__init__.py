@@ -2,7 +2,7 @@
 
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules import batch, layout, model, pipeline, precision, tensor, zero
+from llmtrain.plan.rules import batch, expert, layout, model, pipeline, precision, tensor, zero
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule
 
 RULES: tuple[Rule, ...] = (
@@ -13,6 +13,7 @@ RULES: tuple[Rule, ...] = (
     *zero.RULES,
     *pipeline.RULES,
     *tensor.RULES,
+    *expert.RULES,
 )
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.plan.rules.rule import Fault, assignment, rule
-
-EXPERT_PRESETS = tuple(name for name, family in FAMILIES.items() if family.moe_block)
-"""Families whose experts the engine has a preset for and this package counts."""
 
 
 def divisors_near(number: int, value: int) -> list[int]:

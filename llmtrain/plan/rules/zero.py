@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules.layout import EXPERT_PRESETS
+from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
@@ -83,7 +83,8 @@ def expert_leaf(draft: Draft) -> Iterator[Fault]:
     facts, parallel = draft.facts, draft.parallel
     if facts is None or not facts.experts or parallel.zero_stage < 3:
         return
-    if facts.model_type not in EXPERT_PRESETS:
+    family = FAMILIES.get(facts.model_type)
+    if family is None or family.moe_block is None:
         message = (
             f"the experts of '{facts.model_type}' are gathered one module at a time: watch the first steps for a hang"
         )

@@ -1,0 +1,53 @@
+"""From DeepSpeed's blocks of experts back to the weights of the Hugging Face blocks that they replaced.
+
+`transformers` keeps the experts of a layer in two tensors, gate and up projections joined:
+`gate_up_proj` [experts, 2·inner, width] and `down_proj` [experts, width, inner]. DeepSpeed has three,
+`w1` (gate) and `w3` (up) [experts, inner, width], and `w2` (down) (`deepspeed/moe/ep_repack.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset
+from deepspeed.module_inject.auto_ep_presets.registry import get_preset
+from torch import Tensor
+
+GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
+
+
+def hugging_face_weights(
+    names: Iterable[str], blocks: Mapping[str, str], weight: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of `names` under its Hugging Face name, gate and up projections joined, aliases left out.
+
+    blocks: path of each of DeepSpeed's blocks and its preset; weight: a whole tensor by DeepSpeed's name.
+    """
+    for name in names:
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        if path is None:
+            yield name, weight(name)
+            continue
+        part, preset = name.removeprefix(f"{path}."), get_preset(blocks[path])
+        # DeepSpeed registers the router under the replaced one's name too, one level too deep.
+        if part == UP or part.startswith(f"{preset.router_pattern}."):
+            continue
+        whole = weight(name)
+        if part == GATE:
+            whole = torch.cat([whole, weight(f"{path}.{UP}")], dim=1)
+        yield f"{path}.{_own_name(part, preset)}", whole
+
+
+def _own_name(part: str, preset: MoEModelPreset) -> str:
+    """The name within a Hugging Face block of a weight of DeepSpeed's; the joined one's for GATE."""
+    prefixes = {
+        GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
+        DOWN: f"{preset.experts_pattern}.{preset.expert_w2}",
+        "router.gate.": f"{preset.router_pattern}.",
+        "router.": f"{preset.router_pattern}.",
+        "shared_experts_gate.": f"{preset.shared_experts_gate_pattern}.",
+        "shared_experts.": f"{preset.shared_experts_pattern}.",
+    }
+    theirs, own = next((theirs, own) for theirs, own in prefixes.items() if part.startswith(theirs))
+    return own + part.removeprefix(theirs)

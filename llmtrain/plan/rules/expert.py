@@ -1,0 +1,59 @@
+"""What the engine's blocks of experts compute otherwise than the model's own, which they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+FP32_ROUTERS = ("deepseek_v2", "deepseek_v3")
+"""Families that compute the router's logits in fp32 whatever the type of the weights."""
+RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
+"""Families whose loss of the router takes logits, where the engine's block hands out probabilities."""
+
+
+@rule("expert.router_noise", "The engine's router draws no noise, and says so in its log only.", "run")
+def router_noise(draft: Draft) -> Iterator[Fault]:
+    """Noise on what the router sees (`module_inject/auto_ep.py`)."""
+    noise = draft.recipe.model.config.get("router_jitter_noise")
+    if draft.parallel.expert > 1 and noise:
+        message = f"{noise} was given: with expert parallelism the engine would leave it out"
+        yield Fault("model.config.router_jitter_noise", message, assignment(model__config__router_jitter_noise=0.0))
+
+
+@rule("expert.router_loss", "The load balance loss takes the softmax of what is a softmax already.", "run")
+def router_loss(draft: Draft) -> Iterator[Fault]:
+    """Families whose load balance loss comes out wrong (`auto_ep_presets/qwen3_5_moe.py`)."""
+    facts = draft.facts
+    asked = draft.recipe.model.config.get("output_router_logits")
+    if facts is not None and draft.parallel.expert > 1 and asked and facts.model_type in RECORDED_PROBABILITIES:
+        message = f"with expert parallelism the load balance loss of '{facts.model_type}' is another one"
+        fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
+        yield Fault("model.config.output_router_logits", message, fix)
+
+
+@rule("expert.router_precision", "The engine's router computes in the type of the weights.", "run")
+def router_precision(draft: Draft) -> Iterator[Fault]:
+    """Families whose router computes in fp32, with weights in a lower type: tokens would go to other experts."""
+    facts = draft.facts
+    if facts is None or draft.parallel.expert == 1 or draft.weight_dtype == "fp32":
+        return
+    if facts.model_type in FP32_ROUTERS:
+        message = (
+            f"'{draft.parallel.precision}' was given: '{facts.model_type}' routes in fp32, which the engine's experts "
+            "would do in the type of the weights"
+        )
+        fix = f"{assignment(parallel__precision='autocast_bf16')}, or {assignment(parallel__expert=1)}"
+        yield Fault("parallel.precision", message, fix)
+
+
+@rule("expert.loss_scale", "Each rank would skip a step by the overflow of its own experts.", "read")
+def loss_scale(draft: Draft) -> Iterator[Fault]:
+    """fp16 autocast, whose scaler looks at a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
+    if draft.parallel.expert > 1 and draft.parallel.precision == "autocast_fp16":
+        message = "'autocast_fp16' was given: ranks hold different experts, and would not skip the same steps"
+        yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
+
+
+RULES = (router_noise, router_loss, router_precision, loss_scale)
