@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from llmtrain.checkpoint.state import check, read_plan
+from llmtrain.engines import shards
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
@@ -53,6 +54,8 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.recipe.parallel.strategy in ("ddp", "fsdp2"):
+        return {name: tensor.to(dtype) for name, tensor in shards.whole_weights(checkpoint).items()}
     if plan.layout.zero_stage == 3:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.installed import missing_packages
 from llmtrain.plan.plan import Plan
 
 
@@ -20,5 +21,6 @@ def check_runnable(plan: Plan) -> None:
         for name, degree in degrees.items()
         if degree > 1
     ]
+    problems += missing_packages(plan)
     if problems:
         raise RecipeError(problems)
