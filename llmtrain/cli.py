@@ -176,9 +176,10 @@ def plan(
     if write:
         write.mkdir(parents=True, exist_ok=True)
         (write / "plan.json").write_text(resolved.model_dump_json(indent=2) + "\n")
-        (write / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
+        if ds_config:
+            (write / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
     if as_json:
-        print(json.dumps({**resolved.summary(), "ds_config": ds_config}, indent=2))
+        print(json.dumps({**resolved.summary(), "ds_config": ds_config or None}, indent=2))
     else:
         _print_plan(resolved, Console())
 
@@ -205,6 +206,13 @@ def _cluster(written_for: Cluster | None, nodes: int | None, per_node: int | Non
         raise RecipeError(str(error)) from None
 
 
+def _sharding(plan: Plan) -> str:
+    """What shares the work of data parallelism, if not DeepSpeed itself, and its stage."""
+    parallel = plan.recipe.parallel
+    stage = f"ZeRO-{plan.layout.zero_stage}"
+    return stage if parallel.backend == "deepspeed" else f"{parallel.backend} {parallel.strategy} {stage}"
+
+
 def _print_plan(plan: Plan, console: Any) -> None:
     layout, batch, cluster, model = plan.layout, plan.batch, plan.cluster, plan.model
     lines = [
@@ -212,7 +220,7 @@ def _print_plan(plan: Plan, console: Any) -> None:
         + (f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""),
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} workers",
         f"layout   data {layout.dp} × pipeline {layout.pp} × tensor {layout.tp} × sequence {layout.sp}"
-        f", expert {layout.ep}, ZeRO-{layout.zero_stage}, {plan.recipe.parallel.precision}",
+        f", expert {layout.ep}, {_sharding(plan)}, {plan.recipe.parallel.precision}",
         f"batch    {batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
         f"{batch.gradient_accumulation_steps} × data {layout.dp}; {batch.tokens_per_step:,} tokens a step",
     ]

@@ -151,10 +151,14 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class ParallelConfig(Part):
     """How the work is split. Data parallelism takes the devices that the other degrees leave."""
 
-    backend: Literal["deepspeed"] = "deepspeed"
+    backend: Literal["deepspeed", "accelerate"] = "deepspeed"
     """What runs the step."""
+    accelerate: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
+    """What Accelerate runs: DistributedDataParallel, FSDP2 (`torch.distributed.fsdp.fully_shard`) or DeepSpeed."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054)."""
+    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054).
+    `ddp` shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once
+    for both (2)."""
     pipeline: PositiveInt = 1
     """Pipeline stages."""
     tensor: PositiveInt = 1
@@ -175,6 +179,11 @@ class ParallelConfig(Part):
     """Where ZeRO-3 parameters live between uses."""
     nvme_path: str | None = None
     """Local folder of `nvme` offload."""
+
+    @property
+    def strategy(self) -> str:
+        """What really splits the work: `deepspeed`, `ddp` or `fsdp2`."""
+        return self.accelerate if self.backend == "accelerate" else self.backend
 
 
 class TrainConfig(Part):

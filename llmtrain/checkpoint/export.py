@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.state import check, read_plan
+from llmtrain.engines import rank_files
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.engines.tensor import join_shards
 from llmtrain.errors import CheckpointError, Problem
@@ -57,6 +58,8 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.recipe.parallel.strategy in ("ddp", "fsdp2"):
+        return {name: tensor.to(dtype) for name, tensor in rank_files.whole_weights(checkpoint).items()}
     folder = checkpoint / TAG
     if plan.layout.ep > 1:
         joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)

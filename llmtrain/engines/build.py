@@ -30,6 +30,13 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
         return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
+    if plan.recipe.parallel.backend == "accelerate":
+        # Here and not above: who has no accelerate can train without it.
+        from llmtrain.engines.accelerated import AcceleratedDataParallel, AcceleratedDeepSpeed
+
+        if plan.recipe.parallel.strategy == "deepspeed":
+            return AcceleratedDeepSpeed(plan, ds_config, device)
+        return AcceleratedDataParallel(plan, device)
     if plan.layout.sp > 1:
         return DeepSpeedSequence(plan, ds_config, device)
     if plan.layout.tp > 1:

@@ -40,12 +40,18 @@ class DeepSpeedDataParallel:
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
-        self.engine: _Engine = deepspeed.initialize(
+        self.engine = self._initialise(model, ds_config)
+
+    def _initialise(self, model: PreTrainedModel, ds_config: dict[str, Any]) -> _Engine:
+        """Hands the model, its parameter groups and its schedule to DeepSpeed."""
+        recipe = self.plan.recipe
+        engine: _Engine = deepspeed.initialize(
             model=model,
             model_parameters=self._parameter_groups(),
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
+        return engine
 
     @property
     def data_parallel_rank(self) -> int:
@@ -77,11 +83,8 @@ class DeepSpeedDataParallel:
             loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
             if auxiliary is not None:
                 loss = loss + auxiliary / len(batch.micro_batches)
-            self.engine.backward(loss, scale_wrt_gas=False)
+            grad_norm = self._backward(loss, is_last=index == len(batch.micro_batches))
             total += loss_sum.detach()
-            if index == len(batch.micro_batches):
-                grad_norm = self._replicated_grad_norm()
-            self.engine.step()
         if grad_norm is None:
             grad_norm = self._engine_grad_norm()
         return StepResult(loss=self._sum_over_replicas(total) / batch.target_tokens, grad_norm=grad_norm, lr=lr)
@@ -153,6 +156,13 @@ class DeepSpeedDataParallel:
         partitioned = self.plan.layout.zero_stage == 3
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             return parameter.detach().clone()
+
+    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
+        """Adds the gradients of a micro-batch and, after the last one, updates; the norm where DeepSpeed keeps none."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+        grad_norm = self._replicated_grad_norm() if is_last else None
+        self.engine.step()
+        return grad_norm
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         if self.averaged_ranks > 1:

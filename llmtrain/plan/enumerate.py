@@ -21,6 +21,13 @@ OFFLOADS = {
     "offload_param": ("cpu", "cpu"),
 }
 """Suffix of a candidate's name → where its optimizer states and its parameters live."""
+ACCELERATED = {
+    "ddp": ("ddp", 0),
+    "fsdp2": ("fsdp2", 3),
+    "fsdp2-zero2": ("fsdp2", 2),
+    **{f"accelerate-zero{stage}": ("deepspeed", stage) for stage in range(4)},
+}
+"""Part of a candidate's name → what accelerate runs, and its ZeRO stage."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 
     World sizes divide `nproc`; degrees, ZeRO stages and offload are multiplied out, and each comes
     with one micro-batch per step and with several. Offload is tried under plain data parallelism
-    only, where every stage has it. Names read as `dp2-zero1-acc4-offload`.
+    only, where every stage has it, and so are the other backends. Names read as `dp2-zero1-acc4-offload`,
+    `dp2-fsdp2-acc4`.
     """
     for world in (size for size in range(1, nproc + 1) if nproc % size == 0):
         cluster = Cluster(devices_per_node=world, device=device)
@@ -54,12 +62,16 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
             for accumulation, suffix in itertools.product(_accumulations(recipe, dp), suffixes):
                 optimizer, parameters = OFFLOADS[suffix]
                 fields = {f"parallel.{name}": degree for name, degree in degrees.items()} | {
+                    "parallel.backend": "deepspeed",
+                    "parallel.accelerate": "ddp",
                     "parallel.zero_stage": stage,
                     "parallel.offload_optimizer": optimizer,
                     "parallel.offload_param": parameters,
                     "batch.micro_batch_size": recipe.batch.global_batch_size // (dp * accumulation),
                 }
                 yield _name(dp, degrees, stage, accumulation, suffix), recipe.with_(**fields), cluster
+        for name, candidate in _accelerated(recipe, world):
+            yield name, candidate, cluster
 
 
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[Refused]]:
@@ -74,6 +86,22 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
         else:
             plans.append(NamedPlan(name, plan))
     return plans, refused
+
+
+def _accelerated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
+    """Data parallelism over all devices, by what accelerate runs."""
+    for (name, (strategy, stage)), accumulation in itertools.product(
+        ACCELERATED.items(), _accumulations(recipe, world)
+    ):
+        fields = {f"parallel.{degree}": 1 for degree in DEGREES} | {
+            "parallel.backend": "accelerate",
+            "parallel.accelerate": strategy,
+            "parallel.zero_stage": stage,
+            "parallel.offload_optimizer": "none",
+            "parallel.offload_param": "none",
+            "batch.micro_batch_size": recipe.batch.global_batch_size // (world * accumulation),
+        }
+        yield f"dp{world}-{name}-acc{accumulation}", recipe.with_(**fields)
 
 
 def _degrees(world: int) -> Iterator[dict[str, int]]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import RecipeError
+from llmtrain.plan.installed import missing_packages
 from llmtrain.plan.plan import Plan
 
 
 def check_runnable(plan: Plan) -> None:
     """Raises RecipeError where the plan asks for a kind of parallelism that has no engine here."""
-    layout = plan.layout
-    degrees: dict[str, int] = {}
-    problems = [
-        Problem(
-            "engine.degree",
-            f"parallel.{name}",
-            f"{degree} was given; this version plans and renders {name} parallelism, but trains with 1",
-            f"--set parallel.{name}=1",
-        )
-        for name, degree in degrees.items()
-        if degree > 1
-    ]
+    problems = missing_packages(plan)
     if problems:
         raise RecipeError(problems)

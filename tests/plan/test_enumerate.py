@@ -14,14 +14,28 @@ def test_every_legal_data_parallel_plan_is_there_once():
     names = [one.name for one in plans]
     assert len(set(names)) == len(names)
     # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with both kinds; each with two accumulations.
-    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in plans) == 3 * 2 * 8
-    for one in plans:
+    own = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
+    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in own) == 3 * 2 * 8
+    for one in own:
         batch, layout, parallel = one.plan.batch, one.plan.layout, one.plan.recipe.parallel
         suffix = {"none": "", "cpu": "-offload"}[parallel.offload_optimizer]
         suffix += {"none": "", "cpu": "_param"}[parallel.offload_param]
         if layout.dp == one.plan.cluster.world_size:
             accumulation = batch.gradient_accumulation_steps
             assert one.name == f"dp{layout.dp}-zero{layout.zero_stage}-acc{accumulation}{suffix}"
+
+
+def test_accelerate_runs_data_parallelism_on_every_number_of_devices():
+    names = {one.name for one in enumerate_plans(RECIPE, 2)[0] if one.plan.recipe.parallel.backend == "accelerate"}
+    parts = ["ddp", "fsdp2", "fsdp2-zero2", *(f"accelerate-zero{stage}" for stage in range(4))]
+    assert names == {f"dp{dp}-{part}-acc{n}" for dp, most in ((1, 4), (2, 2)) for part in parts for n in (1, most)}
+
+
+def test_a_recipe_for_accelerate_is_verified_under_deepspeed_too():
+    recipe = RECIPE.with_(
+        **{"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
+    )
+    assert [one.name for one in enumerate_plans(recipe, 2)[0]] == [one.name for one in enumerate_plans(RECIPE, 2)[0]]
 
 
 def test_world_sizes_divide_the_devices():

@@ -1,0 +1,291 @@
+"""DistributedDataParallel, FSDP2 and DeepSpeed, prepared and stepped by Hugging Face Accelerate.
+
+Accelerate keeps its state per process, so there is one such engine at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DummyOptim,
+    DummyScheduler,
+    FullyShardedDataParallelPlugin,
+)
+from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from llmtrain.data import StepBatch
+from llmtrain.engines import rank_files
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.forward import forward
+from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.seam import StepResult
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import build_model
+from llmtrain.models.stages import decoder_layers
+from llmtrain.plan import Plan
+from llmtrain.recipe import Precision
+
+MIXED_PRECISION: dict[Precision, str] = {
+    "fp32": "no",
+    "bf16": "bf16",
+    "autocast_bf16": "bf16",
+    "fp16": "fp16",
+    "autocast_fp16": "fp16",
+}
+"""Accelerate's words. `bf16` is autocast under DistributedDataParallel, and bf16 copies of fp32 weights under FSDP2."""
+
+
+class AcceleratedDataParallel:
+    """DistributedDataParallel, or FSDP2: every rank sees other samples, and torch's own optimizer takes the step."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        recipe = plan.recipe
+        self.weight_dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+        self.is_sharded = recipe.parallel.strategy == "fsdp2"
+        model = build_model(recipe, self.weight_dtype, device)
+        if recipe.parallel.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = model
+        optimizer = torch_optimizer(parameter_groups(model, recipe.optim.weight_decay), recipe.optim)
+        with _undisturbed():
+            self.accelerator = (
+                _accelerator_sharded(plan, model, device) if self.is_sharded else _accelerator_ddp(plan, device)
+            )
+            self.engine, prepared = self.accelerator.prepare(model, optimizer)
+        self.optimizer = prepared.optimizer
+        # Not prepared: accelerate would step it once for each process.
+        self.scheduler = schedule(self.optimizer, recipe)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Every rank is a replica."""
+        return dist.get_rank()
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Accumulates this rank's micro-batches, averages the gradients with those of the last one, and updates once.
+
+        Both average over ranks, so a rank's loss is multiplied by their number, as under DeepSpeed.
+        """
+        self.engine.train()
+        lr = self.optimizer.param_groups[0]["lr"]
+        total = torch.zeros((), device=self.device)
+        for index, micro_batch in enumerate(batch.micro_batches, start=1):
+            is_last = index == len(batch.micro_batches)
+            with nullcontext() if is_last else self.accelerator.no_sync(self.engine):
+                with self._autocast():
+                    loss_sum, auxiliary = forward(self.engine, self.model.config, micro_batch, self.device)
+                loss = loss_sum * (self.plan.layout.dp / batch.target_tokens)
+                if auxiliary is not None:
+                    loss = loss + auxiliary / len(batch.micro_batches)
+                self.accelerator.backward(loss)
+            total += loss_sum.detach()
+        limit = self.plan.recipe.optim.clip_grad_norm or float("inf")
+        grad_norm = _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss=self._mean(total, batch), grad_norm=grad_norm, lr=lr)
+
+    @torch.no_grad()
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Mean cross-entropy over the target tokens of all ranks."""
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            with self._autocast():
+                total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
+        return self._mean(total, batch)
+
+    def save(self, folder: Path) -> None:
+        """Writes `folder/engine/rank_NNNNN.pt`: each rank its shards, or the first one everything."""
+        if self.is_sharded or dist.get_rank() == 0:
+            rank_files.write(
+                folder,
+                dist.get_rank(),
+                {
+                    "weights": {name: rank_files.local(value) for name, value in self.model.named_parameters()},
+                    "optimizer": rank_files.optimizer_state(self.optimizer),
+                    "scheduler": self.scheduler.state_dict(),
+                },
+            )
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Reads what `save` wrote on as many ranks."""
+        state = rank_files.read(folder, dist.get_rank() if self.is_sharded else 0, self.device)
+        for name, parameter in self.model.named_parameters():
+            rank_files.local(parameter).copy_(state["weights"][name])
+        rank_files.load_optimizer_state(self.optimizer, state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight, whole, under its Hugging Face name, as the forward pass reads it; tied ones once."""
+        for name, parameter in self.model.named_parameters():
+            yield name, _whole(parameter.detach()).to(self.weight_dtype).cpu().clone()
+
+    def describe(self) -> dict[str, Any]:
+        """Versions and classes that run, the device and the backend."""
+        return {
+            "engine": f"accelerate {accelerate.__version__}, {type(self.engine).__name__}",
+            "optimizer": type(self.optimizer).__name__,
+            "device": str(self.device),
+            "backend": dist.get_backend(),
+        }
+
+    def _mean(self, total: Tensor, batch: StepBatch) -> Tensor:
+        dist.all_reduce(total)
+        return total / batch.target_tokens
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        is_on = self.plan.recipe.parallel.precision == "autocast_bf16"
+        context: AbstractContextManager[object] = self.accelerator.autocast() if is_on else nullcontext()
+        return context
+
+
+class AcceleratedDeepSpeed(DeepSpeedDataParallel):
+    """DeepSpeed with the same configuration and files, initialised and stepped by Accelerate."""
+
+    def _initialise(self, model: PreTrainedModel, ds_config: dict[str, Any]) -> _Engine:
+        recipe = self.plan.recipe
+        optim = recipe.optim
+        with _undisturbed():
+            self.accelerator = _accelerator_deepspeed(self.plan, ds_config, self.device)
+            groups = parameter_groups(model, optim.weight_decay)
+            optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+            scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, recipe))
+            engine: _Engine = self.accelerator.prepare(model, optimizer, scheduler)[0]
+        # Else `transformers` would partition the next model that this process builds by itself.
+        unset_hf_deepspeed_config()
+        self._step, engine.step = engine.step, self._step_after_norm
+        self._norm: Tensor | None = None
+        return engine
+
+    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
+        self.accelerator.sync_gradients = is_last
+        self.accelerator.backward(loss, scale_wrt_gas=False)
+        return self._norm if is_last else None
+
+    def _step_after_norm(self, *args: Any, **kwargs: Any) -> None:
+        """What `accelerator.backward` calls after the last micro-batch, with no room for us in between."""
+        self._norm = self._replicated_grad_norm()
+        self._step(*args, **kwargs)
+
+    def describe(self) -> dict[str, Any]:
+        """The same, with accelerate's version."""
+        described = super().describe()
+        return {**described, "engine": f"accelerate {accelerate.__version__}, {described['engine']}"}
+
+
+def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator:
+    _join_group(device)
+    return _checked(
+        accelerate.Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision],
+            # Buffers are the same on all ranks: nothing that a step computes goes into them.
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                    # An expert that no token of a rank has chosen.
+                    find_unused_parameters=plan.model.experts > 0,
+                )
+            ],
+        )
+    )
+
+
+def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.device) -> accelerate.Accelerator:
+    """FSDP2 over all ranks, a unit for each decoder layer."""
+    is_bf16 = plan.recipe.parallel.precision == "bf16"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=plan.layout.zero_stage == 3,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in decoder_layers(model)[1]}),
+        # Gradients are summed, over micro-batches and over ranks, in fp32.
+        mixed_precision_policy=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32
+        ),
+        cpu_offload=False,
+        cpu_ram_efficient_loading=False,
+        activation_checkpointing=False,
+    )
+    _join_group(device)
+    if device.type == "cpu":
+        # accelerate 1.15 takes a plugin for FSDP on devices only, and would run DistributedDataParallel
+        # on CPUs without a word. FSDP2 itself runs there, so its state is told of a device.
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+    return _checked(
+        accelerate.Accelerator(mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision], fsdp_plugin=plugin)
+    )
+
+
+def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> accelerate.Accelerator:
+    _join_group(device)
+    return _checked(
+        accelerate.Accelerator(
+            mixed_precision="no",  # the configuration says it
+            gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
+        )
+    )
+
+
+def _join_group(device: torch.device) -> None:
+    """Makes accelerate's state anew, from the process group that is there.
+
+    Without `cpu=True` it would, on a CPU, take itself for the only process, whatever the group.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState(cpu=device.type == "cpu")
+
+
+def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
+    """Raises RecipeError where accelerate sees another group: its workers would train models of their own."""
+    seen, group = (accelerator.process_index, accelerator.num_processes), (dist.get_rank(), dist.get_world_size())
+    if seen != group:
+        message = (
+            f"accelerate sees itself as process {seen[0]} of {seen[1]}, the group has it as {group[0]} of {group[1]}"
+        )
+        raise RecipeError(Problem("launch.alone", "parallel.backend", message, "--set parallel.backend=deepspeed"))
+    return accelerator
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hides the variables that `accelerate launch` or a shell has set, and removes those that accelerate sets itself.
+
+    The plan alone decides. What one engine leaves, ACCELERATE_USE_FSDP for one, would change the next of the process.
+    """
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(prefixes)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(prefixes)]:
+            del os.environ[name]
+        os.environ.update(hidden)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
