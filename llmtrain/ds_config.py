@@ -14,12 +14,14 @@ TORCH_DTYPE = {"autocast_bf16": "bfloat16", "autocast_fp16": "float16"}
 
 
 def render(plan: Plan) -> dict[str, Any]:
-    """The DeepSpeed configuration of a plan, as a new dictionary of JSON values.
+    """The DeepSpeed configuration of a plan, as a new dictionary of JSON values; empty where DeepSpeed does not run.
 
     There is no scheduler block, since the learning rate schedule is passed to the engine as an
     object, and no activation checkpointing block, since DeepSpeed applies it only to code that asks
     for it: `transformers` models have their own switch.
     """
+    if plan.recipe.parallel.strategy != "deepspeed":
+        return {}
     config = {
         **_batch(plan),
         **_gradients(plan),

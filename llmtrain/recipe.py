@@ -151,8 +151,8 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class ParallelConfig(Part):
     """How the work is split. Data parallelism takes the devices that the other degrees leave."""
 
-    backend: Literal["deepspeed"] = "deepspeed"
-    """What runs the step."""
+    backend: Literal["deepspeed", "horovod", "data_parallel"] = "deepspeed"
+    """What runs the step. `data_parallel` is `torch.nn.DataParallel`: one process for all devices of one machine."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054)."""
     pipeline: PositiveInt = 1
@@ -175,6 +175,11 @@ class ParallelConfig(Part):
     """Where ZeRO-3 parameters live between uses."""
     nvme_path: str | None = None
     """Local folder of `nvme` offload."""
+
+    @property
+    def strategy(self) -> str:
+        """What really splits the work: `deepspeed`, `horovod` or `data_parallel`."""
+        return self.backend
 
 
 class TrainConfig(Part):

@@ -34,7 +34,7 @@ MAY_CHANGE = re.compile(
 
 PACKAGES = (
     *("llmtrain", "torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
-    *("numpy", "pydantic", "tensorboard", "wandb", "mlflow"),
+    *("numpy", "pydantic", "tensorboard", "wandb", "mlflow", "horovod"),
 )
 
 # What explains a run's speed or numbers. Only these names are recorded, and of them none that
@@ -76,7 +76,7 @@ class RunDir:
 
     @property
     def ds_config_file(self) -> Path:
-        """The plan as DeepSpeed JSON."""
+        """The plan as DeepSpeed JSON; absent where another engine runs the steps."""
         return self.path / "ds_config.json"
 
     @property
@@ -141,6 +141,7 @@ class RunDir:
     def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:
         """Writes what the run is, into a new folder or into that of a run to be continued.
 
+        ds_config: empty where DeepSpeed does not run the steps; then there is no such file.
         Raises RecipeError, with nothing changed, where the folder holds something else, or a run
         that was started with another recipe; every differing field that matters is named.
         """
@@ -149,7 +150,10 @@ class RunDir:
             for folder in (self.logs, self.checkpoints, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
             write_json(self.plan_file, plan.model_dump(mode="json"))
-            write_json(self.ds_config_file, dict(ds_config))
+            if ds_config:
+                write_json(self.ds_config_file, dict(ds_config))
+            else:
+                self.ds_config_file.unlink(missing_ok=True)
             write_json(self.environment_file, environment())
             # Last, since a folder with a recipe is a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
@@ -168,6 +172,13 @@ class RunDir:
             field = ".".join(map(str, first["loc"]))
             problem = Problem("run_dir.plan", str(self.plan_file), f"cannot be read: {field}: {first['msg']}")
         raise RecipeError(problem)
+
+    def read_ds_config(self) -> dict[str, Any]:
+        """What `create` was given."""
+        if not self.ds_config_file.exists():
+            return {}
+        config: dict[str, Any] = json.loads(self.ds_config_file.read_text())
+        return config
 
     def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
         """Records how the workers were started.

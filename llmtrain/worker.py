@@ -6,7 +6,6 @@ torchrun, deepspeed or accelerate arrives at `work` by way of the command line.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -32,7 +31,7 @@ def main(run_dir: Path, resume: str = "auto", max_steps: Annotated[int | None, t
     if rank is None:
         raise SystemExit("llmtrain.worker is started by a launcher, which sets RANK; use `llmtrain train`")
     folder = RunDir(run_dir)
-    work(rank, folder, folder.read_plan(), json.loads(folder.ds_config_file.read_text()), resume, max_steps)
+    work(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps)
 
 
 def work(

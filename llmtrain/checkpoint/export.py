@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
+from llmtrain.engines.reference import saved_weights
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.plan import Plan
@@ -53,6 +54,8 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.recipe.parallel.strategy in ("horovod", "data_parallel"):
+        return saved_weights(checkpoint)
     if plan.layout.zero_stage == 3:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

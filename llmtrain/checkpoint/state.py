@@ -118,7 +118,11 @@ def _check_layout(folder: Path, plan: Plan) -> None:
 
 def _layout_of(layout: Layout, plan: Plan) -> dict[str, object]:
     parallel = plan.recipe.parallel
-    offload = {"precision": parallel.precision, "offload_optimizer": parallel.offload_optimizer}
+    offload = {
+        "strategy": parallel.strategy,
+        "precision": parallel.precision,
+        "offload_optimizer": parallel.offload_optimizer,
+    }
     return {**layout.model_dump(), **offload, "offload_param": parallel.offload_param}
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.installed import is_installed
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve import resolve
+from llmtrain.plan.rules.replicated import PRECISIONS
 from llmtrain.plan.runnable import check_runnable
 from llmtrain.recipe import Recipe
 
@@ -44,7 +46,8 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 
     World sizes divide `nproc`; degrees, ZeRO stages and offload are multiplied out, and each comes
     with one micro-batch per step and with several. Offload is tried under plain data parallelism
-    only, where every stage has it. Names read as `dp2-zero1-acc4-offload`.
+    only, where every stage has it, and so are the other backends, those that are installed. Names read as
+    `dp2-zero1-acc4-offload`, `dp2-horovod-acc4`.
     """
     for world in (size for size in range(1, nproc + 1) if nproc % size == 0):
         cluster = Cluster(devices_per_node=world, device=device)
@@ -54,12 +57,15 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
             for accumulation, suffix in itertools.product(_accumulations(recipe, dp), suffixes):
                 optimizer, parameters = OFFLOADS[suffix]
                 fields = {f"parallel.{name}": degree for name, degree in degrees.items()} | {
+                    "parallel.backend": "deepspeed",
                     "parallel.zero_stage": stage,
                     "parallel.offload_optimizer": optimizer,
                     "parallel.offload_param": parameters,
                     "batch.micro_batch_size": recipe.batch.global_batch_size // (dp * accumulation),
                 }
                 yield _name(dp, degrees, stage, accumulation, suffix), recipe.with_(**fields), cluster
+        for name, candidate in _replicated(recipe, world):
+            yield name, candidate, cluster
 
 
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[Refused]]:
@@ -74,6 +80,20 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
         else:
             plans.append(NamedPlan(name, plan))
     return plans, refused
+
+
+def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
+    """Data parallelism over all devices, by the backends that copy the whole model."""
+    backends = [backend for backend in PRECISIONS if is_installed(backend)]
+    for backend, accumulation in itertools.product(backends, _accumulations(recipe, world)):
+        fields = {f"parallel.{degree}": 1 for degree in DEGREES} | {
+            "parallel.backend": backend,
+            "parallel.zero_stage": 0,
+            "parallel.offload_optimizer": "none",
+            "parallel.offload_param": "none",
+            "batch.micro_batch_size": recipe.batch.global_batch_size // (world * accumulation),
+        }
+        yield f"dp{world}-{backend}-acc{accumulation}", recipe.with_(**fields)
 
 
 def _degrees(world: int) -> Iterator[dict[str, int]]:
