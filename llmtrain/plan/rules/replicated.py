@@ -63,7 +63,7 @@ def precision(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.precision", message, fix)
 
 
-@rule("replicated.grad_accum", "The plain loop sums gradients in fp32; another type would be ignored.", "run")
+@rule("replicated.grad_accum", "The plain loop sums gradients in fp32; another type would be ignored.", "read")
 def grad_accum(draft: Draft) -> Iterator[Fault]:
     """Accumulators below fp32."""
     parallel = draft.parallel
