@@ -53,6 +53,7 @@ patch_line "$source/horovod/torch/CMakeLists.txt" '    set(CMAKE_CXX_STANDARD 14
 # distutils left Python with 3.12.
 patch_line "$source/horovod/runner/js_run.py" \
     'from distutils.spawn import find_executable' 'from shutil import which as find_executable'
+# shellcheck disable=SC2016  # the variable is CMake's
 patch_line "$source/horovod/torch/CMakeLists.txt" \
     'execute_process(COMMAND ${PY_EXE} -c "from distutils.sysconfig import get_python_inc; print(get_python_inc())"' \
     'execute_process(COMMAND ${PY_EXE} -c "import sysconfig; print(sysconfig.get_path('\''include'\''))"'

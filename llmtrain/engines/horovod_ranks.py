@@ -80,6 +80,8 @@ def _variables(rank: int, size: int, local_size: int, port: int) -> dict[str, st
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
+        # Its default, 30 s, ends a run whose machine pauses for longer; torch's group waits as long as this.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "1800"),
     }
     if size == local_size:
         # Left alone, Horovod takes the address of the host's name, which need not resolve.
