@@ -73,7 +73,7 @@ def train(
         cluster = Cluster(nodes=nodes, devices_per_node=rank.local_world_size, device=cluster.device)
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
     try:
-        plan = _runnable(declared, cluster, folder, resume)
+        plan = _runnable(declared, cluster, folder, resume, rank.world_size if rank else None)
     except UserError as error:
         if rank is not None and not rank.is_main:
             sys.exit(error.exit_code)  # rank 0 says it
@@ -89,14 +89,14 @@ def train(
     work(rank, folder, plan, ds_config, resume, max_steps)
 
 
-def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str) -> Plan:
-    """The plan, after everything that can be known before a worker starts."""
+def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
+    """The plan, after everything that can be known before a worker starts; `workers` where a launcher started some."""
     from llmtrain.metrics.trackers import check_trackers
     from llmtrain.plan import resolve
     from llmtrain.plan.runnable import check_runnable
 
     plan = resolve(declared, cluster)
-    check_runnable(plan)
+    check_runnable(plan, workers)
     check_trackers(declared)
     folder.check(declared)
     if resume == "never" and any(folder.checkpoints.glob("step_*")):
@@ -133,7 +133,7 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     if max_steps:
         command += ["--max-steps", str(max_steps)]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-    return run_workers(command, plan.cluster.world_size, folder)
+    return run_workers(command, plan.workers, folder)
 
 
 def _is_finished(plan: Plan, folder: RunDir) -> bool:
@@ -210,7 +210,9 @@ def _sharding(plan: Plan) -> str:
     """What shares the work of data parallelism, if not DeepSpeed itself, and its stage."""
     parallel = plan.recipe.parallel
     stage = f"ZeRO-{plan.layout.zero_stage}"
-    return stage if parallel.backend == "deepspeed" else f"{parallel.backend} {parallel.strategy} {stage}"
+    if parallel.backend == "deepspeed":
+        return stage
+    return f"accelerate {parallel.strategy} {stage}" if parallel.backend == "accelerate" else parallel.backend
 
 
 def _print_plan(plan: Plan, console: Any) -> None:
@@ -218,7 +220,8 @@ def _print_plan(plan: Plan, console: Any) -> None:
     lines = [
         f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters"
         + (f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""),
-        f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} workers",
+        f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} "
+        + (f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"),
         f"layout   data {layout.dp} × pipeline {layout.pp} × tensor {layout.tp} × sequence {layout.sp}"
         f", expert {layout.ep}, {_sharding(plan)}, {plan.recipe.parallel.precision}",
         f"batch    {batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "

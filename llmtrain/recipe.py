@@ -151,8 +151,8 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class ParallelConfig(Part):
     """How the work is split. Data parallelism takes the devices that the other degrees leave."""
 
-    backend: Literal["deepspeed", "accelerate"] = "deepspeed"
-    """What runs the step."""
+    backend: Literal["deepspeed", "accelerate", "horovod", "data_parallel"] = "deepspeed"
+    """What runs the step. `data_parallel` is `torch.nn.DataParallel`: one process for all devices of one machine."""
     accelerate: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
     """What Accelerate runs: DistributedDataParallel, FSDP2 (`torch.distributed.fsdp.fully_shard`) or DeepSpeed."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -182,7 +182,7 @@ class ParallelConfig(Part):
 
     @property
     def strategy(self) -> str:
-        """What really splits the work: `deepspeed`, `ddp` or `fsdp2`."""
+        """What really splits the work: `deepspeed`, `ddp`, `fsdp2`, `horovod` or `data_parallel`."""
         return self.accelerate if self.backend == "accelerate" else self.backend
 
 

@@ -34,7 +34,7 @@ MAY_CHANGE = re.compile(
 
 PACKAGES = (
     *("llmtrain", "torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
-    *("numpy", "pydantic", "tensorboard", "wandb", "mlflow"),
+    *("numpy", "pydantic", "tensorboard", "wandb", "mlflow", "horovod"),
 )
 
 # What explains a run's speed or numbers. Only these names are recorded, and of them none that

@@ -14,6 +14,7 @@ from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines import rank_files
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
+from llmtrain.engines.reference import saved_weights
 from llmtrain.engines.tensor import join_shards
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
@@ -58,6 +59,8 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+    if plan.recipe.parallel.strategy in ("horovod", "data_parallel"):
+        return saved_weights(checkpoint)
     if plan.recipe.parallel.strategy in ("ddp", "fsdp2"):
         return {name: tensor.to(dtype) for name, tensor in rank_files.whole_weights(checkpoint).items()}
     folder = checkpoint / TAG

@@ -97,10 +97,10 @@ class Schedule:
             prepared,
             seed=plan.recipe.train.seed,
             global_batch_size=plan.batch.global_batch_size,
-            micro_batch_size=plan.batch.micro_batch_size,
+            micro_batch_size=plan.read_size,
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
             dp_rank=dp_rank,
-            dp_size=plan.layout.dp,
+            dp_size=plan.readers,
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.groups import forget_groups
@@ -30,6 +31,13 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
         return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
+    if plan.recipe.parallel.backend == "horovod":
+        # Here and not above: it is installed where somebody wants it.
+        from llmtrain.engines.horovod import HorovodDataParallel
+
+        return HorovodDataParallel(plan, device)
+    if plan.recipe.parallel.backend == "data_parallel":
+        return TorchDataParallel(plan, device)
     if plan.recipe.parallel.backend == "accelerate":
         # Here and not above: who has no accelerate can train without it.
         from llmtrain.engines.accelerated import AcceleratedDataParallel, AcceleratedDeepSpeed

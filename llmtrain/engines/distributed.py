@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.discovery import Rank
+from llmtrain.launch.discovery import HOROVODRUN, Rank
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
@@ -19,13 +19,18 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     thinks it is alone would train a model of its own.
     """
     os.environ["DS_ACCELERATOR"] = "cpu" if on_cpu else "cuda"
+    master_addr, master_port = rank.master_addr, rank.master_port
+    if rank.launcher == HOROVODRUN:
+        from llmtrain.engines.horovod_ranks import meeting_place
+
+        master_addr, master_port = meeting_place()
     # DeepSpeed and accelerate read these; a launcher may have set some of them only.
     os.environ.update(
         RANK=str(rank.rank),
         LOCAL_RANK=str(rank.local_rank),
         WORLD_SIZE=str(rank.world_size),
-        MASTER_ADDR=rank.master_addr,
-        MASTER_PORT=str(rank.master_port),
+        MASTER_ADDR=master_addr,
+        MASTER_PORT=str(master_port),
     )
     import deepspeed
     from deepspeed.ops import __compatible_ops__

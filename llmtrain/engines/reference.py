@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from llmtrain.data import StepBatch
+from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.seam import StepResult
 from llmtrain.recipe import Recipe
+
+FILE = "reference.pt"
+"""What the engine writes into a checkpoint."""
 
 
 class ReferenceEngine:
@@ -40,7 +44,7 @@ class ReferenceEngine:
         for group in groups:
             group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
         self.trained: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
-        self.optimizer = torch_optimizer(groups, recipe.optim)
+        self.optimizer = self._optimizer(groups)
         self.scheduler = schedule(self.optimizer, recipe)
 
     @property
@@ -51,12 +55,12 @@ class ReferenceEngine:
     def train_step(self, batch: StepBatch) -> StepResult:
         """One update from the sum over all micro-batches, divided by the target tokens."""
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             with self._autocast():
-                loss_sum, auxiliary = forward(self.model, self.model.config, micro_batch, self.device)
+                loss_sum, auxiliary = self._forward(micro_batch)
             loss = loss_sum / batch.target_tokens
             if auxiliary is not None:
                 loss = loss + auxiliary / len(batch.micro_batches)
@@ -64,11 +68,12 @@ class ReferenceEngine:
             self._collect_gradients()
             total += loss_sum.detach()
         limit = self.recipe.optim.clip_grad_norm or float("inf")
+        self._reduce_gradients()
         grad_norm = nn.utils.clip_grad_norm_(self.trained, limit)
-        self.optimizer.step()
+        self._update()
         self._round_masters()
         self.scheduler.step()
-        return StepResult(loss=total / batch.target_tokens, grad_norm=grad_norm, lr=lr)
+        return StepResult(loss=self._over_ranks(total) / batch.target_tokens, grad_norm=grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -77,8 +82,8 @@ class ReferenceEngine:
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             with self._autocast():
-                total += forward(self.model, self.model.config, micro_batch, self.device)[0]
-        return total / batch.target_tokens
+                total += self._forward(micro_batch)[0]
+        return self._over_ranks(total) / batch.target_tokens
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, tied ones once."""
@@ -87,11 +92,11 @@ class ReferenceEngine:
 
     def save(self, folder: Path) -> None:
         """Writes one file, `reference.pt`."""
-        torch.save(self._state(), folder / "reference.pt")
+        torch.save(self._state(), folder / FILE)
 
     def load(self, folder: Path) -> None:
         """Reads `reference.pt`."""
-        state = torch.load(folder / "reference.pt", weights_only=True)
+        state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
         self.model.load_state_dict(state["model"])
         for master, value in zip(self.masters.values(), state["masters"], strict=True):
             master.data.copy_(value)
@@ -101,6 +106,26 @@ class ReferenceEngine:
     def describe(self) -> dict[str, Any]:
         """Optimizer class and device."""
         return {"engine": "plain PyTorch", "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
+
+    # What the engines that share this loop do otherwise: Horovod's and nn.DataParallel's.
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """The optimizer of `trained`."""
+        return torch_optimizer(groups, self.recipe.optim)
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
+        return forward(self.model, self.model.config, micro_batch, self.device)
+
+    def _reduce_gradients(self) -> None:
+        """Makes the gradients those of the global batch; here they are."""
+
+    def _update(self) -> None:
+        self.optimizer.step()
+
+    def _over_ranks(self, total: Tensor) -> Tensor:
+        """The sum of a scalar over all ranks."""
+        return total
 
     def _collect_gradients(self) -> None:
         """Adds the gradients of a micro-batch to those of the master weights, in fp32."""
@@ -126,3 +151,11 @@ class ReferenceEngine:
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}.get(self.recipe.parallel.precision)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def saved_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint of this engine, under their Hugging Face names."""
+    weights: dict[str, Tensor] = torch.load(checkpoint / FILE, map_location="cpu", mmap=True, weights_only=True)[
+        "model"
+    ]
+    return weights

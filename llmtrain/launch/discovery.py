@@ -10,6 +10,8 @@ from pathlib import Path
 from llmtrain.errors import Problem, RecipeError
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
+HOROVODRUN = "horovodrun"
+"""Name of a launcher that tells where Horovod's ranks meet, and not where torch's do."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ class Launcher:
     name: str
     markers: tuple[str, ...]
     """Variables that only this launcher sets; one of them is enough to recognise it."""
+    rank: str = "RANK"
+    """Its variables, by what they tell."""
+    local_rank: str = "LOCAL_RANK"
+    world_size: str = "WORLD_SIZE"
     local_world_size: str = "LOCAL_WORLD_SIZE"
-    """Its variable for the number of workers on this machine."""
+    master_addr: str = "MASTER_ADDR"
+    master_port: str = "MASTER_PORT"
 
 
 # In order: the first launcher with a marker in the environment describes the worker. The innermost
@@ -50,6 +57,17 @@ LAUNCHERS = (
     Launcher("torchrun", markers=("TORCHELASTIC_RUN_ID",)),
     # deepspeed/launcher/launch.py
     Launcher("deepspeed", markers=("CROSS_RANK", "CROSS_SIZE"), local_world_size="LOCAL_SIZE"),
+    Launcher(
+        HOROVODRUN,
+        markers=("HOROVOD_RANK",),
+        rank="HOROVOD_RANK",
+        local_rank="HOROVOD_LOCAL_RANK",
+        world_size="HOROVOD_SIZE",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+        # Where Horovod's ranks meet; torch's agree there on a place of their own.
+        master_addr="HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        master_port="HOROVOD_GLOO_RENDEZVOUS_PORT",
+    ),
     # Set by hand or by a job template, in the names that `torch.distributed` reads.
     Launcher("environment", markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
 )
@@ -71,12 +89,12 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
         return None
     reader = _Reader(env)
     rank = Rank(
-        rank=reader.number("RANK"),
-        local_rank=reader.number("LOCAL_RANK"),
-        world_size=reader.number("WORLD_SIZE", least=1),
+        rank=reader.number(launcher.rank),
+        local_rank=reader.number(launcher.local_rank),
+        world_size=reader.number(launcher.world_size, least=1),
         local_world_size=reader.number(launcher.local_world_size, least=1),
-        master_addr=reader.text("MASTER_ADDR"),
-        master_port=reader.number("MASTER_PORT", least=1, most=65535),
+        master_addr=reader.text(launcher.master_addr),
+        master_port=reader.number(launcher.master_port, least=1, most=65535),
         launcher=launcher.name,
     )
     problems = reader.problems or _contradictions(rank, launcher, env, argv)
@@ -120,19 +138,19 @@ _FIX = "start it with a launcher that sets all of them, or unset RANK, WORLD_SIZ
 
 def _contradictions(rank: Rank, launcher: Launcher, env: Mapping[str, str], argv: Sequence[str]) -> list[Problem]:
     """What cannot be true at once."""
-    local = launcher.local_world_size
+    world, local = f"{launcher.world_size}={rank.world_size}", f"{launcher.local_world_size}={rank.local_world_size}"
     found = []
     if rank.rank >= rank.world_size:
-        found.append(("RANK", f"{rank.rank} is not below WORLD_SIZE={rank.world_size}"))
+        found.append((launcher.rank, f"{rank.rank} is not below {world}"))
     if rank.local_world_size > rank.world_size:
-        found.append((local, f"{rank.local_world_size} is more than WORLD_SIZE={rank.world_size}"))
+        found.append((launcher.local_world_size, f"{rank.local_world_size} is more than {world}"))
     if rank.local_rank >= rank.local_world_size:
-        found.append(("LOCAL_RANK", f"{rank.local_rank} is not below {local}={rank.local_world_size}"))
+        found.append((launcher.local_rank, f"{rank.local_rank} is not below {local}"))
     if rank.local_rank > rank.rank:
-        found.append(("LOCAL_RANK", f"{rank.local_rank} is above RANK={rank.rank}"))
+        found.append((launcher.local_rank, f"{rank.local_rank} is above {launcher.rank}={rank.rank}"))
     argument = _local_rank_argument(argv)
     if argument is not None and argument != str(rank.local_rank):
-        found.append(("LOCAL_RANK", f"{rank.local_rank} disagrees with the argument --local_rank={argument}"))
+        found.append((launcher.local_rank, f"{rank.local_rank} disagrees with the argument --local_rank={argument}"))
     return [Problem("launch.environment", name, message, _FIX) for name, message in found]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.installed import is_installed
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.resolve import resolve
 from llmtrain.plan.runnable import check_runnable
@@ -21,13 +22,15 @@ OFFLOADS = {
     "offload_param": ("cpu", "cpu"),
 }
 """Suffix of a candidate's name → where its optimizer states and its parameters live."""
-ACCELERATED = {
-    "ddp": ("ddp", 0),
-    "fsdp2": ("fsdp2", 3),
-    "fsdp2-zero2": ("fsdp2", 2),
-    **{f"accelerate-zero{stage}": ("deepspeed", stage) for stage in range(4)},
+BACKENDS = {
+    "ddp": ("accelerate", "ddp", 0),
+    "fsdp2": ("accelerate", "fsdp2", 3),
+    "fsdp2-zero2": ("accelerate", "fsdp2", 2),
+    **{f"accelerate-zero{stage}": ("accelerate", "deepspeed", stage) for stage in range(4)},
+    "horovod": ("horovod", "ddp", 0),
+    "data_parallel": ("data_parallel", "ddp", 0),
 }
-"""Part of a candidate's name → what accelerate runs, and its ZeRO stage."""
+"""Part of a candidate's name → backend, what accelerate runs, and ZeRO stage."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 
     World sizes divide `nproc`; degrees, ZeRO stages and offload are multiplied out, and each comes
     with one micro-batch per step and with several. Offload is tried under plain data parallelism
-    only, where every stage has it, and so are the other backends. Names read as `dp2-zero1-acc4-offload`,
-    `dp2-fsdp2-acc4`.
+    only, where every stage has it, and so are the other backends, those that are installed. Names read as
+    `dp2-zero1-acc4-offload`, `dp2-fsdp2-acc4`.
     """
     for world in (size for size in range(1, nproc + 1) if nproc % size == 0):
         cluster = Cluster(devices_per_node=world, device=device)
@@ -70,7 +73,7 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
                     "batch.micro_batch_size": recipe.batch.global_batch_size // (dp * accumulation),
                 }
                 yield _name(dp, degrees, stage, accumulation, suffix), recipe.with_(**fields), cluster
-        for name, candidate in _accelerated(recipe, world):
+        for name, candidate in _replicated(recipe, world):
             yield name, candidate, cluster
 
 
@@ -88,13 +91,15 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
     return plans, refused
 
 
-def _accelerated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
-    """Data parallelism over all devices, by what accelerate runs."""
-    for (name, (strategy, stage)), accumulation in itertools.product(
-        ACCELERATED.items(), _accumulations(recipe, world)
+def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
+    """Data parallelism over all devices, by the other backends that are installed."""
+    for (name, (backend, strategy, stage)), accumulation in itertools.product(
+        BACKENDS.items(), _accumulations(recipe, world)
     ):
+        if not is_installed(backend):
+            continue
         fields = {f"parallel.{degree}": 1 for degree in DEGREES} | {
-            "parallel.backend": "accelerate",
+            "parallel.backend": backend,
             "parallel.accelerate": strategy,
             "parallel.zero_stage": stage,
             "parallel.offload_optimizer": "none",

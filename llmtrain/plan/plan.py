@@ -91,12 +91,29 @@ class Plan(Part):
     notes: tuple[dict[str, str], ...] = Field(default=())
     """What is legal but worth knowing, as `Problem` dictionaries."""
 
+    @property
+    def workers(self) -> int:
+        """Processes: one for each device, but a single one where `nn.DataParallel` drives them all."""
+        return 1 if self.recipe.parallel.strategy == "data_parallel" else self.cluster.world_size
+
+    @property
+    def readers(self) -> int:
+        """Replicas, or groups of them in one process, that read samples of their own."""
+        return self.layout.dp * self.workers // self.cluster.world_size
+
+    @property
+    def read_size(self) -> int:
+        """Sequences that a process reads per forward pass: the micro-batches of its devices, joined."""
+        return self.batch.micro_batch_size * self.layout.dp // self.readers
+
     def summary(self) -> dict[str, Any]:
         """The plan as `llmtrain plan --json` prints it, without the engine's configuration."""
         return {
             "legal": True,
             "recipe": self.recipe.name,
             "cluster": self.cluster.model_dump(),
+            "backend": self.recipe.parallel.backend,
+            "workers": self.workers,
             "layout": self.layout.model_dump(),
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(),

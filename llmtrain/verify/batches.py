@@ -44,7 +44,7 @@ class Batches:
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """What a plan's own schedule gives to a data parallel rank in each step."""
         schedule = Schedule.of(plan, self.prepared, dp_rank)
-        micro, dp = plan.batch.micro_batch_size, plan.layout.dp
+        micro, dp = plan.read_size, plan.readers
         for step, targets in enumerate(self._targets):
             batch = schedule.train_batch(step * self.size)
             uneven = []

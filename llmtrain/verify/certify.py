@@ -40,7 +40,7 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
     job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
     job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
     # One worker first, which makes the reference.
-    for world_size in sorted({1, *(one.plan.cluster.world_size for one in plans)}):
+    for world_size in sorted({1, *(one.plan.workers for one in plans)}):
         _run(world_size, run_dir)
     certificate = _collect(job, refused, folder)
     write_json(folder / "certificate.json", certificate.document())
@@ -68,7 +68,7 @@ def _clear(folder: Path) -> None:
 
 def _collect(job: Job, refused: list[Refused], folder: Path) -> Certificate:
     verdicts = []
-    for world_size in sorted({plan.cluster.world_size for plan in job.plans.values()}):
+    for world_size in sorted({plan.workers for plan in job.plans.values()}):
         lines = verdicts_file(folder, world_size).read_text().splitlines()
         verdicts += [Verdict.model_validate_json(line) for line in lines]
     references = {probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES}

@@ -33,7 +33,7 @@ class Job(Part):
 
     def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
         """The plans for so many workers."""
-        return [(name, plan) for name, plan in self.plans.items() if plan.cluster.world_size == world_size]
+        return [(name, plan) for name, plan in self.plans.items() if plan.workers == world_size]
 
 
 class Deviation(Part):

@@ -16,6 +16,14 @@ COMMON = {
 }
 TORCHRUN = {**COMMON, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 DEEPSPEED = {**COMMON, "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+HOROVODRUN = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "node-1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "29501",
+}
 
 
 def expected(launcher: str) -> Rank:
@@ -27,10 +35,11 @@ def expected(launcher: str) -> Rank:
     [
         (TORCHRUN, "torchrun"),
         (DEEPSPEED, "deepspeed"),
+        (HOROVODRUN, "horovodrun"),
         ({**COMMON, "LOCAL_WORLD_SIZE": "2"}, "environment"),
         ({**COMMON, "LOCAL_WORLD_SIZE": "2", "LLMTRAIN_LAUNCHER": "local"}, "local"),
         # The innermost launcher is believed.
-        ({**TORCHRUN, **DEEPSPEED, "LLMTRAIN_LAUNCHER": "local"}, "local"),
+        ({**TORCHRUN, **DEEPSPEED, **HOROVODRUN, "LLMTRAIN_LAUNCHER": "local"}, "local"),
     ],
 )
 def test_each_launcher_is_recognised(env, launcher):
@@ -75,6 +84,13 @@ def test_what_cannot_be_is_refused_by_name(change, names):
         discover(env)
     assert [problem.field for problem in error.value.problems] == names
     assert {problem.rule for problem in error.value.problems} == {"launch.environment"}
+
+
+@pytest.mark.parametrize("name", HOROVODRUN.keys() - {"HOROVOD_RANK"})
+def test_what_horovodrun_left_out_is_named_as_it_names_it(name):
+    with pytest.raises(RecipeError) as error:
+        discover({key: value for key, value in HOROVODRUN.items() if key != name})
+    assert name in [problem.field for problem in error.value.problems]
 
 
 def test_local_rank_argument_must_agree():

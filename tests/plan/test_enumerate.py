@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from llmtrain.plan.enumerate import candidates, enumerate_plans
 from llmtrain.plan.load import load_recipe
 from llmtrain.verify.job import choose, comparable
@@ -13,6 +15,7 @@ def test_every_legal_data_parallel_plan_is_there_once():
     plans, _ = enumerate_plans(RECIPE, 4)
     names = [one.name for one in plans]
     assert len(set(names)) == len(names)
+    plans = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
     # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with both kinds; each with two accumulations.
     own = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
     assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in own) == 3 * 2 * 8
@@ -36,6 +39,18 @@ def test_a_recipe_for_accelerate_is_verified_under_deepspeed_too():
         **{"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
     )
     assert [one.name for one in enumerate_plans(recipe, 2)[0]] == [one.name for one in enumerate_plans(RECIPE, 2)[0]]
+
+
+def test_other_backends_are_plain_data_parallelism():
+    names = {one.name for one in enumerate_plans(RECIPE, 2)[0]}
+    # On CPUs nn.DataParallel has one device.
+    assert {name for name in names if "data_parallel" in name} == {"dp1-data_parallel-acc1", "dp1-data_parallel-acc4"}
+    installed = importlib.util.find_spec("horovod") is not None
+    assert ("dp2-horovod-acc2" in names) == installed
+    gpus = {one.name: one.plan for one in enumerate_plans(RECIPE, 2, "h100")[0]}
+    plan = gpus["dp2-data_parallel-acc2"]
+    assert (plan.layout.dp, plan.workers, plan.readers) == (2, 1, 1)
+    assert plan.read_size * plan.batch.gradient_accumulation_steps == plan.batch.global_batch_size
 
 
 def test_world_sizes_divide_the_devices():

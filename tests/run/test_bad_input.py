@@ -34,6 +34,8 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--set", "parallel.precision=fp16"], ["fp16"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.tensor=2"], ["--set parallel.tensor=1"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
+        (["{recipe}", "--nproc", "2", "--set", "parallel.backend=data_parallel"], ["data_parallel.devices"]),
+        (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["replicated.sharding"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
     ],

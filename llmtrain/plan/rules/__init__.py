@@ -2,7 +2,7 @@
 
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules import accelerated, batch, expert, layout, model, pipeline, precision, tensor, zero
+from llmtrain.plan.rules import accelerated, batch, expert, layout, model, pipeline, precision, replicated, tensor, zero
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *DEEPSPEED_RULES,
     *accelerated.RULES,
+    *replicated.RULES,
 )
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]

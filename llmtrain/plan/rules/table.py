@@ -16,8 +16,8 @@ Generated from `llmtrain/plan/rules/` by `python -m llmtrain.plan.rules.table`; 
 
 A plan that breaks a rule is refused before anything starts, with the rule's id, what was given and what
 to do; a rule marked *note* lets the plan pass and says so. What the engine does was seen on {ENGINE}. Rules whose
-names begin with `precision`, `zero` or `pipeline` are DeepSpeed's: they are not asked about DistributedDataParallel and
-FSDP2.
+names begin with `precision`, `zero`, `pipeline`, `tensor` or `expert` are DeepSpeed's: they are not asked about other
+backends.
 
 | Rule | Why | Seen |
 |---|---|---|

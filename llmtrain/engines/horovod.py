@@ -1,0 +1,97 @@
+"""Horovod's data parallelism: the plain loop on each rank, with gradients summed by Horovod (arXiv 1802.05799)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.horovod_ranks import join
+from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import build_model
+from llmtrain.plan import Plan
+
+
+class HorovodDataParallel(ReferenceEngine):
+    """A replica on each rank.
+
+    Gradients are summed, not averaged: each rank's loss is divided by the target tokens of the global
+    batch already. They travel while the last backward pass still runs, in fp32, once per step. fp32
+    master weights of a bf16 model are in no graph, so theirs travel when that pass is over.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        join(plan.cluster.devices_per_node)
+        _check_device(device)
+        self.accumulation = plan.batch.gradient_accumulation_steps
+        recipe = plan.recipe
+        model = build_model(recipe, WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32), device)
+        if recipe.parallel.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        super().__init__(model, recipe)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Every rank is a replica."""
+        return dist.get_rank()
+
+    def save(self, folder: Path) -> None:
+        """Writes one file, from rank 0: replicas are equal."""
+        if dist.get_rank() == 0:
+            super().save(folder)
+
+    def describe(self) -> dict[str, Any]:
+        """Horovod's version and what reduces, the optimizer and the device."""
+        backend = "nccl" if self.device.type == "cuda" and hvd.nccl_built() else "gloo"
+        return super().describe() | {"engine": f"horovod {horovod.__version__}", "backend": backend}
+
+    def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """The recipe's optimizer, wrapped, after rank 0's weights have gone to all ranks."""
+        trained = [
+            (name, self.masters.get(weight, weight))
+            for name, weight in self.model.named_parameters()
+            if weight.requires_grad
+        ]
+        hvd.broadcast_parameters([(name, weight.detach()) for name, weight in trained], root_rank=0)
+        self._round_masters()
+        wrapped: Optimizer = hvd.DistributedOptimizer(
+            super()._optimizer(groups),
+            named_parameters=trained,
+            op=hvd.Sum,
+            backward_passes_per_step=self.accumulation,
+        )
+        return wrapped
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """As the plain loop's; the auxiliary loss is a mean over the ranks' micro-batches too."""
+        loss_sum, auxiliary = super()._forward(micro_batch)
+        return loss_sum, None if auxiliary is None else auxiliary / hvd.size()
+
+    def _reduce_gradients(self) -> None:
+        """Waits for the sums; clipping comes after it."""
+        self.optimizer.synchronize()  # type: ignore[attr-defined]
+
+    def _update(self) -> None:
+        with self.optimizer.skip_synchronize():  # type: ignore[attr-defined]
+            super()._update()
+
+    def _over_ranks(self, total: Tensor) -> Tensor:
+        summed: Tensor = hvd.allreduce(total, op=hvd.Sum, name="loss")
+        return summed
+
+
+def _check_device(device: torch.device) -> None:
+    """Raises RecipeError where Horovod was built without what the device takes."""
+    if device.type == "cuda" and not hvd.cuda_built():
+        message = "'horovod' was given on a GPU, but this Horovod was built for CPUs"
+        fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"
+        raise RecipeError(Problem("backend.device", "parallel.backend", message, fix))

@@ -1,0 +1,103 @@
+"""`nn.DataParallel` trains what the plain loop does; what it does itself takes GPUs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from torch import nn
+from traces import Trace, trace, worst
+
+from llmtrain.cluster import Cluster
+from llmtrain.engines.data_parallel import TorchDataParallel
+from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.models import build_model
+from llmtrain.plan import resolve
+from llmtrain.recipe import Recipe
+
+STEPS = 6
+FP32 = 1e-5
+"""The bound of the project for fp32; see test_parity.py."""
+CPU = torch.device("cpu")
+SGD = {"optim.name": "sgd", "optim.lr": 0.1}
+MOE = {
+    "model.architecture": "mixtral",
+    "model.config": {
+        **tiny_recipe().model.config,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
+}
+VARIANTS = ({}, SGD, {**SGD, "parallel.activation_checkpointing": "full"}, {**SGD, **MOE})
+
+
+class InTurn(nn.Module):
+    """What `nn.DataParallel` computes, one part after the other on one device."""
+
+    def __init__(self, module: nn.Module, parts: int) -> None:
+        super().__init__()
+        self.module = module
+        self.parts = parts
+
+    def forward(self, *inputs):
+        found = [self.module(*part) for part in zip(*(one.chunk(self.parts) for one in inputs), strict=True)]
+        losses, auxiliaries = zip(*found, strict=True)
+        return torch.cat(losses), None if auxiliaries[0] is None else torch.cat(auxiliaries)
+
+
+def _engine(devices: int, device: torch.device, micro_batch: int, **fields) -> TorchDataParallel:
+    recipe = tiny_recipe(**{"parallel.backend": "data_parallel", "batch.micro_batch_size": micro_batch, **fields})
+    plan = resolve(recipe, Cluster(devices_per_node=devices, device="cpu" if devices == 1 else "gpu"))
+    assert plan.workers == 1
+    engine = TorchDataParallel(plan, device)
+    engine.shape = (plan.read_size, plan.batch.gradient_accumulation_steps)
+    assert engine.shape == (micro_batch * devices, GLOBAL_BATCH // (micro_batch * devices))
+    return engine
+
+
+def _reference(recipe: Recipe, micro_batch: int, device: torch.device = CPU) -> Trace:
+    engine = ReferenceEngine(build_model(recipe, torch.float32, device), recipe)
+    return trace(engine, range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+
+
+def _same(run: Trace, expected: Trace) -> None:
+    assert worst(run.losses, expected.losses) < FP32
+    assert worst(run.grad_norms, expected.grad_norms) < FP32
+    assert run.rates == expected.rates
+    assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32)
+    assert run.weights.keys() == expected.weights.keys()
+    for name, value in run.weights.items():
+        # Where a gradient is near zero Adam moves a weight by its rounding; see test_parity.py.
+        np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_arithmetic_is_that_of_the_plain_loop(devices, fields):
+    engine = _engine(devices, CPU, micro_batch=2, **fields)
+    engine.replicas = InTurn(engine.replicas, devices)
+    _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2))
+
+
+def test_it_goes_on_from_what_it_saved(tmp_path):
+    first, second = (_engine(1, CPU, micro_batch=2) for _ in range(2))
+    for step in range(3):
+        first.train_step(step_batch(step, *first.shape))
+    first.save(tmp_path)
+    second.load(tmp_path)
+    whole, continued = (trace(engine, range(3, STEPS), *engine.shape) for engine in (first, second))
+    assert continued.losses == whole.losses
+    for name, value in whole.weights.items():
+        np.testing.assert_array_equal(continued.weights[name], value, err_msg=name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel spreads work over two or more CUDA GPUs")
+@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+def test_several_gpus_are_the_plain_loop(fields):
+    gpu = torch.device("cuda", 0)
+    engine = _engine(2, gpu, micro_batch=2, **fields)
+    assert len(engine.devices) == 2
+    _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2, gpu))
