@@ -113,7 +113,11 @@ def _fit(
 
 
 def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str) -> TrainerState:
-    """The state to start from; the generators of a new run are seeded, each rank's its own."""
+    """The state to start from; the generators of a new run are seeded.
+
+    Tensor parallel ranks, which are neighbours, draw alike: what they hold whole they drop alike. All
+    others draw apart.
+    """
     import torch
     from torch import distributed as dist
 
@@ -127,7 +131,7 @@ def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str)
         chosen = [str(found) if found else None]
     dist.broadcast_object_list(chosen, src=0)
     if chosen[0] is None:
-        torch.manual_seed(plan.recipe.train.seed + dist.get_rank())
+        torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.layout.tp)
         return TrainerState(data=data)
     return load(Path(chosen[0]), engine, plan, data)
 

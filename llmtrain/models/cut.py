@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from llmtrain.models.bounds import StageBounds
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
+from llmtrain.models.tensor import TensorParallel
 from llmtrain.models.tiny import shrink
 
 TOLERANCE = 1e-5
@@ -26,7 +27,7 @@ Both sides compute the same fp32 operations in the same order, so equality is th
 for kernels that choose another way for another memory layout.
 """
 CPU = torch.device("cpu")
-_STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """What a family's own code raises where something is not as it expects."""
 
 
@@ -38,13 +39,16 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     cut: Cut | None = None,
+    tensor: TensorParallel | None = None,
 ) -> Stage:
     """Stage `index` of the causal LM of `config`, its parameters allocated on `device` but not drawn.
 
     `initialise(stage.model, seed)` draws exactly what the whole model would have. cut: what
-    `check_cut` returned, where it was called before; it is called here otherwise. Raises Refused.
+    `check_cut` returned, where it was called before; it is called here otherwise. tensor: slices the
+    stage among ranks; then `initialise` needs `tensor.whole`. Raises Refused.
     """
-    return build_with_cut(config, index, cut or check_cut(config, bounds, attention), attention, dtype, device)
+    cut = cut or check_cut(config, bounds, attention)
+    return build_with_cut(config, index, cut, attention, dtype, device, tensor)
 
 
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
@@ -57,7 +61,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
         raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
         tiny = shrink(config)
-    except (*_STUMBLES, StrictDataclassError) as error:
+    except (*STUMBLES, StrictDataclassError) as error:
         raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
@@ -69,7 +73,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         whole = reference(config, attention)
         inputs = packed_input(config)
         tuple_length, expected = _observe(whole, inputs)
-    except _STUMBLES as error:
+    except STUMBLES as error:
         raise Refused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     _require_all_layers(whole, bounds)
     everything = frozenset(name for name, _ in whole.named_parameters())
@@ -80,7 +84,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
-        except _STUMBLES as error:
+        except STUMBLES as error:
             # Whatever a foreign forward stumbles over without its layers is the reason to refuse it.
             reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
             continue

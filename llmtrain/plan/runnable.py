@@ -9,7 +9,8 @@ from llmtrain.plan.plan import Plan
 def check_runnable(plan: Plan) -> None:
     """Raises RecipeError where the plan asks for a kind of parallelism that has no engine here."""
     layout = plan.layout
-    degrees = {"tensor": layout.tp, "sequence": layout.sp, "expert": layout.ep}
+    # Within pipeline stages tensor parallelism is this package's own.
+    degrees = {"tensor": layout.tp if layout.pp == 1 else 1, "sequence": layout.sp, "expert": layout.ep}
     problems = [
         Problem(
             "engine.degree",
