@@ -13,6 +13,7 @@ from llmtrain.checkpoint.state import check, read_plan
 from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
+from llmtrain.models.tensor import Split, plan_split
 from llmtrain.plan import Plan
 
 
@@ -29,7 +30,7 @@ def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
     plan = read_plan(checkpoint)
     dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
     model = _empty_model(plan, dtype)
-    weights = _weights(checkpoint, plan, dtype)
+    weights = _weights(checkpoint, plan, dtype, model)
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -52,24 +53,29 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype, model: PreTrainedModel) -> dict[str, Tensor]:
     if plan.layout.zero_stage == 3:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         whole: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint), tag=TAG)
         return {name: tensor.to(dtype) for name, tensor in whole.items()}
     if plan.layout.pp > 1:
-        return _weights_of_stages(checkpoint / TAG)
+        split = plan_split(model, plan.layout.tp) if plan.layout.tp > 1 else Split({}, {})
+        return _weights_of_stages(checkpoint / TAG, plan.layout.pp, split)
     file = checkpoint / TAG / "mp_rank_00_model_states.pt"
     weights: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)["module"]
     return weights
 
 
-def _weights_of_stages(folder: Path) -> dict[str, Tensor]:
-    """Joins the stages of a pipeline, each a file whose names are the whole model's below `model.`."""
+def _weights_of_stages(folder: Path, stages: int, split: Split) -> dict[str, Tensor]:
+    """Joins a pipeline: of each stage a file of each tensor parallel rank, whose names are below `model.`."""
     weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("layer_*-model_states.pt")):
-        stage = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        # The first copy of a tied weight is as good as any other.
-        weights = {**{name.removeprefix("model."): tensor for name, tensor in stage.items()}, **weights}
+    for stage in range(stages):
+        files = sorted(folder.glob(f"layer_{stage:02d}-*model_states.pt"))
+        parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
+        for own in parts[0]:
+            name = own.removeprefix("model.")
+            shard = split.shards.get(name)
+            if name not in weights:  # the first copy of a tied weight is as good as any other
+                weights[name] = shard.whole([part[own] for part in parts]) if shard else parts[0][own]
     return weights

@@ -103,7 +103,7 @@ class Split:
     styles: Mapping[str, str]
     """Module → style."""
     shards: Mapping[str, Shard]
-    """Parameter, by its first name where it is tied → how it is sliced."""
+    """Parameter, by each of its names where it is tied → how it is sliced."""
 
 
 class TensorParallel:
@@ -369,12 +369,11 @@ def plan_split(model: PreTrainedModel, degree: int) -> Split:
     shards: dict[str, Shard] = {}
     for uses in by_parameter.values():
         shard = _agreed(model.config, uses)
-        if shard is not None:
-            shards[uses[0][0]] = shard
-        else:
-            for name, style, _ in uses:
-                if STYLES[style].alone:
-                    styles.pop(name.rpartition(".")[0], None)
+        for name, style, _ in uses:
+            if shard is not None:
+                shards[name] = shard
+            elif STYLES[style].alone:
+                styles.pop(name.rpartition(".")[0], None)
     unknown = sorted({style for style in styles.values() if style not in STYLES})
     if unknown:
         raise SplitRefused(model.config, f"its plan asks for the styles {', '.join(unknown)}")

@@ -62,7 +62,9 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
     """
     try:
         with torch.device("meta"):
-            split = plan_split(AutoModelForCausalLM.from_config(config), degree)
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        split = plan_split(model, degree)
         tiny = shrink(config, vocab_size=_VOCABULARY)
     except (*STUMBLES, StrictDataclassError) as error:
         raise SplitRefused(config, f"no tiny copy can be made to compare with ({error})") from error
