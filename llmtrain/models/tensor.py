@@ -33,7 +33,7 @@ class SplitRefused(RecipeError):  # noqa: N818 - a verdict, and so it is called 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
         self.reason = reason
         message = f"{config.model_type} cannot be split among tensor parallel ranks: {reason}"
-        super().__init__(Problem("tensor.family", "parallel.tensor", message, "parallel.tensor=1"))
+        super().__init__(Problem("tensor.family", "parallel.tensor", message, "--set parallel.tensor=1"))
 
 
 class Ranks(Protocol):

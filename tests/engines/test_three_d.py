@@ -44,8 +44,8 @@ def _train(rank: int, dp: int, cases) -> list[Trace]:
     return [_run(engine_of(plan), plan, range(STEPS)) for plan in plans]
 
 
-def _compare(dp: int, cases) -> None:
-    for results in run_ranks(4 * dp, _train, dp, cases):
+def _compare(by_rank: list[list[Trace]], cases) -> None:
+    for results in by_rank:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
             expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
@@ -58,32 +58,45 @@ def _compare(dp: int, cases) -> None:
                 np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
 
 
-def test_stages_of_two_ranks_are_the_plain_loop():
-    _compare(1, [{}, {**SGD, **HEAD_NORMS}])
+FP32_CASES = [{}, {**SGD, **HEAD_NORMS}]
+BF16 = {"parallel.precision": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return run_ranks(4, _train, 1, [*FP32_CASES, BF16])
+
+
+def test_stages_of_two_ranks_are_the_plain_loop(trained):
+    _compare([results[:-1] for results in trained], FP32_CASES)
+
+
+def test_bf16_stays_near_the_fp32_loop(trained):
+    """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
+    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    for *_, run in trained:
+        assert worst(run.losses, expected.losses) < 2**-8
+        assert worst(run.grad_norms, expected.grad_norms) < 2**-6
 
 
 @pytest.mark.slow
 def test_other_families_and_options_are_the_plain_loop():
     checkpointing = {"parallel.activation_checkpointing": "full"}
     offload = {"parallel.offload_optimizer": "cpu"}
-    _compare(1, [SGD, {**SGD, **UNTIED}, {**SGD, **BIASES}, {**SGD, **EXPERTS}, checkpointing, {**SGD, **offload}])
+    cases = [SGD, {**SGD, **UNTIED}, {**SGD, **BIASES}, {**SGD, **EXPERTS}, checkpointing, {**SGD, **offload}]
+    _compare(run_ranks(4, _train, 1, cases), cases)
 
 
 @pytest.mark.slow
 def test_with_data_parallel_replicas():
-    _compare(2, [{}, SGD])
-
-
-def test_bf16_stays_near_the_fp32_loop():
-    """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
-    for (run,) in run_ranks(4, _train, 1, [{"parallel.precision": "bf16"}]):
-        assert worst(run.losses, expected.losses) < 2**-8
-        assert worst(run.grad_norms, expected.grad_norms) < 2**-6
+    cases = [{}, SGD]
+    _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)
 
 
 def _interrupted(rank: int, folder):
+    """The seed of this rank; an uninterrupted run; what another had saved, and how a third went on."""
     plan = _plan(1, DROPOUT)
+    seed = _seed(folder / "new")
     torch.manual_seed(rank // 2)  # as a worker does: tensor parallel ranks drop alike
     whole = _run(engine_of(plan), plan, range(6))
     torch.manual_seed(rank // 2)
@@ -94,7 +107,15 @@ def _interrupted(rank: int, folder):
     torch.manual_seed(999)
     second = engine_of(plan)
     load(newest(folder), second, plan, "key")
-    return whole, saved, _run(second, plan, range(3, 6))
+    return seed, whole, saved, _run(second, plan, range(3, 6))
+
+
+def _seed(folder) -> int:
+    from llmtrain import worker
+    from llmtrain.run_dir import RunDir
+
+    worker._resume(RunDir(folder), _plan(1, {}), None, "auto", "key")
+    return torch.initial_seed()
 
 
 def _run_without_evaluation(engine, plan, steps: range) -> None:
@@ -111,15 +132,20 @@ def interrupted(tmp_path_factory):
 
 
 def test_a_continued_run_is_uninterrupted_bit_for_bit(interrupted):
-    for whole, _, continued in interrupted[1]:
+    for _, whole, _, continued in interrupted[1]:
         assert continued.losses == whole.losses[3:]
         assert continued.grad_norms == whole.grad_norms[3:]
         assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in whole.weights)
 
 
+def test_the_ranks_of_a_stage_draw_alike(interrupted):
+    seed = tiny_recipe().train.seed
+    assert [drawn for drawn, *_ in interrupted[1]] == [seed, seed, seed + 1, seed + 1]
+
+
 def test_all_ranks_hold_the_same_weights_in_spite_of_dropout(interrupted):
     """What tensor parallel ranks hold whole (norms, biases) each yields from its own copy."""
-    first, *others = [whole.weights for whole, _, _ in interrupted[1]]
+    first, *others = [whole.weights for _, whole, _, _ in interrupted[1]]
     for weights in others:
         assert all(np.array_equal(weights[name], first[name]) for name in first)
 
@@ -130,19 +156,6 @@ def test_the_exported_weights_are_the_engines_bit_for_bit(interrupted, tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(tmp_path / "tokenizer")
     export(newest(folder), tmp_path / "tokenizer", tmp_path / "out")
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
-    saved = results[0][1]
+    saved = results[0][2]
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], torch.from_numpy(saved[name])) for name in saved)
-
-
-def _seed(rank: int, folder):
-    from llmtrain import worker
-    from llmtrain.run_dir import RunDir
-
-    worker._resume(RunDir(folder), _plan(1, {}), None, "auto", "key")
-    return torch.initial_seed()
-
-
-def test_the_ranks_of_a_stage_draw_alike(tmp_path):
-    seed = tiny_recipe().train.seed
-    assert run_ranks(4, _seed, tmp_path) == [seed, seed, seed + 1, seed + 1]

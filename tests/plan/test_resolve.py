@@ -104,13 +104,14 @@ MOE = {
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
+    ({**TENSOR, **PIPELINE}, Cluster(devices_per_node=12, device="h100")),
     (SEQUENCE, GPUS),
     (MOE, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
 ]
 REFUSED = [
-    ("layout.exclusive", {**PIPELINE, "parallel.tensor": 2}),
+    ("layout.exclusive", {**PIPELINE, "parallel.sequence": 2, "data.mask_documents": False}),
     ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
