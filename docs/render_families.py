@@ -77,7 +77,7 @@ class Verdict:
 
 def judge(family: str) -> Verdict:
     """Builds a family, cuts it and compares."""
-    outside = _out_of_scope(family)
+    outside = out_of_scope(family)
     if outside:
         return Verdict(family, "out of scope", outside)
     try:
@@ -87,12 +87,12 @@ def judge(family: str) -> Verdict:
         with torch.no_grad():
             whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
     except Exception as error:
-        return Verdict(family, "not built", f"{type(error).__name__}: {_one_line(error)}")
+        return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         cut = find_cut(config, BOUNDS)
     except Refused as refusal:
         # How far the logits of random weights are apart is no fact about a family, and differs between machines.
-        return Verdict(family, "refused", re.sub(r" by \S+$", "", _one_line(refusal.reason)))
+        return Verdict(family, "refused", re.sub(r" by \S+$", "", one_line(refusal.reason)))
     wrong = wrong_gradients(whole, cut, inputs)
     if wrong:
         return Verdict(family, "wrong", f"gradients of {len(wrong)} parameters, {wrong[0]} among them")
@@ -153,7 +153,8 @@ def _remarks(cut: Cut) -> str:
     return ", ".join(text for text, holds in remarks if holds)
 
 
-def _out_of_scope(family: str) -> str:
+def out_of_scope(family: str) -> str:
+    """Why a model type is no decoder-only language model of its own; empty where it is."""
     for reason, members in OUT_OF_SCOPE.items():
         if family in members.split():
             return reason
@@ -164,13 +165,14 @@ def _out_of_scope(family: str) -> str:
     return f"another name of `{config.model_type}`" if config.model_type != family else ""
 
 
-def _one_line(error: object) -> str:
+def one_line(error: object) -> str:
+    """The beginning of a message, fit for a table."""
     return " ".join(str(error).split()).replace("|", "\\|")[:160]
 
 
 def render(verdicts: list[Verdict]) -> str:
     """The whole document."""
-    counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in _KINDS}
+    counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in KINDS}
     built = counts["works"] + counts["wrong"] + counts["refused"]
     totals = (
         f"Of {len(verdicts)} types {built} are decoder-only and were built: **{counts['works']} work "
@@ -178,14 +180,15 @@ def render(verdicts: list[Verdict]) -> str:
         f"{counts['not built']} more could not be built, {counts['out of scope']} are no decoder-only language models "
         "or another name of one.\n"
     )
-    sections = [_section(kind, [v for v in verdicts if v.kind == kind]) for kind in _KINDS if counts[kind]]
+    sections = [section(kind, [v for v in verdicts if v.kind == kind]) for kind in KINDS if counts[kind]]
     return HEAD.format(version=transformers.__version__) + totals + "".join(sections)
 
 
-_KINDS = ("works", "wrong", "refused", "not built", "out of scope")
+KINDS = ("works", "wrong", "refused", "not built", "out of scope")
 
 
-def _section(kind: str, verdicts: list[Verdict]) -> str:
+def section(kind: str, verdicts: list[Verdict]) -> str:
+    """A table of the families of one kind."""
     rows = "".join(f"| {verdict.family} | {verdict.note} |\n" for verdict in verdicts)
     return f"\n## {kind.capitalize()}\n\n| Family | |\n|---|---|\n{rows}"
 

@@ -27,7 +27,7 @@ left out or counted twice shows as a half or more of its own size.
 """
 _RANKS = 2
 """Ranks of the tiny copy: whether sums over ranks are right does not depend on their number."""
-_VOCABULARY = 100
+VOCABULARY = 100
 """Divides among the ranks, so that the head is split."""
 _TIMEOUT_S = 60.0
 
@@ -65,7 +65,7 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
         split = plan_split(model, degree)
-        tiny = shrink(config, vocab_size=_VOCABULARY)
+        tiny = shrink(config, vocab_size=VOCABULARY)
     except (*STUMBLES, StrictDataclassError) as error:
         raise SplitRefused(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
@@ -73,8 +73,8 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
     return split
 
 
-def compare(config: PreTrainedConfig, attention: str = "eager") -> None:
-    """Raises SplitRefused where the model of `config` itself differs when it is split between two ranks."""
+def compare(config: PreTrainedConfig, attention: str = "eager") -> Split:
+    """How the model of `config` itself is split between two ranks. Raises SplitRefused where it then differs."""
     try:
         whole = reference(config, attention)
         inputs = packed_input(config)
@@ -96,6 +96,7 @@ def compare(config: PreTrainedConfig, attention: str = "eager") -> None:
             for name, gradient in zip(names, expected[1], strict=True)
         ]
         _require_equal(config, "its gradients deviate", gradients, own, names)
+    return split
 
 
 def _run_split(
