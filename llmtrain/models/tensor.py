@@ -81,10 +81,6 @@ class Shard:
     dim: int
     blocks: int = 1
 
-    def divides(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether every rank gets the same."""
-        return shape[self.dim] % (self.blocks * ranks) == 0
-
     def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """The slice of a rank, contiguous."""
         blocks = whole.chunk(self.blocks, self.dim)
@@ -347,50 +343,56 @@ def plan_split(model: PreTrainedModel, degree: int) -> Split:
     """What the model's own plan splits among `degree` ranks; the model may be on the meta device.
 
     A module that is whole outside (head, embedding) stays whole inside where its size does not divide,
-    or where it shares its weight with one that is sliced otherwise. Raises SplitRefused.
+    or where it shares its weight with one that is not sliced alike. Raises SplitRefused.
     """
-    plan = model.tp_plan
+    plan, config = model.tp_plan, model.config
     if not plan:
-        raise SplitRefused(model.config, "it declares no tensor parallel plan (tp_plan)")
+        raise SplitRefused(config, "it declares no tensor parallel plan (tp_plan)")
     styles = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
-    by_parameter: dict[int, list[tuple[str, str, Shard | None]]] = {}
+    by_parameter: dict[int, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        style = plan.get(_pattern(name)) or styles.get(owner, "replicate")
-        if style not in STYLES:
-            raise SplitRefused(model.config, f"its plan asks for the style '{style}' ({name})")
-        shard = STYLES[style].shard(parameter.dim())
-        if shard is not None and not shard.divides(parameter.shape, degree):
-            if not STYLES[style].alone:
-                reason = f"dimension {shard.dim} of {name} {list(parameter.shape)} does not divide by {degree}"
-                raise SplitRefused(model.config, reason)
-            shard = None
-        by_parameter.setdefault(id(parameter), []).append((name, style, shard))
+        style = plan.get(_pattern(name)) or styles.get(_module(name), "replicate")
+        by_parameter.setdefault(id(parameter), {})[name] = style
+    asked = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
+    unknown = sorted(asked - STYLES.keys())
+    if unknown:
+        raise SplitRefused(config, f"its plan asks for the styles {', '.join(unknown)}")
     shards: dict[str, Shard] = {}
     for uses in by_parameter.values():
-        shard = _agreed(model.config, uses)
-        for name, style, _ in uses:
+        shard = _shard(model, uses, degree)
+        for name, style in uses.items():
             if shard is not None:
                 shards[name] = shard
             elif STYLES[style].alone:
-                styles.pop(name.rpartition(".")[0], None)
-    unknown = sorted({style for style in styles.values() if style not in STYLES})
-    if unknown:
-        raise SplitRefused(model.config, f"its plan asks for the styles {', '.join(unknown)}")
-    if not shards:
-        raise SplitRefused(model.config, f"its plan splits nothing among {degree} ranks")
+                styles.pop(_module(name), None)
+    if all(_pattern(name) == name for name in shards):
+        raise SplitRefused(config, f"its plan splits nothing of the layers among {degree} ranks")
     return Split(styles, shards)
 
 
-def _agreed(config: PreTrainedConfig, uses: list[tuple[str, str, Shard | None]]) -> Shard | None:
-    """How a parameter is sliced that several modules use; None for not at all."""
-    wanted = {shard for _, _, shard in uses}
-    if len(wanted) == 1:
-        return wanted.pop()
-    for name, style, shard in uses:
-        if shard is not None and not STYLES[style].alone:
-            raise SplitRefused(config, f"{name} is tied to a weight that is not split alike")
+def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
+    """How a parameter is sliced, for which each of its names has a style; None where it stays whole."""
+    wanted: dict[str, Shard | None] = {}
+    for name, style in uses.items():
+        shape = model.get_parameter(name).shape
+        shard = STYLES[style].shard(len(shape))
+        if shard is not None and shape[shard.dim] % (shard.blocks * degree):
+            if not STYLES[style].alone:
+                reason = f"dimension {shard.dim} of {name} {list(shape)} does not divide by {degree}"
+                raise SplitRefused(model.config, reason)
+            shard = None
+        wanted[name] = shard
+    if len(set(wanted.values())) == 1:
+        return next(iter(wanted.values()))
+    for name, shard in wanted.items():
+        if shard is not None and not STYLES[uses[name]].alone:
+            raise SplitRefused(model.config, f"{name} is tied to a weight that is not split alike")
     return None
+
+
+def _module(name: str) -> str:
+    """The module that holds a parameter."""
+    return name.rpartition(".")[0]
 
 
 def _pattern(name: str) -> str:

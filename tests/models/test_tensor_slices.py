@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from batches import tiny_recipe
@@ -14,9 +18,11 @@ from llmtrain.models.cut import packed_input, reference
 from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
 from llmtrain.models.tensor_check import check_split, compare
 from llmtrain.models.tiny import shrink
+from llmtrain.plan.rules.slices import SLICED_FAMILIES
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-WORKING = "llama qwen2 qwen3 gemma2 gpt_neox phi3 olmo2 mixtral gpt_oss deepseek_v2 starcoder2 nemotron_h"
+WORKING = "llama qwen2 qwen3 gemma2 gpt_neox phi3 olmo2 mixtral deepseek_v2 starcoder2 nemotron_h"
 """Biases, norms of heads, scaled and tied embeddings, fused projections, experts, latent attention, other mixers."""
 
 
@@ -48,6 +54,10 @@ class TestRefusal:
         with pytest.raises(SplitRefused, match=r"the styles? '?all_reduce"):
             compare(tiny("inkling_text"))
 
+    def test_a_plan_of_the_head_alone(self):
+        with pytest.raises(SplitRefused, match="splits nothing of the layers"):
+            compare(tiny("bamba"))
+
     def test_a_plan_that_loses_a_gradient(self):
         with pytest.raises(SplitRefused, match=r"its gradients deviate .*act_fn"):
             compare(tiny("apertus"))
@@ -60,6 +70,22 @@ class TestRefusal:
         config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
         with pytest.raises(SplitRefused, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
             check_split(config, 2)
+
+
+def test_the_rule_knows_what_works():
+    assert set(WORKING.split()) <= SLICED_FAMILIES
+    assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
+
+
+@pytest.mark.slow
+def test_the_families_are_documented_and_ruled_as_they_are():
+    spec = importlib.util.spec_from_file_location("render_families_slices", ROOT / "docs/render_families_slices.py")
+    families = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = families  # dataclasses look their module up
+    spec.loader.exec_module(families)
+    verdicts = families.walk()
+    assert {verdict.family for verdict in verdicts if verdict.kind == "works"} == SLICED_FAMILIES
+    assert (ROOT / "docs/families_slices.md").read_text(encoding="utf-8") == families.render(verdicts)
 
 
 class TestMistakes:
@@ -92,7 +118,6 @@ def test_slices_join_to_the_whole():
         assert torch.equal(shard.whole([shard.part(whole, rank, 2) for rank in range(2)]), whole)
     # Gate and up lie behind one another; each rank gets half of both.
     assert Shard(0, blocks=2).part(torch.arange(8), 1, 2).tolist() == [2, 3, 6, 7]
-    assert not Shard(0, blocks=2).divides((6,), 2)
 
 
 @pytest.mark.parametrize("tied", [False, True])

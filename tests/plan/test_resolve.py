@@ -114,6 +114,7 @@ REFUSED = [
     ("layout.exclusive", {**PIPELINE, "parallel.sequence": 2, "data.mask_documents": False}),
     ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
+    ("pipeline.tensor_family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "model.config.num_key_value_heads": 3}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),

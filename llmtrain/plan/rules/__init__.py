@@ -2,7 +2,7 @@
 
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules import batch, layout, model, pipeline, precision, zero
+from llmtrain.plan.rules import batch, layout, model, pipeline, precision, slices, zero
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule
 
 RULES: tuple[Rule, ...] = (
@@ -12,6 +12,7 @@ RULES: tuple[Rule, ...] = (
     *precision.RULES,
     *zero.RULES,
     *pipeline.RULES,
+    *slices.RULES,
 )
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]
