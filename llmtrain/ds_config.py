@@ -42,15 +42,16 @@ def render(plan: Plan) -> dict[str, Any]:
 def _batch(plan: Plan) -> Block:
     """The batch triangle in integers.
 
-    With tensor parallelism DeepSpeed takes the ranks of a tensor group for data parallel ones, so the
-    right global batch size would be refused (DeepSpeed issue 7298): it is left out there.
+    With its own tensor parallelism DeepSpeed takes the ranks of a tensor group for data parallel ones, so
+    the right global batch size would be refused (DeepSpeed issue 7298): it is left out there. A
+    pipeline's topology tells it the number of replicas.
     """
     batch = {
         "train_batch_size": plan.batch.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.layout.tp > 1:
+    if plan.layout.tp > 1 and plan.layout.pp == 1:
         del batch["train_batch_size"]
     return batch
 
@@ -212,7 +213,7 @@ def _parallelism(plan: Plan) -> Block:
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    if layout.tp > 1:
+    if layout.tp > 1 and layout.pp == 1:  # within pipeline stages it is ours, and the engine has no part in it
         blocks["tensor_parallel"] = {
             "autotp_size": layout.tp,
             "tp_overlap_comm": False,

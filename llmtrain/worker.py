@@ -112,10 +112,10 @@ def _fit(
 
 
 def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str) -> TrainerState:
-    """The state to start from; the generators of a new run are seeded, each rank's its own.
+    """The state to start from; the generators of a new run are seeded.
 
-    The ranks of a tensor parallel group, which are consecutive, share one seed: what they hold whole,
-    each of them drops out alike.
+    Tensor parallel ranks, which are neighbours, draw alike: what they hold whole they drop alike. All
+    others draw apart.
     """
     import torch
     from torch import distributed as dist

@@ -18,6 +18,7 @@ from llmtrain.engines.reference import saved_weights
 from llmtrain.engines.tensor import join_shards
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
+from llmtrain.models.tensor import Split, plan_split
 from llmtrain.plan import Plan
 from llmtrain.plan.families import EXPERT_PRESETS
 
@@ -35,7 +36,7 @@ def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
     plan = read_plan(checkpoint)
     dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
     model = _empty_model(plan, dtype)
-    weights = _weights(checkpoint, plan, dtype)
+    weights = _weights(checkpoint, plan, dtype, model)
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -58,7 +59,7 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
+def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype, model: PreTrainedModel) -> dict[str, Tensor]:
     if plan.recipe.parallel.strategy in ("horovod", "data_parallel"):
         return saved_weights(checkpoint)
     if plan.recipe.parallel.strategy in ("ddp", "fsdp2"):
@@ -68,7 +69,8 @@ def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tens
         joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)
         return {name: tensor.to(dtype) for name, tensor in joined.items()}
     if plan.layout.pp > 1:
-        return _weights_of_stages(folder)
+        split = plan_split(model, plan.layout.tp) if plan.layout.tp > 1 else Split({}, {})
+        return _weights_of_stages(folder, plan.layout.pp, split)
     shards = [_weights_of_rank(folder, rank, plan, dtype) for rank in range(plan.layout.tp)]
     return join_shards(folder, shards) if plan.layout.tp > 1 else shards[0]
 
@@ -89,11 +91,15 @@ def _weights_of_rank(folder: Path, rank: int, plan: Plan, dtype: torch.dtype) ->
     return {name: tensor.to(dtype) for name, tensor in whole.items()}
 
 
-def _weights_of_stages(folder: Path) -> dict[str, Tensor]:
-    """Joins the stages of a pipeline, each a file whose names are the whole model's below `model.`."""
+def _weights_of_stages(folder: Path, stages: int, split: Split) -> dict[str, Tensor]:
+    """Joins a pipeline: of each stage a file of each tensor parallel rank, whose names are below `model.`."""
     weights: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("layer_*-model_states.pt")):
-        stage = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        # The first copy of a tied weight is as good as any other.
-        weights = {**{name.removeprefix("model."): tensor for name, tensor in stage.items()}, **weights}
+    for stage in range(stages):
+        files = sorted(folder.glob(f"layer_{stage:02d}-*model_states.pt"))
+        parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in files]
+        for own in parts[0]:
+            name = own.removeprefix("model.")
+            shard = split.shards.get(name)
+            if name not in weights:  # the first copy of a tied weight is as good as any other
+                weights[name] = shard.whole([part[own] for part in parts]) if shard else parts[0][own]
     return weights

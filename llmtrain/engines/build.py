@@ -23,14 +23,16 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     """The engine of a plan, with its model, optimizer and schedule.
 
     Order: weights (partitioned by ZeRO-3 while they are made), activation checkpointing, optimizer
-    groups, DeepSpeed. A pipeline's ranks build their own stage only. Raises RecipeError for a layout
+    groups, DeepSpeed. A pipeline's ranks build their own stage only, or
+    their slices of it. Raises RecipeError for a layout
     that no engine runs.
     """
     check_runnable(plan)
     forget_groups()
     if plan.layout.pp > 1:
         dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
-        return DeepSpeedPipeline(plan, ds_config, device, stage_builder(plan.recipe, plan.layout.pp, dtype, device))
+        build = stage_builder(plan.recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
+        return DeepSpeedPipeline(plan, ds_config, device, build)
     if plan.recipe.parallel.backend == "horovod":
         # Here and not above: it is installed where somebody wants it.
         from llmtrain.engines.horovod import HorovodDataParallel

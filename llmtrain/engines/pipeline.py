@@ -1,4 +1,8 @@
-"""DeepSpeed's pipeline engine (1F1B) × ZeRO-1 × data parallel, on stages of the model's own forward."""
+"""DeepSpeed's pipeline engine (1F1B) × ZeRO-1 × data parallel, on stages of the model's own forward.
+
+Each stage may be shared by tensor parallel ranks of our own (`llmtrain.models.tensor`), on DeepSpeed's
+three-dimensional topology: its AutoTP cannot be joined with its pipelines.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch import distributed as dist
 
@@ -17,8 +22,10 @@ from llmtrain.engines.deepspeed import TAG
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.seam import StepResult
 from llmtrain.models import target_loss_sum
+from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
-from llmtrain.plan import Plan
+from llmtrain.models.tensor import GroupRanks, shard_of
+from llmtrain.plan import Layout, Plan
 
 Micro = tuple[tuple[Tensor, Tensor], Tensor]
 """What DeepSpeed pulls, on the first stage and on the last: the inputs, and the labels."""
@@ -38,17 +45,23 @@ class StageSpec(LayerSpec):  # type: ignore[misc]
 
 
 class StagePipeline(PipelineModule):  # type: ignore[misc]
-    """A pipeline of one `Stage` per rank of the pipe.
+    """A pipeline of one `Stage` per rank of the pipe, or per group of tensor parallel ranks.
+
+    Ranks are numbered with the tensor groups innermost: neighbours, and so on one node.
 
     DeepSpeed would cut a list of layers; here the cut is made before, so that each rank builds its
     own part and nothing else. Weights that several stages hold (tied ones) are found by their names
     in the whole model: DeepSpeed's own tied layers would tie a whole stage.
     """
 
-    def __init__(self, build: Callable[[int], Stage], stages: int, loss: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, build: StageBuilder, layout: Layout, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        def make(index: int) -> Stage:
+            # The groups are there by now: DeepSpeed makes them before it builds layers.
+            return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
+
         super().__init__(
-            layers=[StageSpec(build, index) for index in range(stages)],
-            num_stages=stages,
+            layers=[StageSpec(make, index) for index in range(layout.pp)],
+            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
             loss_fn=loss,
             partition_method="uniform",
         )
@@ -74,8 +87,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
         comms = {}
         for name in tied:
-            for replica in range(self._grid.data_parallel_size):
-                pipe = [self._grid.stage_to_global(stage_id=stage, data=replica) for stage in range(self.num_stages)]
+            # The slices of a tensor group are weights of their own, each tied along its own pipe.
+            for pipe in self._grid.pipe_groups:
                 ranks = [rank for rank in pipe if name in by_rank[rank]]
                 group = dist.new_group(ranks)
                 if self.global_rank in ranks:
@@ -85,22 +98,19 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return comms
 
     def _stages_with(self, name: str, by_rank: list[list[str]]) -> int:
-        pipe = [self._grid.stage_to_global(stage_id=stage, data=0) for stage in range(self.num_stages)]
-        return sum(name in by_rank[rank] for rank in pipe)
+        return sum(name in by_rank[rank] for rank in self._grid.pp_group)
 
 
 class DeepSpeedPipeline:
     """`deepspeed.initialize` on a `StagePipeline`."""
 
-    def __init__(
-        self, plan: Plan, ds_config: dict[str, Any], device: torch.device, build: Callable[[int], Stage]
-    ) -> None:
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, build: StageBuilder) -> None:
         self.plan = plan
         self.device = device
         self._scale = 1.0
         self._total = torch.zeros((), device=device)
         recipe = plan.recipe
-        self.module = StagePipeline(build, plan.layout.pp, self._loss)
+        self.module = StagePipeline(build, plan.layout, self._loss)
         if recipe.parallel.activation_checkpointing == "full":
             # The layers of a stage, as everywhere; DeepSpeed's interval counts stages, the only layers it sees.
             self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -113,7 +123,7 @@ class DeepSpeedPipeline:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to: DeepSpeed's axes are pipe, then data."""
+        """Which replica this rank belongs to: DeepSpeed's axes are pipe, data, model."""
         rank: int = self.engine.grid.get_data_parallel_id()
         return rank
 
@@ -149,19 +159,17 @@ class DeepSpeedPipeline:
         seen: set[str] = set()
         grid = self.engine.grid
         group = grid.get_pipe_parallel_group()
-        for stage in range(self.plan.layout.pp):
-            owner = grid.stage_to_global(stage_id=stage, data=self.data_parallel_rank)
-            names = self.module.stage.hf_names()
-            own = {whole: self.module.stage.get_parameter(path) for path, whole in names.items()}
-            shapes: list[Any] = [{name: (weight.shape, weight.dtype) for name, weight in own.items()}]
-            dist.broadcast_object_list(shapes, src=owner, group=group)
-            for name, (shape, dtype) in shapes[0].items():
-                if name not in seen:
-                    weight = own[name].detach() if dist.get_rank() == owner else torch.empty(shape, dtype=dtype)
-                    weight = weight.to(self.device).contiguous()
-                    dist.broadcast(weight, src=owner, group=group)
-                    yield name, weight.cpu().clone()
-            seen.update(shapes[0])
+        slices = GroupRanks(grid.get_slice_parallel_group())
+        own = {whole: self.module.stage.get_parameter(path) for path, whole in self.module.stage.hf_names().items()}
+        for owner in grid.pp_group:
+            names = [list(own)]
+            dist.broadcast_object_list(names, src=owner, group=group)
+            for name in names[0]:
+                if name in seen:
+                    continue
+                weight = _joined(own[name], slices) if dist.get_rank() == owner else None
+                yield name, _broadcast(weight, owner, group, self.device)
+            seen.update(names[0])
 
     def describe(self) -> dict[str, Any]:
         """Classes that DeepSpeed has chosen, this rank's stage, the device and the backend."""
@@ -189,11 +197,28 @@ class DeepSpeedPipeline:
         return loss + coefficient * auxiliary
 
     def _mean(self, batch: StepBatch) -> Tensor:
-        """The cross-entropy of all replicas, which their last stages have summed, over the target tokens."""
+        """The cross-entropy of all replicas over the target tokens; every rank of a last stage has its replica's."""
         dist.all_reduce(self._total)
-        return self._total / batch.target_tokens
+        return self._total / (batch.target_tokens * self.plan.layout.tp)
 
 
 def _micro_batches(batch: StepBatch) -> Iterator[Micro]:
     for one in batch.micro_batches:
         yield (one.input_ids, one.position_ids), one.labels
+
+
+def _joined(parameter: torch.nn.Parameter, slices: GroupRanks) -> Tensor:
+    """The whole of a parameter that the ranks of a stage hold slices of."""
+    shard = shard_of(parameter)
+    return parameter.detach() if shard is None else shard.whole(slices.gather(parameter.detach()))
+
+
+def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """The owner's weight on every rank of the group, on the CPU."""
+    shape: list[Any] = [None if weight is None else (weight.shape, weight.dtype)]
+    dist.broadcast_object_list(shape, src=owner, group=group)
+    if weight is None:
+        weight = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+    weight = weight.to(device).contiguous()
+    dist.broadcast(weight, src=owner, group=group)
+    return weight.cpu().clone()

@@ -1,4 +1,4 @@
-"""`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, loss."""
+"""`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, tensor slices, loss."""
 
 from llmtrain.models.build import build_model, model_configuration, stage_builder
 from llmtrain.models.loss import IGNORE, target_loss_sum

@@ -17,6 +17,8 @@ from llmtrain.models.bounds import balance
 from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.stages import Stage, decoder_layers
+from llmtrain.models.tensor import Ranks, Split, TensorParallel
+from llmtrain.models.tensor_check import check_split
 from llmtrain.recipe import ModelConfig, Recipe
 
 
@@ -87,24 +89,33 @@ def _load_whole(
     return loaded.to(device)
 
 
-def stage_builder(recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device) -> Callable[[int], Stage]:
+StageBuilder = Callable[[int, Ranks], Stage]
+"""Builds the stage of this index; the ranks share it by tensor parallelism, and each gets its slices."""
+
+
+def stage_builder(
+    recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device, tensor: int = 1
+) -> StageBuilder:
     """Builds the stages of the recipe's model, each with its initial or pretrained weights and nothing else.
 
-    The layers are balanced by their cost (`layer_costs`). Raises
-    RecipeError where the family cannot be cut so, or there are more stages than layers.
+    The layers are balanced by their cost (`layer_costs`). A parameter is whole only while it is drawn
+    or read. tensor: ranks that share each stage. Raises RecipeError where the family cannot be cut or
+    split so, or there are more stages than layers.
     """
     config = model_configuration(recipe)
     attention = recipe.model.attention
     bounds = balance(layer_costs(config), stages)
     cut = check_cut(config, bounds, attention)
+    split = check_split(config, tensor, attention) if tensor > 1 else Split({}, {})
 
-    def build(index: int) -> Stage:
-        stage = build_stage(config, index, bounds, attention, dtype, device, cut)
+    def build(index: int, ranks: Ranks) -> Stage:
+        slices = TensorParallel(split, ranks)
+        stage = build_stage(config, index, bounds, attention, dtype, device, cut, slices)
         if recipe.model.pretrained is None:
-            initialise(stage.model, recipe.train.seed)
+            initialise(stage.model, recipe.train.seed, slices.whole)
         else:
             own = {whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()}
-            _load_named(own, recipe.model, lambda _: nullcontext(), is_reader=True)
+            _load_named(own, recipe.model, slices.whole, is_reader=True)
         return stage
 
     return build

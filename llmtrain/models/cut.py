@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from llmtrain.models.bounds import StageBounds
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
+from llmtrain.models.tensor import TensorParallel
 from llmtrain.models.tiny import shrink
 
 TOLERANCE = 1e-5
@@ -38,13 +39,16 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     cut: Cut | None = None,
+    tensor: TensorParallel | None = None,
 ) -> Stage:
     """Stage `index` of the causal LM of `config`, its parameters allocated on `device` but not drawn.
 
     `initialise(stage.model, seed)` draws exactly what the whole model would have. cut: what
-    `check_cut` returned, where it was called before; it is called here otherwise. Raises Refused.
+    `check_cut` returned, where it was called before; it is called here otherwise. tensor: slices the
+    stage among ranks; then `initialise` needs `tensor.whole`. Raises Refused.
     """
-    return build_with_cut(config, index, cut or check_cut(config, bounds, attention), attention, dtype, device)
+    cut = cut or check_cut(config, bounds, attention)
+    return build_with_cut(config, index, cut, attention, dtype, device, tensor)
 
 
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:

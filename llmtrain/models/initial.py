@@ -16,7 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
-"""Makes parameters whole inside the context and spreads what rank 0 wrote when it ends (ZeRO-3)."""
+"""Makes parameters whole inside the context, and leaves each rank its part of what was written when it ends.
+
+ZeRO-3 takes what rank 0 wrote; tensor parallelism what each rank did, and all write the same.
+"""
 
 
 @torch.no_grad()

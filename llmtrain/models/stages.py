@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.bounds import StageBounds
+from llmtrain.models.tensor import TensorParallel
 
 
 class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
@@ -231,9 +232,15 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def build_with_cut(
-    config: PreTrainedConfig, index: int, cut: Cut, attention: str, dtype: torch.dtype, device: torch.device
+    config: PreTrainedConfig,
+    index: int,
+    cut: Cut,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: TensorParallel | None = None,
 ) -> Stage:
-    """A stage as `cut` says, its parameters allocated but not drawn."""
+    """A stage as `cut` says, its parameters allocated but not drawn; with `tensor`, this rank's slices of them."""
     with no_init_weights(), _parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
@@ -245,9 +252,14 @@ def build_with_cut(
             kind = {bounds.first - 1: Entry, bounds.last: Exit}.get(number, Hole)
             layers[number] = kind(layer, cut.tuple_length)
     _remove_unused(model, list_name, canonical, cut.outside[index], device)
-    names = {f"model.{name}": canonical[id(parameter)] for name, parameter in model.named_parameters()}
+    names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}
+    if tensor is not None:
+        for name, parameter in model.named_parameters():
+            tensor.slice(names[name], parameter)
     _allocate(model, device)
-    return Stage(model, index, cut, names)
+    if tensor is not None:
+        tensor.install(model, names)
+    return Stage(model, index, cut, {f"model.{name}": whole for name, whole in names.items()})
 
 
 def _remove_unused(

@@ -104,6 +104,7 @@ MOE = {
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
+    ({**TENSOR, **PIPELINE}, Cluster(devices_per_node=12, device="h100")),
     (SEQUENCE, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (MOE, GPUS),
@@ -111,9 +112,10 @@ LEGAL = [
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
 ]
 REFUSED = [
-    ("layout.exclusive", {**PIPELINE, "parallel.tensor": 2}),
+    ("layout.exclusive", {**PIPELINE, "parallel.sequence": 2, "data.mask_documents": False}),
     ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
+    ("pipeline.tensor_family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),

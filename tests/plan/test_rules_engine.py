@@ -18,8 +18,9 @@ from llmtrain.ds_config import render
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import DEEPSPEED_RULES, broken
+from llmtrain.plan.rules import broken, precision, zero
 
+SWEPT = (*precision.RULES, *zero.RULES)
 PROBE = Path(__file__).with_name("engine_probe.py")
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16")
 # How far a weight may end up from the plain loop's, relative to the way it went. fp16 rounds scaled gradients.
@@ -140,7 +141,7 @@ def test_rules_and_engine_agree(tiny, tmp_path):
     assert not (found := list(disagreements(sweep, results))), "\n".join(found)
     # Both directions were seen, for every rule that says so.
     tried = {problem.rule for draft in sweep.drafts.values() for problem in broken(draft)[0]}
-    claimed = {rule.id for rule in DEEPSPEED_RULES if rule.seen == "run"} - {"precision.fp16_cpu"}
+    claimed = {rule.id for rule in SWEPT if rule.seen == "run"} - {"precision.fp16_cpu"}  # below
     assert tried == claimed
     assert sum(not broken(draft)[0] for draft in sweep.drafts.values()) >= 20
 

@@ -2,7 +2,19 @@
 
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.rules import accelerated, batch, expert, layout, model, pipeline, precision, replicated, tensor, zero
+from llmtrain.plan.rules import (
+    accelerated,
+    batch,
+    expert,
+    layout,
+    model,
+    pipeline,
+    precision,
+    replicated,
+    slices,
+    tensor,
+    zero,
+)
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
@@ -10,6 +22,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     *zero.RULES,
     *pipeline.RULES,
     *tensor.RULES,
+    *slices.RULES,
     *expert.RULES,
 )
 """What DeepSpeed does not run right; other engines have rules of their own."""

@@ -42,13 +42,10 @@ def world(draft: Draft) -> Iterator[Fault]:
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule("layout.exclusive", "The engine builds tensor or sequence groups, or pipeline stages.", "read")
+@rule("layout.exclusive", "Sequence groups go neither with tensor groups nor with pipeline stages.", "read")
 def exclusive(draft: Draft) -> Iterator[Fault]:
-    """Tensor, sequence and pipeline parallelism exclude each other (`runtime/pipe/engine.py`, `__init__.py`)."""
+    """Sequence parallelism excludes tensor and pipeline parallelism (`runtime/pipe/engine.py`, `__init__.py`)."""
     parallel = draft.parallel
-    if parallel.pipeline > 1 and parallel.tensor > 1:
-        message = "the pipeline engine does not take tensor parallelism: its groups overwrite each other"
-        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
     if parallel.pipeline > 1 and parallel.sequence > 1:
         message = "the pipeline engine takes no sequence groups ('mpu must be None with pipeline parallelism')"
         yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))

@@ -26,7 +26,9 @@ TENSOR_FAMILIES = frozenset(_WORK.split())
 def family(draft: Draft) -> Iterator[Fault]:
     """Families whose tiny copy fails or deviates when it is cut (`docs/families_tensor.md`)."""
     degree, facts = draft.parallel.tensor, draft.facts
-    if degree > 1 and facts is not None and facts.model_type not in TENSOR_FAMILIES:
+    if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages it is not the engine that cuts
+        return
+    if facts.model_type not in TENSOR_FAMILIES:
         message = f"{degree} was given, but the engine cannot cut '{facts.model_type}' right"
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 

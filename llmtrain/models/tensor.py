@@ -1,0 +1,400 @@
+"""Tensor parallelism by the plan that a `transformers` family declares (`tp_plan`), over any group of ranks.
+
+The model keeps its modules and their names; a rank holds slices of the parameters that the plan
+names, and what goes into and comes out of their modules is exchanged as in Megatron-LM
+(arXiv 1909.08053). Parameters stay plain tensors, as DeepSpeed's optimizers flatten them: the styles
+of `transformers` itself make DTensors, which those do not take.
+
+Between split modules activations are whole and equal on all ranks, and so are their gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.errors import Problem, RecipeError
+
+Forward = Callable[..., Any]
+
+
+class SplitRefused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
+    """The family cannot be split among tensor parallel ranks without computing something else."""
+
+    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
+        self.reason = reason
+        message = f"{config.model_type} cannot be split among tensor parallel ranks: {reason}"
+        super().__init__(Problem("tensor.family", "parallel.tensor", message, "--set parallel.tensor=1"))
+
+
+class Ranks(Protocol):
+    """The tensor parallel ranks that share a model, as one of them sees them."""
+
+    rank: int
+    size: int
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, as a new tensor, equal on all of them."""
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """The value of each rank, in their order."""
+
+
+class GroupRanks:
+    """`Ranks` of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """All-reduces a copy."""
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """All-gathers tensors of equal shape."""
+        value = value.contiguous()
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(parts, value, group=self._group)
+        return parts
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is sliced: in equal parts along `dim`, each of `blocks` equal blocks by itself.
+
+    Several blocks are for weights stored as one (gate and up), of which each rank needs its part.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """The slice of a rank, contiguous."""
+        blocks = whole.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """What the slices of all ranks were cut from."""
+        chunks = [part.chunk(self.blocks, self.dim) for part in parts]
+        return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of a model is split, by names in the whole model."""
+
+    styles: Mapping[str, str]
+    """Module → style."""
+    shards: Mapping[str, Shard]
+    """Parameter, by each of its names where it is tied → how it is sliced."""
+
+
+class TensorParallel:
+    """The part of one rank: slices parameters, makes modules exchange what they need, joins slices again."""
+
+    def __init__(self, split: Split, ranks: Ranks) -> None:
+        self.split = split
+        self.ranks = ranks
+
+    def slice(self, name: str, parameter: nn.Parameter) -> None:
+        """Leaves this rank's slice of the parameter that the whole model calls `name`; meta tensors too."""
+        shard = self.split.shards.get(name)
+        if shard is not None:
+            parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
+
+    def install(self, model: PreTrainedModel, names: Mapping[str, str]) -> None:
+        """Makes the modules of a sliced model, or of a part of one, compute as the whole.
+
+        names: parameter of `model` → its name in the whole model.
+        """
+        for own, name in names.items():
+            if name in self.split.shards:
+                parameter: Any = model.get_parameter(own)
+                parameter.tensor_shard = self.split.shards[name]
+                parameter.model_parallel = True  # DeepSpeed's word: each rank's slice counts in the norm
+        for name, module in model.named_modules():
+            style = self.split.styles.get(name)
+            if style is not None and next(module.parameters(), None) is not None:
+                STYLES[style].install(module, self.ranks, model.config)
+
+    @contextmanager
+    def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Makes parameters whole inside the context; of what is written there each rank keeps its slice."""
+        sliced = [(parameter, shard_of(parameter)) for parameter in parameters]
+        for parameter, shard in sliced:
+            if shard is not None:
+                parameter.data = self.join(parameter.data, shard)
+        try:
+            yield
+        finally:
+            for parameter, shard in sliced:
+                if shard is not None:
+                    parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
+
+    def join(self, part: Tensor, shard: Shard) -> Tensor:
+        """The whole that all ranks hold slices of."""
+        return shard.whole(self.ranks.gather(part))
+
+
+def shard_of(parameter: nn.Parameter) -> Shard | None:
+    """How the parameter is sliced; None where it is whole."""
+    shard: Shard | None = getattr(parameter, "tensor_shard", None)
+    return shard
+
+
+class _Exchange(torch.autograd.Function):
+    """A collective, and the collective that its gradient takes."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, forth: Forward, back: Forward) -> Tensor:
+        ctx.back = back
+        result: Tensor = forth(value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
+
+
+def _same(value: Tensor) -> Tensor:
+    return value.view_as(value)
+
+
+def copy(value: Tensor, ranks: Ranks) -> Tensor:
+    """A whole activation into split modules: each rank knows a part of its gradient."""
+    result: Tensor = _Exchange.apply(value, _same, ranks.sum)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce(value: Tensor, ranks: Ranks) -> Tensor:
+    """Parts of a sum into a whole activation."""
+    result: Tensor = _Exchange.apply(value, ranks.sum, _same)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(value: Tensor, ranks: Ranks) -> Tensor:
+    """Slices of the last dimension into a whole activation."""
+    result: Tensor = _Exchange.apply(value, *_joining(ranks))  # type: ignore[no-untyped-call]
+    return result
+
+
+def scatter(value: Tensor, ranks: Ranks) -> Tensor:
+    """A whole activation into this rank's slice of its last dimension."""
+    result: Tensor = _Exchange.apply(value, *reversed(_joining(ranks)))  # type: ignore[no-untyped-call]
+    return result
+
+
+def _joining(ranks: Ranks) -> tuple[Forward, Forward]:
+    last = Shard(-1)
+    return lambda value: last.whole(ranks.gather(value)), lambda value: last.part(value, ranks.rank, ranks.size)
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a word of a plan means."""
+
+    shard: Callable[[int], Shard | None]
+    """How a parameter of so many dimensions is sliced."""
+    install: Callable[[nn.Module, Ranks, PreTrainedConfig], None]
+    """Makes a module exchange what it needs."""
+    alone: bool = False
+    """Whether what goes in and comes out is whole, so that the module may as well stay whole itself."""
+
+
+def _wrapping(wrap: Callable[[nn.Module, Forward, Ranks], Forward]) -> Callable[..., None]:
+    def install(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+        module.forward = wrap(module, module.forward, ranks)
+
+    return install
+
+
+def _column(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    return lambda value: forward(copy(value, ranks))
+
+
+def _column_gathered(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    return lambda value: gather(forward(copy(value, ranks)), ranks)
+
+
+def _row(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    def run(value: Tensor) -> Tensor:
+        bias: Tensor | None = getattr(module, "bias", None)
+        if bias is None:
+            return reduce(forward(value), ranks)
+        # Added once, behind the sum over ranks.
+        return reduce(functional.linear(value, module.get_parameter("weight")), ranks) + bias
+
+    return run
+
+
+def _row_scattered(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    row = _row(module, forward, ranks)
+    return lambda value: row(scatter(value, ranks))
+
+
+def _table_of_rows(module: Any, forward: Forward, ranks: Ranks) -> Forward:
+    """Each rank looks up the tokens whose rows it has; the others' rows are zeros to it."""
+    rows = module.get_parameter("weight").shape[0]
+    first = ranks.rank * rows
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:  # the row that gets no gradient
+        module.padding_idx = padding - first if first <= padding < first + rows else None
+
+    def run(tokens: Tensor) -> Tensor:
+        own = (tokens >= first) & (tokens < first + rows)
+        values = forward(torch.where(own, tokens - first, 0))
+        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), ranks)
+
+    return run
+
+
+def _table_of_columns(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    return lambda tokens: gather(forward(tokens), ranks)
+
+
+def _experts(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+    """Each rank has a part of every expert, and so of the gradient of the weight that a router gave it."""
+
+    def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return reduce(forward(copy(value, ranks), chosen, copy(weights, ranks)), ranks)
+
+    return run
+
+
+def _sum_gradients(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+    """For a whole parameter that each rank uses on its own heads only.
+
+    A hook of the tensor runs on the gradient of one backward pass, before that is accumulated.
+    """
+    for parameter in module.parameters(recurse=False):
+        parameter.register_hook(ranks.sum)  # type: ignore[no-untyped-call]
+
+
+def _latent_keys(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+    """Latent attention: the rotated part of the keys goes straight to this rank's heads."""
+    rotated, forward = config.get_text_config(decoder=True).qk_rope_head_dim, module.forward
+
+    def run(value: Tensor) -> Tensor:
+        latent, keys = forward(value).tensor_split([-rotated], dim=-1)
+        return torch.cat([latent, copy(keys, ranks)], dim=-1)
+
+    module.forward = run
+
+
+def _nothing(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+    """The module computes the same on every rank."""
+
+
+def _whole(dimensions: int) -> None:
+    return None
+
+
+def _by_output(dimensions: int) -> Shard:
+    return Shard(max(dimensions - 2, 0))  # [output, input], [experts, output, input] or a bias
+
+
+def _by_input(dimensions: int) -> Shard | None:
+    return Shard(dimensions - 1) if dimensions > 1 else None
+
+
+def _pairs_by_output(dimensions: int) -> Shard:
+    return Shard(max(dimensions - 2, 0), blocks=2)
+
+
+def _pairs_by_input(dimensions: int) -> Shard | None:
+    return Shard(dimensions - 1, blocks=2) if dimensions > 1 else None
+
+
+_GATHERED = Style(_by_output, _wrapping(_column_gathered), alone=True)
+_SCATTERED = Style(_by_input, _wrapping(_row_scattered), alone=True)
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(_by_output, _wrapping(_column)),
+    "colwise_gather_output": _GATHERED,
+    "colwise_rep": _GATHERED,
+    "rowwise": Style(_by_input, _wrapping(_row)),
+    "rowwise_split_input": _SCATTERED,
+    "rowwise_rep": _SCATTERED,
+    "packed_colwise": Style(_pairs_by_output, _wrapping(_column)),
+    "packed_rowwise": Style(_pairs_by_input, _wrapping(_row)),
+    "embedding_rowwise": Style(lambda _: Shard(0), _wrapping(_table_of_rows), alone=True),
+    "embedding_colwise": Style(lambda _: Shard(1), _wrapping(_table_of_columns), alone=True),
+    "moe_tp_experts": Style(_whole, _wrapping(_experts)),
+    "replicated_with_grad_allreduce": Style(_whole, _sum_gradients),
+    "mla_kv_a_proj": Style(_whole, _latent_keys),
+    "replicate": Style(_whole, _nothing),
+}
+"""The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are known here."""
+
+
+def plan_split(model: PreTrainedModel, degree: int) -> Split:
+    """What the model's own plan splits among `degree` ranks; the model may be on the meta device.
+
+    A module that is whole outside (head, embedding) stays whole inside where its size does not divide,
+    or where it shares its weight with one that is not sliced alike. Raises SplitRefused.
+    """
+    plan, config = model.tp_plan, model.config
+    if not plan:
+        raise SplitRefused(config, "it declares no tensor parallel plan (tp_plan)")
+    styles = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
+    by_parameter: dict[int, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        style = plan.get(_pattern(name)) or styles.get(_module(name), "replicate")
+        by_parameter.setdefault(id(parameter), {})[name] = style
+    asked = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
+    unknown = sorted(asked - STYLES.keys())
+    if unknown:
+        raise SplitRefused(config, f"its plan asks for the styles {', '.join(unknown)}")
+    shards: dict[str, Shard] = {}
+    for uses in by_parameter.values():
+        shard = _shard(model, uses, degree)
+        for name, style in uses.items():
+            if shard is not None:
+                shards[name] = shard
+            elif STYLES[style].alone:
+                styles.pop(_module(name), None)
+    if all(_pattern(name) == name for name in shards):
+        raise SplitRefused(config, f"its plan splits nothing of the layers among {degree} ranks")
+    return Split(styles, shards)
+
+
+def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
+    """How a parameter is sliced, for which each of its names has a style; None where it stays whole."""
+    wanted: dict[str, Shard | None] = {}
+    for name, style in uses.items():
+        shape = model.get_parameter(name).shape
+        shard = STYLES[style].shard(len(shape))
+        if shard is not None and shape[shard.dim] % (shard.blocks * degree):
+            if not STYLES[style].alone:
+                reason = f"dimension {shard.dim} of {name} {list(shape)} does not divide by {degree}"
+                raise SplitRefused(model.config, reason)
+            shard = None
+        wanted[name] = shard
+    if len(set(wanted.values())) == 1:
+        return next(iter(wanted.values()))
+    for name, shard in wanted.items():
+        if shard is not None and not STYLES[uses[name]].alone:
+            raise SplitRefused(model.config, f"{name} is tied to a weight that is not split alike")
+    return None
+
+
+def _module(name: str) -> str:
+    """The module that holds a parameter."""
+    return name.rpartition(".")[0]
+
+
+def _pattern(name: str) -> str:
+    """A name as plans write it: `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

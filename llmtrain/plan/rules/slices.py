@@ -1,0 +1,41 @@
+"""Tensor parallelism within pipeline stages: by the plan that a family of `transformers` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+_WORKING = (
+    "afmoe arcee aria_text axk1 axk2 bailing_hybrid beam cohere cohere2 cohere2_moe cohere_compass_text cwm "
+    "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
+    "flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa "
+    "gpt_neox granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
+    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jamba kimi_linear kolibri1 laguna lfm2_moe llama mellum "
+    "mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat "
+    "nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 "
+    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open starcoder2 "
+    "vaultgemma youtu"
+)
+SLICED_FAMILIES = frozenset(_WORKING.split())
+"""Model types that came out right when two ranks shared them: those that work in `docs/families_slices.md`."""
+
+
+@rule(
+    "pipeline.tensor_family",
+    "Within stages the modules are split by a family's own tp_plan; without one, or with one that loses a gradient, "
+    "the model would compute something else.",
+    "run",
+)
+def family(draft: Draft) -> Iterator[Fault]:
+    """Families whose tiny copy fails or deviates when it is split (`docs/families_slices.md`)."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
+        return
+    if facts.model_type not in SLICED_FAMILIES:
+        message = f"{parallel.tensor} was given, but '{facts.model_type}' cannot be split right within pipeline stages"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+
+
+RULES = (family,)

@@ -1,0 +1,206 @@
+"""A model split by its own plan: logits, gradients and initial weights are those of the whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from batches import tiny_recipe
+from harness import run_ranks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.models import build_model, tensor
+from llmtrain.models.build import stage_builder
+from llmtrain.models.cut import packed_input, reference
+from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
+from llmtrain.models.tensor_check import check_split, compare
+from llmtrain.models.tiny import shrink
+from llmtrain.plan.rules.slices import SLICED_FAMILIES
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+WORKING = "llama qwen2 qwen3 gemma2 gpt_neox phi3 olmo2 mixtral deepseek_v2 starcoder2 nemotron_h"
+"""Biases, norms of heads, scaled and tied embeddings, fused projections, experts, latent attention, other mixers."""
+
+
+def tiny(family: str, **fields):
+    return shrink(AutoConfig.for_model(family), 4, **{"vocab_size": 100, **fields})
+
+
+@pytest.mark.parametrize("family", WORKING.split())
+def test_two_ranks_have_the_logits_and_the_gradients_of_the_whole(family):
+    compare(tiny(family))
+
+
+def test_the_auxiliary_loss_has_its_gradient_once():
+    compare(tiny("mixtral", output_router_logits=True, router_aux_loss_coef=10.0))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padding_rows_get_no_gradient_on_any_rank(attention):
+    for row in (7, 60):
+        compare(tiny("llama", pad_token_id=row, tie_word_embeddings=False), attention)
+
+
+class TestRefusal:
+    def test_no_plan(self):
+        with pytest.raises(SplitRefused, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
+            check_split(AutoConfig.for_model("gpt2"), 2)
+
+    def test_a_style_that_is_not_known(self):
+        with pytest.raises(SplitRefused, match=r"the styles? '?all_reduce"):
+            compare(tiny("inkling_text"))
+
+    def test_a_plan_of_the_head_alone(self):
+        with pytest.raises(SplitRefused, match="splits nothing of the layers"):
+            compare(tiny("bamba"))
+
+    def test_a_plan_that_loses_a_gradient(self):
+        with pytest.raises(SplitRefused, match=r"its gradients deviate .*act_fn"):
+            compare(tiny("apertus"))
+
+    def test_a_forward_that_needs_all_heads(self):
+        with pytest.raises(SplitRefused, match="its forward fails when split"):
+            compare(tiny("doge"))
+
+    def test_sizes_that_do_not_divide(self):
+        config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
+        with pytest.raises(SplitRefused, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
+            check_split(config, 2)
+
+
+def test_the_rule_knows_what_works():
+    assert set(WORKING.split()) <= SLICED_FAMILIES
+    assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "apertus", "doge"}
+
+
+@pytest.mark.slow
+def test_the_families_are_documented_and_ruled_as_they_are():
+    spec = importlib.util.spec_from_file_location("render_families_slices", ROOT / "docs/render_families_slices.py")
+    families = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = families  # dataclasses look their module up
+    spec.loader.exec_module(families)
+    verdicts = families.walk()
+    assert {verdict.family for verdict in verdicts if verdict.kind == "works"} == SLICED_FAMILIES
+    assert (ROOT / "docs/families_slices.md").read_text(encoding="utf-8") == families.render(verdicts)
+
+
+class TestMistakes:
+    """What the comparison is for: each is found."""
+
+    def test_a_gradient_that_is_not_summed_over_ranks(self, monkeypatch):
+        monkeypatch.setattr(tensor, "copy", lambda value, ranks: value)
+        with pytest.raises(SplitRefused, match="its gradients deviate"):
+            compare(tiny("llama"))
+
+    def test_a_norm_of_heads_that_each_rank_updates_alone(self, monkeypatch):
+        alone = {**tensor.STYLES, "replicated_with_grad_allreduce": tensor.STYLES["replicate"]}
+        monkeypatch.setattr(tensor, "STYLES", alone)
+        with pytest.raises(SplitRefused, match=r"its gradients deviate .*_norm"):
+            compare(tiny("qwen3"))
+
+    def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
+        def naive(module, forward, ranks):
+            return lambda value: tensor.reduce(forward(value), ranks)
+
+        row = tensor.Style(tensor.STYLES["rowwise"].shard, tensor._wrapping(naive))
+        monkeypatch.setattr(tensor, "STYLES", {**tensor.STYLES, "rowwise": row})
+        with pytest.raises(SplitRefused, match="its logits deviate"):
+            compare(tiny("starcoder2"))
+
+
+def test_slices_join_to_the_whole():
+    whole = torch.arange(2 * 12 * 4).view(2, 12, 4)
+    for shard in (Shard(1), Shard(1, blocks=2), Shard(2), Shard(0)):
+        assert torch.equal(shard.whole([shard.part(whole, rank, 2) for rank in range(2)]), whole)
+    # Gate and up lie behind one another; each rank gets half of both.
+    assert Shard(0, blocks=2).part(torch.arange(8), 1, 2).tolist() == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_stays_whole(tied):
+    names = {"model.embed_tokens.weight", "lm_head.weight"}
+    for size in (99, 100):
+        model = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=size, tie_word_embeddings=tied))
+        split = plan_split(model, 2)
+        assert names & split.shards.keys() == (set() if size == 99 else names)
+        assert ("lm_head" in split.styles) == (size == 100)
+    compare(tiny("llama", vocab_size=99, tie_word_embeddings=tied))
+
+
+def test_a_configuration_of_full_size_is_checked_on_a_tiny_copy_and_draws_nothing():
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=2, layer_types=None)
+    before = torch.get_rng_state()
+    split = check_split(config, 8, "flash_attention_2")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert split.shards["model.layers.1.self_attn.o_proj.weight"] == Shard(1)
+
+
+def _accumulated(family: str):
+    """How far gradients of two passes, joined from the ranks, are from the whole model's; the share of it held."""
+    config = tiny(family)
+    whole, inputs = reference(config, "eager"), packed_input(config)
+    split, ranks = plan_split(whole, 2), GroupRanks(torch.distributed.group.WORLD)
+    own = TensorParallel(split, ranks)
+    sliced = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    sliced.load_state_dict(whole.state_dict())
+    for name, parameter in sliced.named_parameters():
+        own.slice(name, parameter)
+    own.install(sliced, {name: name for name, _ in sliced.named_parameters()})
+    for tokens in (inputs[0], inputs[0].flip(0)):
+        for model in (whole, sliced):
+            logits = model(input_ids=tokens, position_ids=inputs[1], use_cache=False).logits
+            logits.square().mean().backward()
+    worst, largest = 0.0, max(p.grad.abs().max() for p in whole.parameters())
+    for name, parameter in sliced.named_parameters():
+        shard = shard_of(parameter)
+        gradient = parameter.grad if shard is None else own.join(parameter.grad, shard)
+        worst = max(worst, float((gradient - whole.get_parameter(name).grad).abs().max() / largest))
+    return worst, sum(p.numel() for p in sliced.parameters()) / sum(p.numel() for p in whole.parameters())
+
+
+def _in_a_group(rank: int, pretrained: str):
+    families = [_accumulated(family) for family in ("qwen3", "mixtral")]
+    return families, [_stages(None), _stages(pretrained)]
+
+
+def _stages(pretrained: str | None):
+    """Whether each parameter of two split stages, joined, is the whole model's."""
+    fields = {"model.architecture": None, "model.config": {}, "model.pretrained": pretrained} if pretrained else {}
+    recipe = tiny_recipe(**fields)
+    whole = build_model(recipe, torch.float32, CPU)
+    ranks = GroupRanks(torch.distributed.group.WORLD)
+    build = stage_builder(recipe, 2, torch.float32, CPU, tensor=2)
+    found = {}
+    for index in range(2):
+        stage = build(index, ranks)
+        for own, name in stage.hf_names().items():
+            parameter = stage.get_parameter(own)
+            shard = shard_of(parameter)
+            joined = parameter if shard is None else shard.whole(ranks.gather(parameter.detach()))
+            found[name] = torch.equal(joined, whole.get_parameter(name))
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained") / "model"
+    build_model(tiny_recipe(**{"train.seed": 3}), torch.float32, CPU).save_pretrained(folder)
+    return run_ranks(2, _in_a_group, str(folder))
+
+
+def test_gradients_accumulate_in_a_process_group(by_rank):
+    for families, _ in by_rank:
+        for deviation, held in families:
+            assert deviation < 1e-5
+            assert held < 0.55
+
+
+def test_slices_start_from_the_weights_of_the_whole_drawn_or_read(by_rank):
+    for _, runs in by_rank:
+        for found in runs:
+            assert all(found.values()), found
