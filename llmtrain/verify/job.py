@@ -169,7 +169,7 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     """The recipe as it is compared: the whole schedule within `steps`, and nothing drawn at random.
 
     Ranks draw different dropout masks, as they should, so with it no two layouts train the same.
-    Raises RecipeError for a precision that the reference does not compute.
+    Raises RecipeError for a precision that the reference does not compute, and for an unknown model.
     """
     if recipe.parallel.precision not in COMPARABLE:
         message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
@@ -181,12 +181,21 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
     }
-    family = FAMILIES.get(recipe.model.architecture or "")
-    values = {**(family.defaults if family else {}), **recipe.model.config}
-    for key, value in values.items():
+    for key, value in _model_values(recipe).items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
             fields[f"model.config.{key}"] = 0.0
     return recipe.with_(**fields)
+
+
+def _model_values(recipe: Recipe) -> dict[str, Any]:
+    """The model's configuration with the defaults of its family."""
+    family = FAMILIES.get(recipe.model.architecture or "")
+    if family is not None:
+        return {**family.defaults, **recipe.model.config}
+    from llmtrain.models.build import model_configuration  # any other family: this loads torch
+
+    values: dict[str, Any] = model_configuration(recipe).to_dict()
+    return values
 
 
 def choose(plans: list[NamedPlan], refused: list[Refused], wanted: str) -> list[NamedPlan]:

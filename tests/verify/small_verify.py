@@ -57,8 +57,8 @@ def small(corpus: Path, **fields) -> Recipe:
     return comparable(recipe.with_(**fields), STEPS)
 
 
-def job_of(recipe: Recipe, names: list[str]) -> Job:
-    plans = {one.name: one.plan for one in enumerate_plans(recipe, 2)[0]}
+def job_of(recipe: Recipe, names: list[str], nproc: int = 2) -> Job:
+    plans = {one.name: one.plan for one in enumerate_plans(recipe, nproc)[0]}
     return Job(recipe=recipe, steps=STEPS, plans={name: plans[name] for name in names or plans})
 
 
