@@ -294,6 +294,7 @@ def verify(
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose, comparable
+    from llmtrain.verify.table import summary, table
 
     declared = comparable(load_recipe(recipe, assignments)[0], steps)
     cluster = local_cluster(nproc)
@@ -306,9 +307,9 @@ def verify(
         print(json.dumps(certificate.document(), indent=2))
     else:
         console = Console()
-        console.print(certify.table(certificate))
-        for line in (*certify.summary(certificate), f"certificate {folder.path / 'certificate.json'}"):
-            console.print(line, highlight=False, soft_wrap=True)
+        console.print(table(certificate))
+        for line in (*summary(certificate), f"certificate {folder.path / 'certificate.json'}"):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     sys.exit(1 if certificate.deviating else Exit.DONE)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan import Plan
@@ -30,6 +33,8 @@ class Job(Part):
     steps: int
     plans: dict[str, Plan]
     """Name → plan."""
+    started: float = Field(default_factory=time.time)
+    """Seconds since the epoch."""
 
     def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
         """The plans for so many workers."""
@@ -59,8 +64,10 @@ class Verdict(Part):
 
     name: str
     layout: dict[str, int]
-    deviations: dict[str, Deviation]
-    """By probe, the worst of all ranks."""
+    deviations: dict[str, Deviation] = Field(default={})
+    """By probe, the worst of all ranks; empty for a plan that failed."""
+    failure: str | None = None
+    """What ended its workers, where something did."""
     seconds: float
 
 
@@ -78,19 +85,27 @@ class Reference(Part):
 
 
 class Certificate(Part):
-    """All that `verify` found."""
+    """All that `verify` found, and all that it was found with."""
 
-    recipe: str
-    precision: str
+    recipe: Recipe
+    """As it was compared."""
     steps: int
+    device: str
+    """Name of the workers' device in the catalogue of devices."""
+    started: str
+    """ISO 8601, UTC."""
+    seconds: float
+    """From there to the end."""
+    environment: dict[str, Any]
+    """Versions, machine, commit and variables, as in a run's `environment.json`."""
     reference: dict[str, Reference]
     """By probe."""
     verdicts: tuple[Verdict, ...]
     refused: tuple[dict[str, str], ...]
 
     def certified(self, verdict: Verdict) -> bool:
-        """Whether every probe of a plan stayed within its tolerance."""
-        return all(one.within(self.reference[probe].tolerance) for probe, one in verdict.deviations.items())
+        """Whether a plan is certified."""
+        return certified(verdict, self.reference)
 
     @property
     def deviating(self) -> list[str]:
@@ -101,17 +116,22 @@ class Certificate(Part):
         """The certificate as JSON."""
         reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
         return {
-            "recipe": self.recipe,
-            "precision": self.precision,
+            "recipe": self.recipe.model_dump(mode="json"),
             "steps": self.steps,
+            "device": self.device,
+            "started": self.started,
+            "seconds": self.seconds,
+            "environment": self.environment,
             "reference": {"engine": "plain PyTorch in one process", "probes": reference},
             "plans": [self._plan(verdict) for verdict in self.verdicts],
             "refused": list(self.refused),
         }
 
     def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
-        """The larger of the probes' deviations."""
+        """The larger of the probes' deviations; None where one is not finite, or the plan failed."""
         probes = verdict.deviations.values()
+        if not probes:
+            return {"loss": None, "grad_norm": None, "weights": None}
         return {name: worst(getattr(one, name) for one in probes) for name in ("loss", "grad_norm", "weights")}
 
     def _plan(self, verdict: Verdict) -> dict[str, Any]:
@@ -119,10 +139,20 @@ class Certificate(Part):
             "name": verdict.name,
             "layout": verdict.layout,
             "certified": self.certified(verdict),
+            "failure": verdict.failure,
             "max_deviation": self.max_deviation(verdict),
             "probes": {probe: one.model_dump() for probe, one in verdict.deviations.items()},
             "seconds": verdict.seconds,
         }
+
+
+def certified(verdict: Verdict, reference: Mapping[str, Reference]) -> bool:
+    """Whether every probe of a plan ended, and stayed within its tolerance.
+
+    reference: by probe.
+    """
+    compared = verdict.deviations.keys() == reference.keys()
+    return compared and all(one.within(reference[probe].tolerance) for probe, one in verdict.deviations.items())
 
 
 def worst(values: Iterable[float | None]) -> float | None:
@@ -139,7 +169,7 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     """The recipe as it is compared: the whole schedule within `steps`, and nothing drawn at random.
 
     Ranks draw different dropout masks, as they should, so with it no two layouts train the same.
-    Raises RecipeError for a precision that the reference does not compute.
+    Raises RecipeError for a precision that the reference does not compute, and for an unknown model.
     """
     if recipe.parallel.precision not in COMPARABLE:
         message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
@@ -151,12 +181,21 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
     }
-    family = FAMILIES.get(recipe.model.architecture or "")
-    values = {**(family.defaults if family else {}), **recipe.model.config}
-    for key, value in values.items():
+    for key, value in _model_values(recipe).items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
             fields[f"model.config.{key}"] = 0.0
     return recipe.with_(**fields)
+
+
+def _model_values(recipe: Recipe) -> dict[str, Any]:
+    """The model's configuration with the defaults of its family."""
+    family = FAMILIES.get(recipe.model.architecture or "")
+    if family is not None:
+        return {**family.defaults, **recipe.model.config}
+    from llmtrain.models.build import model_configuration  # any other family: this loads torch
+
+    values: dict[str, Any] = model_configuration(recipe).to_dict()
+    return values
 
 
 def choose(plans: list[NamedPlan], refused: list[Refused], wanted: str) -> list[NamedPlan]:
@@ -191,6 +230,28 @@ def reference_file(folder: Path, probe: str) -> Path:
     return folder / f"reference-{probe}.json"
 
 
-def verdicts_file(folder: Path, world_size: int) -> Path:
-    """A JSON line per plan of a world size."""
-    return folder / f"verdicts-{world_size}.jsonl"
+def verdicts_file(folder: Path) -> Path:
+    """A `Verdict` in each line, written as it is found."""
+    return folder / "verdicts.jsonl"
+
+
+def current_file(folder: Path) -> Path:
+    """Name of the plan that the workers have begun with; a failure of theirs is its own until its verdict is there."""
+    return folder / "current"
+
+
+def read_references(folder: Path) -> dict[str, Reference]:
+    """By probe."""
+    return {probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES}
+
+
+def read_verdicts(folder: Path) -> list[Verdict]:
+    """Those found so far."""
+    path = verdicts_file(folder)
+    return [Verdict.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_verdict(folder: Path, verdict: Verdict) -> None:
+    """Writes it behind the others."""
+    with verdicts_file(folder).open("a", encoding="utf-8") as file:
+        file.write(verdict.model_dump_json() + "\n")

@@ -17,6 +17,7 @@ from llmtrain.ds_config import render
 from llmtrain.durable import write_atomically
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.distributed import barrier
 from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
@@ -29,8 +30,12 @@ from llmtrain.verify.job import (
     Job,
     Reference,
     Verdict,
+    add_verdict,
+    certified,
+    current_file,
+    read_references,
+    read_verdicts,
     reference_file,
-    verdicts_file,
     worst,
 )
 
@@ -41,23 +46,28 @@ ORDERS = 4
 """References in other orders and micro-batches, for the spread of a low precision."""
 
 Say = Callable[[str], None]
-"""Tells the user a line."""
+"""Tells the user something; a line ends where the text does."""
 
 
-def work(job: Job, folder: Path, device: torch.device, say: Say) -> list[Verdict]:
-    """Makes the reference where this process is alone; trains and compares the plans of this world size."""
+def work(job: Job, folder: Path, device: torch.device, say: Say) -> None:
+    """Makes the reference where there is none; compares the plans of this world size that have no verdict yet."""
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
-    if dist.get_world_size() == 1:
+    if not reference_file(folder, PROBES[-1]).is_file():
         make_references(job.recipe, batches, folder, device, say)
-    mine = job.of_size(dist.get_world_size())
-    verdicts = []
-    for number, (name, plan) in enumerate(mine, start=1):
-        say(f"{number}/{len(mine)} {name}")
-        verdicts.append(compare_plan(name, plan, batches, folder, device))
-    if dist.get_rank() == 0:
-        lines = "".join(verdict.model_dump_json() + "\n" for verdict in verdicts)
-        write_atomically(verdicts_file(folder, dist.get_world_size()), lines)
-    return verdicts
+    judged = {verdict.name for verdict in read_verdicts(folder)}
+    numbers = {name: number for number, name in enumerate(job.plans, start=1)}
+    for name, plan in job.of_size(dist.get_world_size()):
+        if name in judged:
+            continue
+        if dist.get_rank() == 0:
+            write_atomically(current_file(folder), name)
+        barrier()  # no rank is so far ahead that its failure would be laid at another plan's door
+        minutes, seconds = divmod(int(time.time() - job.started), 60)
+        say(f"{minutes:2}:{seconds:02}  {numbers[name]}/{len(numbers)}  {name}  ")
+        verdict = compare_plan(name, plan, batches, folder, device)
+        if dist.get_rank() == 0:
+            add_verdict(folder, verdict)
+        say("certified\n" if certified(verdict, read_references(folder)) else "DEVIATES\n")
 
 
 def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torch.device, say: Say) -> None:
@@ -66,7 +76,7 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
     save_file(initial, folder / "initial.safetensors")
     fields: dict[str, Any] = {}
     for probe in PROBES:
-        say(f"reference: {probe}")
+        say(f"reference: {probe}\n")
         changed = recipe.with_(**fields)
         orders = range(ORDERS + 1 if recipe.parallel.precision != "fp32" else 1)
         traces = [_trace_reference(changed, batches, order, device) for order in orders]
@@ -100,8 +110,7 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
     started = time.perf_counter()
     initial = load_file(folder / "initial.safetensors")
     deviations = {}
-    for probe in PROBES:
-        reference = Reference.model_validate_json(reference_file(folder, probe).read_text())
+    for probe, reference in read_references(folder).items():
         changed = plan.model_copy(update={"recipe": plan.recipe.with_(**reference.fields)})
         theirs = Trace(
             losses=reference.loss,

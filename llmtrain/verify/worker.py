@@ -33,10 +33,10 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
     from llmtrain.engines.distributed import init_process_group
     from llmtrain.verify.train import work
 
-    def say(line: str) -> None:
+    def say(text: str) -> None:
         # On standard error, since standard output is for the result.
         if rank.is_main:
-            print(line, file=output.stderr, flush=True)
+            print(text, end="", file=output.stderr, flush=True)
 
     job = Job.model_validate_json(job_file(folder).read_text())
     device = init_process_group(rank, on_cpu=next(iter(job.plans.values())).cluster.spec.on_cpu)

@@ -18,9 +18,11 @@ from llmtrain.ds_config import render
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import broken, precision, zero
+from llmtrain.plan.rules import broken
+from llmtrain.plan.rules import precision as precision_rules
+from llmtrain.plan.rules import zero as zero_rules
 
-SWEPT = (*precision.RULES, *zero.RULES)
+SWEPT = (*precision_rules.RULES, *zero_rules.RULES)
 PROBE = Path(__file__).with_name("engine_probe.py")
 PRECISIONS = ("fp32", "bf16", "fp16", "autocast_bf16", "autocast_fp16")
 # How far a weight may end up from the plain loop's, relative to the way it went. fp16 rounds scaled gradients.

@@ -190,3 +190,15 @@ BUGS = (
     biased_evaluation,
     evaluation_of_one_rank,
 )
+
+COARSE = (
+    loss_by_micro_batch,
+    labels_shifted_twice,
+    every_rank_reads_the_same,
+    other_initial_weights,
+    dropped_weight_decay,
+    ignored_clipping,
+    wrong_schedule,
+    forgotten_micro_batch,
+)
+"""Those that show through the rounding of bf16 in a few steps."""

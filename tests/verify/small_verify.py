@@ -7,7 +7,9 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from torch import distributed as dist
 
+from llmtrain.data import prepare
 from llmtrain.plan.enumerate import enumerate_plans
 from llmtrain.recipe import (
     BatchConfig,
@@ -20,7 +22,9 @@ from llmtrain.recipe import (
     TrainedTokenizer,
 )
 from llmtrain.verify import train
-from llmtrain.verify.job import Job, Reference, comparable, reference_file
+from llmtrain.verify.batches import Batches
+from llmtrain.verify.job import Job, comparable, read_references
+from llmtrain.verify.job import certified as is_certified
 
 STEPS = 4
 CPU = torch.device("cpu")
@@ -53,24 +57,21 @@ def small(corpus: Path, **fields) -> Recipe:
     return comparable(recipe.with_(**fields), STEPS)
 
 
-def job_of(recipe: Recipe, names: list[str]) -> Job:
-    plans = {one.name: one.plan for one in enumerate_plans(recipe, 2)[0]}
+def job_of(recipe: Recipe, names: list[str], nproc: int = 2) -> Job:
+    plans = {one.name: one.plan for one in enumerate_plans(recipe, nproc)[0]}
     return Job(recipe=recipe, steps=STEPS, plans={name: plans[name] for name in names or plans})
 
 
 def certified(job: Job, folder: Path) -> dict[str, bool]:
     """On each rank: plan → whether it stayed within its tolerances."""
-    tolerances = {
-        probe: Reference.model_validate_json(reference_file(folder, probe).read_text()).tolerance
-        for probe in ("recipe", "sgd")
-    }
-    verdicts = train.work(job, folder, CPU, lambda line: None)
+    batches = Batches(job.recipe, prepare(job.recipe), STEPS)
+    references = read_references(folder)
     return {
-        verdict.name: all(one.within(tolerances[probe]) for probe, one in verdict.deviations.items())
-        for verdict in verdicts
+        name: is_certified(train.compare_plan(name, plan, batches, folder, CPU), references)
+        for name, plan in job.of_size(dist.get_world_size())
     }
 
 
 def refer(rank: int, job: Job, folder: Path) -> None:
     """Makes the reference of a job, without training its plans of one worker."""
-    train.work(job.model_copy(update={"plans": {}}), folder, CPU, lambda line: None)
+    train.work(job.model_copy(update={"plans": {}}), folder, CPU, lambda text: None)

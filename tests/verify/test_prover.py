@@ -2,65 +2,101 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 from harness import run_ranks
 from small_verify import certified, job_of, refer, small
 
-PLAIN = "dp2-zero0-acc2"
-REPRESENTATIVE = ["dp2-zero2-acc1-offload", "dp2-zero3-acc2"]
+REPRESENTATIVE = ["dp2-zero2-acc1-offload", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
+MOE = {
+    "model.architecture": "mixtral",
+    "model.config.num_local_experts": 4,
+    "model.config.num_experts_per_tok": 2,
+    "model.config.output_router_logits": True,
+    "model.config.router_aux_loss_coef": 0.1,
+}
+GPT2 = {
+    "model.architecture": "gpt2",
+    "model.config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.2},
+}
 
 
-def _with_bugs(rank: int, job, folder) -> dict[str, dict[str, bool]]:
-    from planted import BUGS
-
+def _plant(rank: int, job, folder, module: str, bugs: tuple[str, ...] | str) -> dict[str, list[str]]:
+    """Bug → the plans that are certified with it; `none` without any. bugs: names, or the name of a list of them."""
+    planted = importlib.import_module(module)
+    chosen = getattr(planted, bugs) if isinstance(bugs, str) else [getattr(planted, name) for name in bugs]
     found = {"none": certified(job, folder)}
-    for bug in BUGS:
+    for bug in chosen:
         with pytest.MonkeyPatch.context() as patch:
             bug(patch)
             found[bug.__name__] = certified(job, folder)
-    return found
+    return {name: [plan for plan, good in verdicts.items() if good] for name, verdicts in found.items()}
 
 
 def _certified(rank: int, job, folder) -> dict[str, bool]:
     return certified(job, folder)
 
 
-def test_every_planted_bug_is_caught(verify_corpus, tmp_path):
-    # ZeRO-0 alone: there nothing but the engine's own all-reduce joins the ranks.
-    job = job_of(small(verify_corpus), [PLAIN])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("plan", "module", "bugs", "precision"),
+    [
+        # ZeRO-0 alone: there nothing but the engine's own all-reduce joins the ranks.
+        ("dp2-zero0-acc2", "planted", "BUGS", "fp32"),
+        pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=SLOW),
+        ("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32"),
+        pytest.param("dp2-pp2-zero1-acc2", "planted_pipeline", "REPLICATED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero1-acc2", "planted", "COARSE", "bf16", marks=SLOW),
+        pytest.param("dp2-zero2-acc2", "planted_zero", ("dropped_group", "clipping_per_partition"), "bf16", marks=SLOW),
+    ],
+)
+def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpus, tmp_path):
+    recipe = small(verify_corpus, **{"parallel.precision": precision})
+    job = job_of(recipe, [plan], nproc=4)
     run_ranks(1, refer, job, tmp_path)
-    found = run_ranks(2, _with_bugs, job, tmp_path)[0]
-    assert found.pop("none") == {PLAIN: True}
-    assert len(found) >= 12
-    assert {name for name, verdict in found.items() if any(verdict.values())} == set()
+    world_size = job.plans[plan].cluster.world_size
+    found = run_ranks(world_size, _plant, job, tmp_path, module, bugs, timeout=600)[0]
+    assert found.pop("none") == [plan]
+    assert found
+    assert {name for name, plans in found.items() if plans} == set()
 
 
-def _clean(seed: int, names: list[str], corpus, folder, **fields) -> dict[str, bool]:
-    job = job_of(small(corpus, **{"train.seed": seed, **fields}), names)
+def test_there_are_bugs_of_every_kind():
+    planted, zero, pipeline = (importlib.import_module(f"planted{kind}") for kind in ("", "_zero", "_pipeline"))
+    lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
+    assert len({bug for bugs in lists for bug in bugs}) >= 30
+    defined = {
+        value
+        for module in (planted, zero, pipeline)
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+    }
+    assert defined == {bug for bugs in lists for bug in bugs}
+
+
+def _clean(names: list[str], corpus, folder, **fields) -> dict[str, bool]:
+    job = job_of(small(corpus, **fields), names)
     run_ranks(1, refer, job, folder)
     return run_ranks(2, _certified, job, folder, timeout=600)[0]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
-    assert _clean(seed, REPRESENTATIVE, verify_corpus, tmp_path) == dict.fromkeys(REPRESENTATIVE, True)
+    verdicts = _clean(REPRESENTATIVE, verify_corpus, tmp_path, **{"train.seed": seed})
+    assert verdicts == dict.fromkeys(REPRESENTATIVE, True)
 
 
 @pytest.mark.slow
-def test_bf16_is_certified_and_a_bug_in_it_is_not(verify_corpus, tmp_path):
-    names = ["dp2-zero1-acc2", "dp2-zero3-acc1"]
-    fields = {"parallel.precision": "bf16"}
-    assert _clean(1, names, verify_corpus, tmp_path, **fields) == dict.fromkeys(names, True)
-    job = job_of(small(verify_corpus, **fields), names[:1])
-    assert run_ranks(2, _without_decay, job, tmp_path)[0] == {names[0]: False}
-
-
-def _without_decay(rank: int, job, folder) -> dict[str, bool]:
-    from planted import dropped_weight_decay
-
-    with pytest.MonkeyPatch.context() as patch:
-        dropped_weight_decay(patch)
-        return certified(job, folder)
+@pytest.mark.parametrize("fields", [MOE, GPT2, {"model.config.tie_word_embeddings": False}], ids=str)
+def test_other_models_are_certified(fields, verify_corpus, tmp_path):
+    """Experts with a router's loss, dropout and biases, a head of its own."""
+    names = ["dp2-zero0-acc2", "dp2-zero1-acc2", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
+    assert _clean(names, verify_corpus, tmp_path, **fields) == dict.fromkeys(names, True)
 
 
 @pytest.mark.slow
@@ -68,6 +104,6 @@ def _without_decay(rank: int, job, folder) -> dict[str, bool]:
     ("seed", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (1, "autocast_bf16")]
 )
 def test_every_clean_plan_is_certified(seed, precision, verify_corpus, tmp_path):
-    verdicts = _clean(seed, [], verify_corpus, tmp_path, **{"parallel.precision": precision})
+    verdicts = _clean([], verify_corpus, tmp_path, **{"train.seed": seed, "parallel.precision": precision})
     assert verdicts
     assert all(verdicts.values()), verdicts

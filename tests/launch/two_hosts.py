@@ -1,0 +1,176 @@
+"""Two machines on one: network namespaces joined by a virtual cable, an ssh server in each.
+
+What runs in a namespace sees its own loopback and the cable, and nothing else: programs on the two
+hosts meet over the network or not at all. They share files, process numbers and the host name, as
+nodes of a cluster share a file system. It needs root, since a namespace is made by the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+INTERFACE = "cable"
+"""Name of the network interface on both hosts."""
+ADDRESSES = ("192.0.2.1", "192.0.2.2")
+"""Of the range kept for documentation (RFC 5737). The namespaces share nothing with the machine, nor with others."""
+SSHD = "/usr/sbin/sshd"  # it insists on being started by its absolute path
+PACKAGES = {"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"}
+"""Program → Debian package."""
+
+SSHD_CONFIG = """
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+"""
+SSH_CONFIG = """
+IdentityFile {folder}/key
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known_hosts
+StrictHostKeyChecking yes
+BatchMode yes
+LogLevel ERROR
+"""
+
+
+def missing() -> str | None:
+    """What this machine lacks for two hosts, and what to do about it; None where nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    packages = {package for program, package in PACKAGES.items() if shutil.which(program) is None}
+    if not Path(SSHD).exists():
+        packages.add("openssh-server")
+    if packages:
+        return f"apt-get install {' '.join(sorted(packages))}"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return f"no network namespace may be made here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the two."""
+
+    namespace: str
+    address: str
+
+    def command(self, *arguments: object) -> list[str]:
+        """A command line that runs `arguments` on this host."""
+        return ["ip", "netns", "exec", self.namespace, *map(str, arguments)]
+
+    def processes(self) -> list[int]:
+        """What runs on this host, its ssh server included."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
+
+    def kill_all(self) -> None:
+        """Ends everything that runs here, as a power cut would; returns when it is gone."""
+        while pids := self.processes():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class TwoHosts:
+    """Both, and how to use them."""
+
+    hosts: tuple[Host, Host]
+    folder: Path
+    """Keys and configurations; thrown away with them."""
+
+    def hostfile(self, slots: int) -> Path:
+        """A hostfile with so many workers on each host."""
+        path = self.folder / "hostfile"
+        path.write_text("".join(f"{host.address} slots={slots}\n" for host in self.hosts))
+        return path
+
+    def environment(self, workers: Mapping[str, str]) -> dict[str, str]:
+        """For DeepSpeed's launcher on a host: it hands `workers`, and no other variables but PYTHON*, to its workers.
+
+        gloo would listen on the address of the host name, which both share.
+        """
+        exported = self.folder / "deepspeed_env"
+        lines = {"GLOO_SOCKET_IFNAME": INTERFACE, **workers}
+        exported.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return {**os.environ, **workers, "PATH": path, "DS_ENV_FILE": str(exported)}
+
+    def deepspeed(self, slots: int, *script: object) -> list[str]:
+        """The command line that starts a script on both hosts by `deepspeed` over pdsh, given on the first."""
+        launcher = Path(sys.executable).parent / "deepspeed"
+        options = ("--hostfile", self.hostfile(slots), "--launcher", "pdsh")
+        return self.hosts[0].command(sys.executable, launcher, *options, *script)
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Makes both, and takes away all that ran on them and all that made them.
+
+    folder: empty, for keys and configurations.
+    """
+    names = [f"llmtrain-{os.getpid()}-{number}" for number in (1, 2)]
+    hosts = (Host(names[0], ADDRESSES[0]), Host(names[1], ADDRESSES[1]))
+    with ExitStack() as undo:
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+            undo.callback(_run, "ip", "netns", "delete", host.namespace)
+            undo.callback(host.kill_all)
+        _connect(*hosts)
+        _make_keys(folder)
+        for host in hosts:
+            _start_sshd(host, folder)
+        yield TwoHosts(hosts, folder)
+
+
+def _connect(one: Host, other: Host) -> None:
+    peer = ("peer", "name", INTERFACE, "netns", other.namespace)
+    _run("ip", "-n", one.namespace, "link", "add", INTERFACE, "type", "veth", *peer)
+    for host in (one, other):
+        inside = ("ip", "-n", host.namespace)
+        _run(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        _run(*inside, "link", "set", "lo", "up")
+        _run(*inside, "link", "set", INTERFACE, "up")
+
+
+def _make_keys(folder: Path) -> None:
+    """One key for the servers, one for their user, and an `ssh` that uses these and reads no one's configuration.
+
+    Both DeepSpeed's launcher and pdsh call `ssh` by its name, the first without a way to add options.
+    """
+    for name in ("host_key", "key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name)
+    public = (folder / "host_key.pub").read_text()
+    (folder / "known_hosts").write_text("".join(f"{address} {public}" for address in ADDRESSES))
+    (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+    wrapper = folder / "bin" / "ssh"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {shlex.quote(str(folder / "ssh_config"))} "$@"\n')
+    wrapper.chmod(0o755)
+
+
+def _start_sshd(host: Host, folder: Path) -> None:
+    Path("/run/sshd").mkdir(exist_ok=True)  # its place to drop privileges in; an init script makes it elsewhere
+    config = folder / f"sshd_{host.address}.conf"
+    config.write_text(SSHD_CONFIG.format(address=host.address, folder=folder))
+    _run(*host.command(SSHD, "-f", config, "-E", folder / f"sshd_{host.address}.log"))  # returns when it listens
+
+
+def _run(*command: object) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{shlex.join(map(str, command))}: {result.stderr.strip()}")
+    return result.stdout
