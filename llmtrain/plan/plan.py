@@ -97,6 +97,8 @@ class Plan(Part):
             "legal": True,
             "recipe": self.recipe.name,
             "cluster": self.cluster.model_dump(),
+            "backend": self.recipe.parallel.backend,
+            "strategy": self.recipe.parallel.strategy,
             "layout": self.layout.model_dump(),
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(),
