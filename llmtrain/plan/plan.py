@@ -113,6 +113,7 @@ class Plan(Part):
             "recipe": self.recipe.name,
             "cluster": self.cluster.model_dump(),
             "backend": self.recipe.parallel.backend,
+            "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
             "layout": self.layout.model_dump(),
             "batch": self.batch.model_dump(),

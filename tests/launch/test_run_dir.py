@@ -40,6 +40,15 @@ def test_what_is_written_can_be_read(run, plan):
     assert stat.S_IMODE(run.recipe_file.stat().st_mode) == 0o644
 
 
+def test_without_deepspeed_there_is_no_configuration_of_it(run, plan):
+    assert run.read_ds_config() == {}
+    run.create(plan, DS_CONFIG)
+    assert run.read_ds_config() == DS_CONFIG
+    run.create(plan, {})
+    assert not run.ds_config_file.exists()
+    assert run.read_ds_config() == {}
+
+
 def test_another_recipe_is_refused_once_there_is_something_to_lose(run, plan):
     run.create(plan, DS_CONFIG)
     run.metrics_file.write_text('{"step": 1}\n')

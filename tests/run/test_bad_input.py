@@ -137,3 +137,9 @@ def test_plan_in_json_has_what_was_promised(small_recipe):
     assert answer["layout"] == {"dp": 1, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
     assert answer["batch"]["gradient_accumulation_steps"] == 4
     assert answer["ds_config"]["gradient_clipping"] == 0.5
+
+
+def test_plan_without_deepspeed_has_no_configuration_of_it(small_recipe):
+    answer = json.loads(llmtrain("plan", small_recipe, "--json", "--set", "parallel.backend=accelerate").stdout)
+    assert (answer["legal"], answer["backend"], answer["strategy"]) == (True, "accelerate", "ddp")
+    assert answer["ds_config"] is None
