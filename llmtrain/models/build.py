@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.bounds import balance
 from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.initial import Gather, initialise
-from llmtrain.models.stages import Stage, decoder_layers
+from llmtrain.models.stages import Cut, Stage
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
 
@@ -86,16 +87,23 @@ def _load_whole(
     return loaded.to(device)
 
 
+def find_stages(recipe: Recipe, stages: int) -> tuple[PreTrainedConfig, Cut]:
+    """The configuration of the recipe's model and its cut into balanced stages, proved on a tiny copy.
+
+    Raises RecipeError where the family cannot be cut so, or there are more stages than layers.
+    """
+    config = model_configuration(recipe)
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    return config, check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), recipe.model.attention)
+
+
 def stage_builder(recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device) -> Callable[[int], Stage]:
     """Builds the stages of the recipe's model, each with its initial or pretrained weights and nothing else.
 
-    The layers are balanced by their cost (`layer_costs`). Raises
-    RecipeError where the family cannot be cut so, or there are more stages than layers.
+    Raises RecipeError as `find_stages`.
     """
-    config = model_configuration(recipe)
-    attention = recipe.model.attention
-    bounds = balance(layer_costs(config), stages)
-    cut = check_cut(config, bounds, attention)
+    config, cut = find_stages(recipe, stages)
+    attention, bounds = recipe.model.attention, cut.bounds
 
     def build(index: int) -> Stage:
         stage = build_stage(config, index, bounds, attention, dtype, device, cut)
@@ -107,21 +115,6 @@ def stage_builder(recipe: Recipe, stages: int, dtype: torch.dtype, device: torch
         return stage
 
     return build
-
-
-def layer_costs(config: PreTrainedConfig) -> list[float]:
-    """Parameters that each decoder layer multiplies with, the head's in the last one.
-
-    An embedding is looked up and costs next to no time, which is what a stage waits for.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    _, layers = decoder_layers(model)
-    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
-    head = model.get_output_embeddings()
-    if head is not None:
-        costs[-1] += head.weight.numel()
-    return costs
 
 
 @torch.no_grad()
