@@ -17,6 +17,7 @@ from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.stages import Cut, Stage
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.own_code import pretrained_configuration
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -33,9 +34,7 @@ def model_configuration(recipe: Recipe) -> PreTrainedConfig:
     try:
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
-        return AutoConfig.from_pretrained(
-            model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **values
-        )
+        return pretrained_configuration(model, values)
     except (ValueError, OSError, TypeError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
         raise RecipeError(

@@ -8,11 +8,13 @@ on the meta device: its shapes exist, its weights do not.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
+from llmtrain.plan.own_code import has_own_code, pretrained_configuration
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import ModelConfig
 
@@ -34,6 +36,8 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     """
     if model.pretrained is not None:
         model_type, declared = _pretrained_config(model)
+        if has_own_code(model, declared):
+            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
         return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
     assert model.architecture is not None  # ModelConfig asks for one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
@@ -210,23 +214,30 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
-    """Facts of a family that arithmetic does not know: the model is built without its weights."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    """Facts of a family that arithmetic does not know."""
+    from transformers import CONFIG_MAPPING
 
-    if model.trust_remote_code:
-        # Its class is code of the hub's that only a worker runs.
-        message = f"'{model_type}' comes with its own code, whose size a plan cannot know"
-        raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message))
     if model_type not in CONFIG_MAPPING:
+        if "auto_map" in given:
+            message = f"'{model_type}' is code that comes with '{model.pretrained}': look at it before you trust it"
+            fix = "--set model.trust_remote_code=true"
+            raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
         message = f"'{model_type}' is no architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message))
     config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS
     if problems := _unknown_keys(model.config, known | COMMON_KEYS | {"head_dim", "num_key_value_heads"}, model_type):
         raise RecipeError(problems)
+    return _built_facts(model_type, lambda: config_class(**given))
+
+
+def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
+    """Facts of a model that is built without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     try:
-        config = config_class(**given)
+        config = configure()
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault

@@ -12,7 +12,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 @rule(
     "pipeline.zero_stage",
     "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips each stage alone.",
-    "read",
+    "run",
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
     """ZeRO 2 and 3 fail under pipelines; ZeRO 0 in fp32 does not clip the whole gradient."""
@@ -63,7 +63,7 @@ def autocast_fp16(draft: Draft) -> Iterator[Fault]:
 @rule(
     "pipeline.tied_accumulation",
     "Gradients that are accumulated beside the weights skip the reduction of tied ones: the copies drift apart.",
-    "read",
+    "run",
 )
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
     """Tied embeddings under pipelines with gradients in another type, unless the bf16 optimizer takes them."""
