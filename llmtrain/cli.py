@@ -211,6 +211,8 @@ def _cluster(written_for: Cluster | None, nodes: int | None, per_node: int | Non
 
 
 def _print_plan(plan: Plan, console: Any) -> None:
+    from llmtrain.plan.stages import described
+
     layout, batch, cluster, model = plan.layout, plan.batch, plan.cluster, plan.model
     lines = [
         f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters"
@@ -220,11 +222,8 @@ def _print_plan(plan: Plan, console: Any) -> None:
         f", expert {layout.ep}, ZeRO-{layout.zero_stage}, {plan.recipe.parallel.precision}",
         f"batch    {batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
         f"{batch.gradient_accumulation_steps} × data {layout.dp}; {batch.tokens_per_step:,} tokens a step",
+        *described(plan.stages),
     ]
-    for number, stage in enumerate(plan.stages):
-        first, last = stage.layers
-        share = f"{stage.cost_share:.1%} of the work"
-        lines.append(f"stage {number:<2} layers {first} to {last}, {stage.parameters:,} parameters, {share}")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for one in plan.notes:

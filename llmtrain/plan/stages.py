@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from llmtrain.plan.bounds import StageBounds, balance
 from llmtrain.plan.flops import attention_flops, head_parameters
 from llmtrain.plan.plan import ModelFacts, StagePlan
@@ -49,3 +52,21 @@ def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[S
         )
         for bound, held in zip(bounds, parameters, strict=True)
     )
+
+
+def described(stages: Sequence[StagePlan]) -> list[str]:
+    """A line for each stage; neighbours that are alike share one."""
+    lines = []
+    for (layers, parameters, work), alike in groupby(enumerate(stages), key=lambda item: _looks(item[1])):
+        members = list(alike)
+        (number, first), (last_number, last) = members[0], members[-1]
+        name = f"stage {number}" if len(members) == 1 else f"stages {number} to {last_number}"
+        each = "" if len(members) == 1 else f"; each {layers} layers"
+        held = f"layers {first.layers[0]} to {last.layers[1]}{each}, {parameters:,} parameters"
+        lines.append(f"{name:<15} {held}, {work} of the work")
+    return lines
+
+
+def _looks(stage: StagePlan) -> tuple[int, int, str]:
+    """What is shown of a stage, but for its place."""
+    return stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}"

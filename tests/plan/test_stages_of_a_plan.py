@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.plan import resolve
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.stages import layer_costs, plan_stages, stage_bounds
+from llmtrain.plan.stages import described, layer_costs, plan_stages, stage_bounds
 from llmtrain.recipe import ModelConfig
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
@@ -87,3 +87,16 @@ def test_the_stages_in_json(tiny):
     assert stages[0].keys() == {"layers", "parameters", "cost_share"}
     # The tied table lies on both.
     assert sum(stage["parameters"] for stage in stages) == 2_410_176 + 4096 * 192
+
+
+def test_stages_that_look_alike_share_a_line():
+    stages = plan_stages(
+        model_facts(ModelConfig(architecture="llama", config={**SMALL, "num_hidden_layers": 8}), None), 4, 64
+    )
+    first, middle, last = described(stages)
+    assert (
+        first
+        == f"stage 0         layers 0 to 1, {stages[0].parameters:,} parameters, {stages[0].cost_share:.1%} of the work"
+    )
+    assert middle.startswith("stages 1 to 2   layers 2 to 5; each 2 layers, ")
+    assert last.startswith("stage 3         layers 6 to 7, ")
