@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error.report(), file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has gone (`llmtrain plan ... | head`).
@@ -92,11 +92,9 @@ def train(
 def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
     """The plan, after everything that can be known before a worker starts; `workers` where a launcher started some."""
     from llmtrain.metrics.trackers import check_trackers
-    from llmtrain.plan import resolve
-    from llmtrain.plan.runnable import check_runnable
+    from llmtrain.precheck import runnable_plan
 
-    plan = resolve(declared, cluster)
-    check_runnable(plan, workers)
+    plan = runnable_plan(declared, cluster, workers)
     check_trackers(declared)
     folder.check(declared)
     if resume == "never" and any(folder.checkpoints.glob("step_*")):
@@ -114,17 +112,19 @@ def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
 
 
 def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
-    """Prepares the data here, then trains with one worker per device."""
+    """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch import run_workers
+    from llmtrain.precheck import check_stages
 
     console = Console()
     _print_plan(plan, console)
     if resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
+    check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
@@ -163,13 +163,18 @@ def plan(
     from llmtrain.ds_config import render
     from llmtrain.plan import resolve
     from llmtrain.plan.load import load_recipe
+    from llmtrain.precheck import check_stages, suggesting
 
     try:
         declared, written_for = load_recipe(recipe, assignments)
-        resolved = resolve(declared, _cluster(written_for, nodes, gpus_per_node, device))
+        cluster = _cluster(written_for, nodes, gpus_per_node, device)
+        with suggesting(declared, cluster):
+            resolved = resolve(declared, cluster)
+        if resolved.model.source != "arithmetic":  # else it is asked where torch may be loaded
+            check_stages(resolved)
     except RecipeError as error:
         if as_json:
-            print(json.dumps({"legal": False, "problems": [problem.as_dict() for problem in error.problems]}, indent=2))
+            print(json.dumps(error.as_dict(), indent=2))
             sys.exit(error.exit_code)
         raise
     ds_config = render(resolved)
@@ -216,6 +221,8 @@ def _sharding(plan: Plan) -> str:
 
 
 def _print_plan(plan: Plan, console: Any) -> None:
+    from llmtrain.plan.stages import described
+
     layout, batch, cluster, model = plan.layout, plan.batch, plan.cluster, plan.model
     lines = [
         f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters"
@@ -226,6 +233,7 @@ def _print_plan(plan: Plan, console: Any) -> None:
         f", expert {layout.ep}, {_sharding(plan)}, {plan.recipe.parallel.precision}",
         f"batch    {batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
         f"{batch.gradient_accumulation_steps} × data {layout.dp}; {batch.tokens_per_step:,} tokens a step",
+        *described(plan.stages),
     ]
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -284,22 +292,29 @@ def verify(
     run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME-verify.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that every plan trains what plain PyTorch does, on this machine; exit 1 where one does not."""
+    """Prove that every plan trains what plain PyTorch does, on this machine; exit 1 where one does not.
+
+    Where no variant is named, the recipe's variant `verify` is taken if it has one.
+    """
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
     from llmtrain.data import Progress, prepare
     from llmtrain.plan.enumerate import enumerate_plans
-    from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.load import load_recipe, with_variant
+    from llmtrain.precheck import without_uncut
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose, comparable
     from llmtrain.verify.table import summary, table
 
-    declared = comparable(load_recipe(recipe, assignments)[0], steps)
+    chosen_recipe = with_variant(recipe, "verify")
+    if chosen_recipe != recipe:
+        print(f"verifying {chosen_recipe}, the recipe's own variant for it", file=sys.stderr)
+    declared = comparable(load_recipe(chosen_recipe, assignments)[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(declared, cluster.world_size, cluster.device)
-    chosen = choose(runnable, refused, plans)
+    chosen, refused = without_uncut(choose(runnable, refused, plans), refused)
     prepare(declared, Progress(Console(stderr=True)))
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, "verify")
     certificate = certify.verify(declared, chosen, refused, steps, folder)

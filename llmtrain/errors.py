@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class Exit(IntEnum):
@@ -51,12 +52,27 @@ class UserError(Exception):
     """An error with a message for people and an exit code; printed without a traceback."""
 
     exit_code: Exit = Exit.USAGE
+    nearest: tuple[str, ...] = ()
+    """Legal plans nearest to a refused one, as arguments to paste."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
         if isinstance(problems, str):
             problems = Problem(rule="", field="", message=problems)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(self._line(problem) for problem in self.problems))
+
+    def report(self) -> str:
+        """All that a user is told: the problems, and the nearest legal plans where there are any."""
+        plans = "\nnearest legal plans, with the same global batch:" if self.nearest else ""
+        return "".join((f"error: {self}", plans, *(f"\n    {one}" for one in self.nearest)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """A refusal as JSON data."""
+        return {
+            "legal": False,
+            "problems": [problem.as_dict() for problem in self.problems],
+            "nearest": list(self.nearest),
+        }
 
     @staticmethod
     def _line(problem: Problem) -> str:

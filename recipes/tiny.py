@@ -66,7 +66,7 @@ def recipe_bf16() -> Recipe:
 
 
 def recipe_verify() -> Recipe:
-    """Small enough to train dozens of times: `llmtrain verify recipes/tiny.py:verify --nproc 4`."""
+    """Small enough to train dozens of times: `llmtrain verify recipes/tiny.py --nproc 4`."""
     return recipe().with_(
         **{
             "model.config.hidden_size": 64,

@@ -22,12 +22,12 @@ LAYERS = (
     {"checkpoint"},
     {"generate", "loop"},
     {"finish"},
-    {"worker", "verify"},
+    {"worker", "verify", "precheck"},
     {"cli"},
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "cli", "entry"}
+PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "precheck", "cli", "entry"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

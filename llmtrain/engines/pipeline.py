@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import StepBatch
@@ -120,6 +120,9 @@ class DeepSpeedPipeline:
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
+        self._replicated_grad_norm: Tensor | None = None
+        if plan.layout.zero_stage == 0:
+            self.engine.optimizer.register_step_pre_hook(lambda *_: self._take_grad_norm())
 
     @property
     def data_parallel_rank(self) -> int:
@@ -136,7 +139,8 @@ class DeepSpeedPipeline:
         lr = self.engine.get_lr()[0]
         self._start(batch)
         self.engine.train_batch(_micro_batches(batch))
-        norm = torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device, dtype=torch.float32)
+        norm = self._replicated_grad_norm if self.plan.layout.zero_stage == 0 else self.engine.get_global_grad_norm()
+        norm = torch.as_tensor(norm, device=self.device, dtype=torch.float32)
         return StepResult(loss=self._mean(batch), grad_norm=norm, lr=lr)
 
     @torch.no_grad()
@@ -180,6 +184,14 @@ class DeepSpeedPipeline:
             "device": str(self.device),
             "backend": dist.get_backend(),
         }
+
+    def _take_grad_norm(self) -> None:
+        """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
+        own = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
+        gradients = [weight.grad for weight in own if weight.grad is not None]
+        square = nn.utils.get_total_norm(gradients).to(self.device).square()
+        dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
+        self._replicated_grad_norm = square.sqrt()
 
     def _start(self, batch: StepBatch) -> None:
         self._scale = len(batch.micro_batches) * self.plan.layout.dp / batch.target_tokens

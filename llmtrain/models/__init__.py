@@ -1,7 +1,16 @@
 """`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, tensor slices, loss."""
 
-from llmtrain.models.build import build_model, model_configuration, stage_builder
+from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder
 from llmtrain.models.loss import IGNORE, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
 
-__all__ = ["IGNORE", "Refused", "Stage", "build_model", "model_configuration", "stage_builder", "target_loss_sum"]
+__all__ = [
+    "IGNORE",
+    "Refused",
+    "Stage",
+    "build_model",
+    "find_stages",
+    "model_configuration",
+    "stage_builder",
+    "target_loss_sum",
+]

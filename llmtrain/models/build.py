@@ -13,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.bounds import balance
 from llmtrain.models.cut import build_stage, check_cut
 from llmtrain.models.initial import Gather, initialise
-from llmtrain.models.stages import Stage, decoder_layers
+from llmtrain.models.stages import Cut, Stage
 from llmtrain.models.tensor import Ranks, Split, TensorParallel
 from llmtrain.models.tensor_check import check_split
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.own_code import pretrained_configuration
+from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
 
@@ -34,9 +36,7 @@ def model_configuration(recipe: Recipe) -> PreTrainedConfig:
     try:
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
-        return AutoConfig.from_pretrained(
-            model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **values
-        )
+        return pretrained_configuration(model, values)
     except (ValueError, OSError, TypeError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"
         raise RecipeError(
@@ -93,20 +93,28 @@ StageBuilder = Callable[[int, Ranks], Stage]
 """Builds the stage of this index; the ranks share it by tensor parallelism, and each gets its slices."""
 
 
+def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, Split]:
+    """The configuration of the recipe's model, its cut into balanced stages and their split, proved on a tiny copy.
+
+    tensor: ranks that share each stage. Raises RecipeError where the family cannot be cut or split so,
+    or there are more stages than layers.
+    """
+    config = model_configuration(recipe)
+    attention = recipe.model.attention
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
+    return config, cut, check_split(config, tensor, attention) if tensor > 1 else Split({}, {})
+
+
 def stage_builder(
     recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device, tensor: int = 1
 ) -> StageBuilder:
     """Builds the stages of the recipe's model, each with its initial or pretrained weights and nothing else.
 
-    The layers are balanced by their cost (`layer_costs`). A parameter is whole only while it is drawn
-    or read. tensor: ranks that share each stage. Raises RecipeError where the family cannot be cut or
-    split so, or there are more stages than layers.
+    A parameter is whole only while it is drawn or read. Raises RecipeError as `find_stages`.
     """
-    config = model_configuration(recipe)
-    attention = recipe.model.attention
-    bounds = balance(layer_costs(config), stages)
-    cut = check_cut(config, bounds, attention)
-    split = check_split(config, tensor, attention) if tensor > 1 else Split({}, {})
+    config, cut, split = find_stages(recipe, stages, tensor)
+    attention, bounds = recipe.model.attention, cut.bounds
 
     def build(index: int, ranks: Ranks) -> Stage:
         slices = TensorParallel(split, ranks)
@@ -119,21 +127,6 @@ def stage_builder(
         return stage
 
     return build
-
-
-def layer_costs(config: PreTrainedConfig) -> list[float]:
-    """Parameters that each decoder layer multiplies with, the head's in the last one.
-
-    An embedding is looked up and costs next to no time, which is what a stage waits for.
-    """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    _, layers = decoder_layers(model)
-    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
-    head = model.get_output_embeddings()
-    if head is not None:
-        costs[-1] += head.weight.numel()
-    return costs
 
 
 @torch.no_grad()

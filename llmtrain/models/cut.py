@@ -14,11 +14,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.models.bounds import StageBounds
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.models.tiny import shrink
+from llmtrain.plan.bounds import StageBounds
 
 TOLERANCE = 1e-5
 """Largest deviation of a logit, relative to the largest logit.

@@ -27,8 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.bounds import StageBounds
 from llmtrain.models.tensor import TensorParallel
+from llmtrain.plan.bounds import StageBounds
+from llmtrain.plan.model_facts import decoder_lists
 
 
 class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
@@ -37,7 +38,7 @@ class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
         self.reason = reason
         message = f"{config.model_type} cannot be cut into pipeline stages: {reason}"
-        super().__init__(Problem("pipeline.family", "parallel.pipeline", message, "parallel.pipeline=1"))
+        super().__init__(Problem("pipeline.family", "parallel.pipeline", message, "--set parallel.pipeline=1"))
 
 
 @dataclass(frozen=True)
@@ -203,23 +204,15 @@ class Stage(nn.Module):
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Name and list of the decoder layers.
 
-    It is the list outside other lists, and least deep in the model, of as many layers as the
-    configuration says (or of any number, where there is but one list). Raises Refused where there
-    is none, or more than one.
+    Raises Refused where there is none, or more than one list that may be it.
     """
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
-    }
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    matching = {name: module for name, module in lists.items() if len(module) == count} or lists
-    depth = min((name.count(".") for name in matching), default=0)
-    nearest = [(name, module) for name, module in matching.items() if name.count(".") == depth]
-    if len(nearest) != 1:
-        found = " and ".join(name for name, _ in nearest) or "none"
+    lists = decoder_lists(model)
+    if len(lists) != 1:
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        found = " and ".join(lists) or "none"
         raise Refused(model.config, f"it should have one list of {count} decoder layers and has {found}")
-    return nearest[0]
+    (found_list,) = lists.items()
+    return found_list
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:

@@ -41,11 +41,13 @@ class Count:
     """Input tables, learned positions included."""
     head: int
     """Output projection; 0 where it is tied to the embedding."""
-    body: int
-    """Decoder layers and the final norm, all experts included."""
-    idle: int = 0
-    """Expert parameters that a token does not meet."""
-    largest: int = 0
+    norm: int
+    """The final norm."""
+    layers: tuple[int, ...]
+    """Each decoder layer, all experts included."""
+    idle: tuple[int, ...]
+    """Of each decoder layer, the expert parameters that a token does not meet."""
+    largest: int
     """Largest single parameter."""
     experts: int = 0
     """Experts per layer."""
@@ -86,7 +88,9 @@ def count_gpt2(config: dict[str, Any], shape: Shape) -> Count:
     return Count(
         embedding=sum(tables),
         head=0 if shape.tied else shape.vocab * width,
-        body=shape.layers * (attention + feed_forward + 4 * width) + 2 * width,
+        norm=2 * width,
+        layers=(attention + feed_forward + 4 * width,) * shape.layers,
+        idle=(0,) * shape.layers,
         largest=max(*tables, width * 3 * width, width * inner),
     )
 
@@ -114,17 +118,23 @@ class RotaryDecoder:
         dense = 3 * width * inner + (2 * inner + width if _on(self.mlp_bias, config) else 0)
         table = shape.vocab * width
         query = width * shape.heads * shape.head_dim
-        body, idle, largest = shape.layers * layer + width, 0, max(table, query, width * inner)
+        largest = max(table, query, width * inner)
         experts = self.experts(config) if self.experts else Experts()
-        sparse = experts.layers(shape.layers)
-        body += (shape.layers - sparse) * dense
-        if sparse:
-            expert = 3 * width * experts.inner
-            body += sparse * experts.number * (expert + width)  # and the router's row for it
-            idle = sparse * (experts.number - experts.per_token) * expert
+        sparse = experts.sparse(shape.layers)
+        expert = 3 * width * experts.inner
+        if any(sparse):
             # Gate and up projections of all experts of a layer are one tensor.
             largest = max(largest, experts.number * 2 * width * experts.inner)
-        return Count(table, 0 if shape.tied else table, body, idle, largest, experts.number if sparse else 0)
+        mixture = experts.number * (expert + width)  # with the router's row for each
+        return Count(
+            embedding=table,
+            head=0 if shape.tied else table,
+            norm=width,
+            layers=tuple(layer + (mixture if one else dense) for one in sparse),
+            idle=tuple((experts.number - experts.per_token) * expert if one else 0 for one in sparse),
+            largest=largest,
+            experts=experts.number if any(sparse) else 0,
+        )
 
     def _attention(self, config: dict[str, Any], shape: Shape) -> int:
         queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -145,11 +155,11 @@ class Experts:
     """Every `step`-th layer is sparse; 1 is all of them."""
     dense_layers: tuple[int, ...] = ()
 
-    def layers(self, total: int) -> int:
-        """How many of `total` layers are sparse."""
+    def sparse(self, total: int) -> list[bool]:
+        """Of each of `total` layers, whether it has experts."""
         if not self.number:
-            return 0
-        return sum((layer + 1) % self.step == 0 and layer not in self.dense_layers for layer in range(total))
+            return [False] * total
+        return [(layer + 1) % self.step == 0 and layer not in self.dense_layers for layer in range(total)]
 
 
 def _on(switch: bool | str, config: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ def matmul_parameters(facts: ModelFacts) -> int:
     Looking a row up costs no FLOPs. A tied table stays in once, since it is also the matrix of the
     output projection; learned positions are never multiplied with.
     """
-    tied_head = facts.vocab_size * facts.hidden_size if facts.tied_embeddings else 0
+    tied_head = head_parameters(facts) if facts.tied_embeddings else 0
     return facts.active_parameters - facts.embedding_parameters + tied_head
 
 
@@ -21,5 +21,14 @@ def flops_per_token(facts: ModelFacts, sequence_length: int) -> float:
     d is heads × head_dim. Attention counts in full: halving it because it is causal, as some do,
     lowers the figure. Work done again under activation checkpointing does not count.
     """
-    attention = 12 * facts.layers * facts.heads * facts.head_dim * sequence_length
-    return float(6 * matmul_parameters(facts) + attention)
+    return float(6 * matmul_parameters(facts) + facts.layers * attention_flops(facts, sequence_length))
+
+
+def attention_flops(facts: ModelFacts, sequence_length: int) -> int:
+    """FLOPs of one layer's attention per token, forward and backward."""
+    return 12 * facts.heads * facts.head_dim * sequence_length
+
+
+def head_parameters(facts: ModelFacts) -> int:
+    """Elements of the output projection, tied or not."""
+    return facts.vocab_size * facts.hidden_size

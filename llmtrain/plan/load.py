@@ -34,6 +34,17 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     return (recipe.with_(**fields) if fields else recipe), cluster
 
 
+def with_variant(spec: str, variant: str) -> str:
+    """`FILE:variant` where a spec names no variant and its file has that one; else the spec as it is.
+
+    Raises RecipeError for a file that cannot be read.
+    """
+    path, colon, _ = spec.partition(":")
+    if not colon and variant in variants_of(import_recipe(Path(path))):
+        return f"{path}:{variant}"
+    return spec
+
+
 def import_recipe(path: Path) -> ModuleType:
     """The module of a recipe file; its folder is importable meanwhile, as when the file is run."""
     if not path.is_file():

@@ -8,11 +8,13 @@ on the meta device: its shapes exist, its weights do not.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
+from llmtrain.plan.own_code import has_own_code, pretrained_configuration
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.recipe import ModelConfig
 
@@ -34,6 +36,8 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     """
     if model.pretrained is not None:
         model_type, declared = _pretrained_config(model)
+        if has_own_code(model, declared):
+            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
         return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
     assert model.architecture is not None  # ModelConfig asks for one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
@@ -78,14 +82,16 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
     if problems := _impossible(family, given, shape):
         raise RecipeError(problems)
     count = family.count(config, shape)
-    total = count.embedding + count.head + count.body
+    total = count.embedding + count.head + sum(count.layers) + count.norm
     return ModelFacts(
         model_type=model_type,
         parameters=total,
-        active_parameters=total - count.idle,
+        active_parameters=total - sum(count.idle),
         embedding_parameters=count.embedding,
         largest_parameter=count.largest,
         layers=shape.layers,
+        layer_parameters=count.layers,
+        layer_idle_parameters=count.idle,
         hidden_size=shape.width,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -208,23 +214,30 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
-    """Facts of a family that arithmetic does not know: the model is built without its weights."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    """Facts of a family that arithmetic does not know."""
+    from transformers import CONFIG_MAPPING
 
-    if model.trust_remote_code:
-        # Its class is code of the hub's that only a worker runs.
-        message = f"'{model_type}' comes with its own code, whose size a plan cannot know"
-        raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message))
     if model_type not in CONFIG_MAPPING:
+        if "auto_map" in given:
+            message = f"'{model_type}' is code that comes with '{model.pretrained}': look at it before you trust it"
+            fix = "--set model.trust_remote_code=true"
+            raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
         message = f"'{model_type}' is no architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message))
     config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS
     if problems := _unknown_keys(model.config, known | COMMON_KEYS | {"head_dim", "num_key_value_heads"}, model_type):
         raise RecipeError(problems)
+    return _built_facts(model_type, lambda: config_class(**given))
+
+
+def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
+    """Facts of a model that is built without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     try:
-        config = config_class(**given)
+        config = configure()
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault
@@ -237,22 +250,25 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
     """Facts of a model object. `parameters()` yields a tied weight once."""
     config = built.config.get_text_config()
     total = sum(parameter.numel() for parameter in built.parameters())
+    lists = list(decoder_lists(built).values())
+    layers = list(lists[0]) if len(lists) == 1 else []
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
     heads = config.num_attention_heads
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
     )
-    idle = 0
-    if experts:
-        in_experts = sum(p.numel() for name, p in built.named_parameters() if ".experts." in name)
-        idle = in_experts - in_experts * (_int(config, "num_experts_per_tok") or experts) // experts
+    met = _int(config, "num_experts_per_tok") or experts
+    in_experts = [_size(layer, ".experts.") for layer in layers]
+    idle = [inside - inside * met // experts if experts else 0 for inside in in_experts]
     return ModelFacts(
         model_type=model_type,
         parameters=total,
-        active_parameters=total - idle,
+        active_parameters=total - sum(idle),
         embedding_parameters=embedding.numel(),
         largest_parameter=max(parameter.numel() for parameter in built.parameters()),
-        layers=config.num_hidden_layers,
+        layers=len(layers) or config.num_hidden_layers,
+        layer_parameters=tuple(_size(layer) for layer in layers),
+        layer_idle_parameters=tuple(idle),
         hidden_size=config.hidden_size,
         heads=heads,
         kv_heads=_int(config, "num_key_value_heads") or heads,
@@ -263,6 +279,30 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         tied_embeddings=head is not None and head.weight is embedding,
         source="meta device",
     )
+
+
+def decoder_lists(model: Any) -> dict[str, Any]:
+    """By their names, the lists of modules that may be a model's decoder layers; one, where it is a chain of layers.
+
+    They are the lists outside other lists, and least deep in the model, of as many layers as the
+    configuration says (or of any number, where there are none of that).
+    """
+    from torch import nn
+
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
+    }
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    matching = {name: module for name, module in lists.items() if len(module) == count} or lists
+    depth = min((name.count(".") for name in matching), default=0)
+    return {name: module for name, module in matching.items() if name.count(".") == depth}
+
+
+def _size(module: Any, within: str = "") -> int:
+    """Parameters of a module, or of those parts of it whose name has `within` in it."""
+    return sum(parameter.numel() for name, parameter in module.named_parameters() if within in name)
 
 
 def _int(config: Any, key: str) -> int | None:

@@ -41,6 +41,17 @@ class Batch(Part):
     """Tokens read per optimizer step, padding included."""
 
 
+class StagePlan(Part):
+    """A pipeline stage."""
+
+    layers: tuple[int, int]
+    """Its first and its last decoder layer, counted from 0."""
+    parameters: int
+    """Parameters that its ranks hold, embedding and head included; a tied head counts where it is used, too."""
+    cost_share: float
+    """Its part of the FLOPs of a step, of all stages together; 1 / pp where they are in balance."""
+
+
 class ModelFacts(Part):
     """What the plan must know of a model, found without building it where that is possible."""
 
@@ -56,6 +67,10 @@ class ModelFacts(Part):
     """Elements of the largest single parameter, as the model holds it."""
     layers: int
     """Decoder layers."""
+    layer_parameters: tuple[int, ...]
+    """Parameters of each decoder layer; empty for a model that is no chain of layers."""
+    layer_idle_parameters: tuple[int, ...]
+    """Of each decoder layer, the expert parameters that a token does not meet."""
     hidden_size: int
     """Width of the residual stream."""
     heads: int
@@ -86,6 +101,8 @@ class Plan(Part):
     layout: Layout
     batch: Batch
     model: ModelFacts
+    stages: tuple[StagePlan, ...] = Field(default=())
+    """The stages of a pipeline; empty without one."""
     flops_per_token: float
     """Model FLOPs of forward and backward per token, without recomputation: 6·N + 12·L·d·T."""
     notes: tuple[dict[str, str], ...] = Field(default=())
@@ -115,12 +132,15 @@ class Plan(Part):
             "backend": self.recipe.parallel.backend,
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
-            "layout": self.layout.model_dump(),
+            "layout": self.layout.model_dump() | self._stages(),
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(),
             "flops_per_token": self.flops_per_token,
             "notes": list(self.notes),
         }
+
+    def _stages(self) -> dict[str, Any]:
+        return {"stages": [stage.model_dump(mode="json") for stage in self.stages]} if self.stages else {}
 
 
 def note(problem: Problem) -> dict[str, str]:

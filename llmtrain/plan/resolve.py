@@ -9,6 +9,7 @@ from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Batch, Layout, ModelFacts, Plan, note
 from llmtrain.plan.rules import broken
+from llmtrain.plan.stages import plan_stages
 from llmtrain.recipe import Recipe
 
 
@@ -58,6 +59,7 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
         layout=layout,
         batch=batch,
         model=facts,
+        stages=plan_stages(facts, parallel.pipeline, recipe.data.sequence_length),
         flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
         notes=tuple(note(problem) for problem in notes or ()),
     )

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.plan.load import import_recipe, load_recipe, variants_of
+from llmtrain.plan.load import import_recipe, load_recipe, variants_of, with_variant
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
 
@@ -21,6 +21,16 @@ def test_base_variant_and_assignments():
     variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
     assert (variant.parallel.zero_stage, variant.optim.lr, variant.data.packing) == (3, 1e-4, "concat")
     assert variants_of(import_recipe(TINY)) == ["zero3", "bf16", "verify"]
+
+
+def test_a_variant_of_a_spec_that_names_none(tmp_path):
+    assert with_variant(str(TINY), "verify") == f"{TINY}:verify"
+    assert with_variant(f"{TINY}:zero3", "verify") == f"{TINY}:zero3"
+    assert with_variant(f"{TINY}:", "verify") == f"{TINY}:"
+    without = TINY.with_name("llama_1b.py")
+    assert with_variant(str(without), "verify") == str(without)
+    with pytest.raises(RecipeError):
+        with_variant(str(tmp_path / "gone.py"), "verify")
 
 
 def test_file_that_does_not_exist(tmp_path):

@@ -189,3 +189,23 @@ def test_pretrained_that_the_hub_does_not_give(name, tmp_path):
         assert transformers.utils.hub is not None
         found = problems(pretrained=name)
     assert name in found["model.pretrained"]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_arithmetic_counts_each_layer(family):
+    from transformers import CONFIG_MAPPING
+
+    from llmtrain.plan.model_facts import _meta_facts
+
+    draw = random.Random(f"{family} layers")
+    for _ in range(4):
+        config = sizes(family, draw)
+        counted = model_facts(ModelConfig(architecture=family, config=config), None)
+        # Those of the model itself, which the other families have.
+        given = dict(config)
+        if "num_experts" in given and "num_local_experts" in CONFIG_MAPPING[family].__dataclass_fields__:
+            given["num_local_experts"] = given.pop("num_experts")
+        built = _meta_facts(ModelConfig(architecture=family, config=given), family, given)
+        assert counted.layer_parameters == built.layer_parameters, config
+        assert counted.layer_idle_parameters == built.layer_idle_parameters, config
+        assert len(counted.layer_parameters) == counted.layers

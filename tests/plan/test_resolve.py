@@ -172,6 +172,25 @@ def test_notes_do_not_refuse(tiny):
     )
 
 
+@pytest.mark.parametrize("total", [8, 16, 30, 64, 96, 210])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
+    cluster = Cluster(devices_per_node=stages)
+    fields = {"parallel.pipeline": stages, "parallel.zero_stage": 1, "batch.global_batch_size": total}
+    recipe = tiny.with_(**fields, **{"batch.micro_batch_size": total})
+    (note,) = resolve(recipe, cluster).notes
+    assert note["rule"] == "pipeline.bubble"
+    idle = f"({stages} − 1) / (1 + {stages} − 1) = {(stages - 1) / stages:.0%}"
+    assert note["message"].startswith(f"1 micro-batch a step in {stages} stages: each idles {idle} of the time")
+    told = [word for word in note["fix"].replace(",", "").split() if "=" in word]
+    better = recipe.with_(**parse_assignments(told))
+    assert resolve(better, cluster).notes == ()
+    # No more micro-batches than it takes: the next larger ones would idle too long.
+    size = better.batch.micro_batch_size
+    larger = next((other for other in range(size + 1, total + 1) if better.batch.global_batch_size % other == 0), None)
+    assert larger is None or resolve(better.with_(**{"batch.micro_batch_size": larger}), cluster).notes
+
+
 def test_rules_have_ids_of_their_own_and_are_documented(pytestconfig):
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)

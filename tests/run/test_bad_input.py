@@ -129,6 +129,51 @@ def test_plan_refuses_in_json(small_recipe):
     answer = json.loads(result.stdout)
     assert answer["legal"] is False
     assert {"rule", "field", "message", "fix"} == set(answer["problems"][0])
+    assert answer["nearest"] == [*(f"--set batch.micro_batch_size={size}" for size in (3, 1, 9))]
+
+
+PIPELINE = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule", "nearest"),
+    [
+        (["--nproc", "4", *PIPELINE, "--set", "parallel.pipeline=4"], "pipeline.layers", "--set parallel.pipeline=2"),
+        (["--nproc", "3", *PIPELINE], "layout.world", None),
+        (
+            ["--nproc", "2", *PIPELINE, "--set", "parallel.zero_stage=3"],
+            "pipeline.zero_stage",
+            "--set parallel.zero_stage=1",
+        ),
+        (["--nproc", "8", "--set", "parallel.tensor=8"], "layout.tensor_divides", "--set parallel.tensor=1"),
+        (["--nproc", "5", "--set", "parallel.sequence=5"], "layout.sequence_divides", None),
+        (["--set", "parallel.precision=bf16"], "precision.stage0", "--set parallel.zero_stage=1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_ends_with_the_nearest_legal_plans(arguments, rule, nearest, small_recipe, tmp_path):
+    result = llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run")
+    _, _, plans = _refused(result, USAGE, f"[{rule}]").partition("nearest legal plans")
+    assert bool(plans) == bool(nearest)
+    assert nearest is None or nearest in plans
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_family_that_cannot_be_cut_starts_nothing(small_recipe, tmp_path):
+    """Found by comparing a tiny copy, before the data is prepared and a worker started."""
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = ("--set", "model.architecture=zaya", "--set", f"model.config={json.dumps(config)}")
+    result = llmtrain("train", small_recipe, "--nproc", "2", *PIPELINE, *model, "--run-dir", tmp_path / "run")
+    said = _refused(result, USAGE, "zaya", "[pipeline.family]", "nearest legal plans")
+    assert said.endswith("    --set parallel.pipeline=1\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_stages_in_json(small_recipe):
+    answer = json.loads(llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--json").stdout)
+    stages = answer["layout"]["stages"]
+    assert [stage["layers"] for stage in stages] == [[0, 0], [1, 1]]
+    assert sum(stage["cost_share"] for stage in stages) == pytest.approx(1)
 
 
 def test_plan_in_json_has_what_was_promised(small_recipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.plan.rules.rule import Fault, assignment, rule
@@ -12,9 +13,8 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 def divisors_near(number: int, value: int) -> list[int]:
     """The largest divisor of `number` up to `value`, and the smallest from there on."""
     value = min(max(value, 1), number)
-    below = next(d for d in range(value, 0, -1) if number % d == 0)
-    above = next(d for d in range(value, number + 1) if number % d == 0)
-    return sorted({below, above})
+    found = divisors(number)
+    return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
 
 
 def _nearest(number: int, value: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
@@ -11,7 +12,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 @rule(
     "pipeline.zero_stage",
     "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips each stage alone.",
-    "read",
+    "run",
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
     """ZeRO 2 and 3 fail under pipelines; ZeRO 0 in fp32 does not clip the whole gradient."""
@@ -37,10 +38,32 @@ def layers(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
 
 
+@rule("pipeline.chain", "A stage is a part of one chain of decoder layers.", "arithmetic")
+def chain(draft: Draft) -> Iterator[Fault]:
+    """Models without one list of decoder layers."""
+    if draft.parallel.pipeline > 1 and draft.facts is not None and not draft.facts.layer_parameters:
+        message = (
+            f"{draft.parallel.pipeline} was given, but '{draft.facts.model_type}' has no single list of decoder layers"
+        )
+        yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=1))
+
+
+@rule(
+    "pipeline.autocast_fp16",
+    "The pipeline engine goes backward without autocast's loss scale, and the scaler fails at the first step.",
+    "run",
+)
+def autocast_fp16(draft: Draft) -> Iterator[Fault]:
+    """fp16 autocast under pipelines."""
+    if draft.parallel.pipeline > 1 and draft.parallel.precision == "autocast_fp16":
+        message = "'autocast_fp16' was given, whose loss scale the pipeline engine does not apply"
+        yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
+
+
 @rule(
     "pipeline.tied_accumulation",
     "Gradients that are accumulated beside the weights skip the reduction of tied ones: the copies drift apart.",
-    "read",
+    "run",
 )
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
     """Tied embeddings under pipelines with gradients in another type, unless the bf16 optimizer takes them."""
@@ -58,16 +81,40 @@ def tied_accumulation(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype))
 
 
+MOST_IDLE = 0.2
+"""Part of the time that a pipeline may idle without a note."""
+
+
 @rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
 def bubble(draft: Draft) -> Iterator[Fault]:
-    """Notes pipelines that idle more than a third of the time."""
+    """Notes pipelines that idle more than a fifth of the time; with one micro-batch a single stage works at a time."""
     stages, micro_batches = draft.parallel.pipeline, draft.accumulation
     if stages == 1 or micro_batches is None:
         return
     idle = (stages - 1) / (micro_batches + stages - 1)
-    if idle > 1 / 3:
-        message = f"{micro_batches} micro-batches in {stages} stages idle {idle:.0%} of the time"
-        yield Fault("parallel.pipeline", message, "use more micro-batches per step, or fewer stages")
+    if idle <= MOST_IDLE:
+        return
+    one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    message = (
+        f"{one} a step in {stages} stages: each idles ({stages} − 1) / ({micro_batches} + {stages} − 1) = {idle:.0%} "
+        "of the time"
+    )
+    if micro_batches == 1:
+        message += ", as one stage works after the other"
+    yield Fault("parallel.pipeline", message, _less_idle(draft))
 
 
-RULES = (zero_stage, layers, tied_accumulation, bubble)
+def _less_idle(draft: Draft) -> str:
+    """The largest micro-batches that bring the idle time down to `MOST_IDLE`; else the global batch that would."""
+    assert draft.dp is not None, "there are micro-batches"
+    stages, batch = draft.parallel.pipeline, draft.recipe.batch
+    needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
+    share = batch.global_batch_size // draft.dp
+    smaller = next((size for size in range(share // needed, 0, -1) if share % size == 0), None)
+    if smaller is not None:
+        return f"{assignment(batch__micro_batch_size=smaller)} makes {share // smaller} of them"
+    larger = assignment(batch__global_batch_size=needed * draft.dp, batch__micro_batch_size=1)
+    return f"{needed} of them take {larger}, or use fewer stages"
+
+
+RULES = (zero_stage, layers, chain, autocast_fp16, tied_accumulation, bubble)

@@ -25,7 +25,7 @@ def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
     layers = len(costs)
     if not 1 <= stages <= layers:
         message = f"{stages} was given: the model has {layers} layers, and a stage without one has nothing to run"
-        raise RecipeError(Problem("pipeline.layers", "parallel.pipeline", message, f"parallel.pipeline={layers}"))
+        raise RecipeError(Problem("pipeline.layers", "parallel.pipeline", message, f"--set parallel.pipeline={layers}"))
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)

@@ -1,0 +1,192 @@
+"""The legal plans nearest to a refused one: the same run on the same devices, split or stored otherwise."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan.divisors import divisors
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.plan import ModelFacts
+from llmtrain.plan.resolve import assemble, resolve
+from llmtrain.plan.rules import broken
+from llmtrain.plan.runnable import check_runnable
+from llmtrain.recipe import ParallelConfig, Recipe
+
+MOST = 3
+"""Suggestions."""
+TRIALS = 1_500
+"""Variants that are looked at, some 50 µs each."""
+
+WIDTH = 8
+"""Other values of one field that are looked at."""
+
+Fields = dict[str, Any]
+"""Dotted recipe fields, as `Recipe.with_` takes them."""
+
+DEGREES = ("parallel.pipeline", "parallel.tensor", "parallel.sequence", "parallel.expert")
+MICRO_BATCH = "batch.micro_batch_size"
+WEIGHTS = {
+    # What changes nothing but the layout comes first, then what costs time, then what changes the numbers.
+    MICRO_BATCH: 0.5,
+    "parallel.zero_stage": 0.75,
+    **dict.fromkeys(DEGREES, 1.0),
+    "parallel.nvme_path": 0.5,
+    "parallel.offload_optimizer": 1.5,
+    "parallel.offload_param": 1.5,
+    "parallel.grad_accum_dtype": 2.0,
+    "parallel.precision": 3.0,
+    "parallel.backend": 3.0,
+}
+"""Fields that may be changed → how far one change is."""
+RELATED = {
+    "batch.global_batch_size": (MICRO_BATCH, *DEGREES[:3]),
+    "parallel.grad_accum_dtype": ("parallel.precision", "parallel.offload_optimizer"),
+    "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
+}
+"""Fields that a rule names → others that it depends on."""
+
+
+def nearest_plans(
+    recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None, most: int = MOST
+) -> tuple[str, ...]:
+    """Changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
+
+    The model, the data and the global batch stay. forced: what every suggestion has to change. Empty
+    where no layout cures the fault, and for a recipe that has none.
+    """
+    try:
+        facts = model_facts(recipe.model, recipe.vocab_size)
+    except RecipeError:
+        return ()
+    return tuple(_as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {}), most))
+
+
+def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
+    """The changes themselves, by growing distance.
+
+    A legal plan differs in at least one field that a broken rule depends on, so a variant is changed
+    further in the fields of one of its broken rules only: the one that leaves the fewest ways.
+    """
+    values = _values(recipe, cluster)
+    order = itertools.count()  # of equally far variants the earlier one goes first
+    queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
+    seen: set[frozenset[tuple[str, Any]]] = set()
+    found: list[Fields] = []
+    for _ in range(TRIALS):
+        if not queue or len(found) == most:
+            break
+        distance, _, changes = heapq.heappop(queue)
+        if any(one.items() <= changes.items() for one in found):
+            continue  # a legal plan, changed further for nothing
+        draft = Draft(_changed(recipe, changes), cluster, facts)
+        named = _named(draft)
+        if not named and changes and _resolves(recipe, cluster, facts, changes):
+            found.append(changes)
+        ways = ([*_ways(draft, field, values, changes)] for field in named)
+        for field, value in min(ways, key=len, default=[]):
+            further = {**changes, field: value}
+            key = frozenset(further.items())
+            if key not in seen:
+                seen.add(key)
+                far = distance + _distance(field, _value(recipe, field), value)
+                heapq.heappush(queue, (far, next(order), further))
+    return found
+
+
+def _named(draft: Draft) -> list[str]:
+    """The fields that broken rules name, each once; those of what this version does not train where there is none."""
+    problems = broken(draft)[0]
+    if not problems:
+        try:
+            check_runnable(assemble(draft))
+        except RecipeError as error:
+            problems = list(error.problems)
+    return list(dict.fromkeys(problem.field for problem in problems))
+
+
+def _ways(draft: Draft, named: str, values: Mapping[str, list[Any]], changes: Fields) -> Iterator[tuple[str, Any]]:
+    """Changes that may cure a rule which names a field: of that field, and of those that most rules depend on."""
+    fields = [named] if named in WEIGHTS else []
+    fields += [
+        *RELATED.get(named, ()),
+        "parallel.zero_stage",
+        *(field for field in DEGREES if _value(draft.recipe, field) > 1),
+    ]
+    for field in dict.fromkeys(fields):
+        if field not in changes:
+            present = _value(draft.recipe, field)
+            others = [value for value in values[field] if value != present]
+            others.sort(key=lambda value: _distance(field, present, value))
+            # Far ones are left out, except for not using a kind of parallelism at all.
+            near = others[:WIDTH] if 1 in others[:WIDTH] or field not in DEGREES else [*others[:WIDTH], 1]
+            yield from ((field, value) for value in near if value != present)
+
+
+def _values(recipe: Recipe, cluster: Cluster) -> dict[str, list[Any]]:
+    """What each field may become. A folder for nvme is not ours to name, so offload goes to the host at most."""
+    values: dict[str, list[Any]] = {
+        field: list(get_args(ParallelConfig.model_fields[name].annotation))
+        for field in WEIGHTS
+        if (name := field.partition(".")[2]) in ParallelConfig.model_fields
+    }
+    values |= {field: list(divisors(cluster.world_size)) for field in DEGREES}
+    values[MICRO_BATCH] = list(divisors(recipe.batch.global_batch_size))
+    values["parallel.nvme_path"] = [None]
+    for field in ("parallel.offload_optimizer", "parallel.offload_param"):
+        values[field] = ["none", "cpu"]
+    return values
+
+
+def _distance(field: str, present: Any, value: Any) -> float:
+    """Numbers are as far apart as their ratio says, ZeRO stages as their difference."""
+    steps = 1.0
+    if field == "parallel.zero_stage":
+        steps = abs(value - present)
+    elif isinstance(value, int):
+        steps += abs(math.log2(value / present))
+    return WEIGHTS[field] * steps
+
+
+def _changed(recipe: Recipe, fields: Fields) -> Recipe:
+    """A variant without asking the types again, which is what `with_` takes its time for."""
+    parts: dict[str, Fields] = {}
+    for field, value in fields.items():
+        part, _, name = field.partition(".")
+        parts.setdefault(part, {})[name] = value
+    return recipe.model_copy(
+        update={part: getattr(recipe, part).model_copy(update=values) for part, values in parts.items()}
+    )
+
+
+def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
+    """Whether a suggestion, read as a user would paste it, is a plan."""
+    try:
+        resolve(recipe.with_(**fields), cluster, facts)
+    except RecipeError:
+        return False
+    return True
+
+
+def _value(recipe: Recipe, field: str) -> Any:
+    part, _, name = field.partition(".")
+    return getattr(getattr(recipe, part), name)
+
+
+def _as_arguments(fields: Fields) -> str:
+    return " ".join(f"--set {field}={_text(value)}" for field, value in _sorted(fields))
+
+
+def _sorted(fields: Fields) -> Iterator[tuple[str, Any]]:
+    return iter(sorted(fields.items(), key=lambda item: list(WEIGHTS).index(item[0])))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

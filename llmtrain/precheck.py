@@ -1,0 +1,76 @@
+"""What is found out before a worker starts: refusals end with the nearest legal plans, and a pipeline's cut is tried.
+
+Whether a family can be cut into stages is no arithmetic: it loads torch and compares a tiny copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import Plan, resolve
+from llmtrain.plan.enumerate import NamedPlan, Refused
+from llmtrain.plan.nearest import nearest_plans
+from llmtrain.plan.runnable import check_runnable
+from llmtrain.recipe import Recipe
+
+WITHOUT_PIPELINE = {"parallel.pipeline": 1}
+
+
+@contextmanager
+def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None = None) -> Iterator[None]:
+    """Adds the nearest legal plans to a refusal that is raised within.
+
+    forced: what every suggestion has to change, where the fault is none of the rules'.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        error.nearest = nearest_plans(recipe, cluster, forced)
+        raise
+
+
+def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:
+    """The plan of a recipe, which can be started here; `workers` as in `check_runnable`.
+
+    Raises RecipeError with all faults, and what is legal nearby.
+    """
+    with suggesting(recipe, cluster):
+        plan = resolve(recipe, cluster)
+        check_runnable(plan, workers)
+    return plan
+
+
+def check_stages(plan: Plan) -> None:
+    """Cuts a tiny copy of the model as the plan's pipeline would. Raises RecipeError where that fails; loads torch."""
+    if plan.layout.pp == 1:
+        return
+    from llmtrain.models import find_stages
+
+    told = f"comparing a tiny copy of the model in {plan.layout.pp} stages with the whole"
+    with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(told):
+        find_stages(plan.recipe, plan.layout.pp, plan.layout.tp)
+
+
+def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tuple[list[NamedPlan], list[Refused]]:
+    """Moves those pipelines to the refused plans whose model does not come apart into their stages."""
+    faults: dict[tuple[int, int], RecipeError | None] = {}
+    kept, out = [], list(refused)
+    for one in plans:
+        stages = (one.plan.layout.pp, one.plan.layout.tp)
+        if stages not in faults:
+            try:
+                check_stages(one.plan)
+                faults[stages] = None
+            except RecipeError as error:
+                faults[stages] = error
+        fault = faults[stages]
+        if fault is None:
+            kept.append(one)
+        else:
+            out.append(Refused(one.name, fault.problems[0]))
+    return kept, out

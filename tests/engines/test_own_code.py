@@ -1,0 +1,81 @@
+"""A model that brings its own code trains as any other: planned, cut into stages, compared, exported with its code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
+
+from llmtrain.errors import RecipeError
+from llmtrain.models import Refused, find_stages
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.recipe import Recipe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from own_code import write_folder
+
+STEPS = 5
+FP32 = 1e-5  # as in test_parity.py
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("own"))
+
+
+def _recipe(folder: Path, **fields: object) -> Recipe:
+    model = {"architecture": None, "config": {}, "pretrained": str(folder), "trust_remote_code": True}
+    sgd = {"optim.name": "sgd", "optim.lr": 0.1}
+    return tiny_recipe(**{"model": {**tiny_recipe().model.model_dump(), **model}, **sgd, **fields})
+
+
+def _pipeline(folder: Path) -> Recipe:
+    return _recipe(folder, **{"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2})
+
+
+def _train(rank: int, folder: Path) -> Trace:
+    return trace_plan(plan_of(_pipeline(folder), 2), STEPS, rank=0)
+
+
+def test_a_plan_knows_its_size(folder):
+    recipe = _pipeline(folder)
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    assert (facts.model_type, facts.layers, facts.tied_embeddings) == ("own_of_the_tests", 3, True)
+    layer = 2 * 32 + 4 * 32 * 32 + 32 + 4 * 32 * 32 + 64 + 32
+    assert facts.layer_parameters == (layer,) * 3
+    assert facts.parameters == 3 * layer + 256 * 32 + 64 * 32 + 64
+
+
+def test_two_stages_of_it_are_the_plain_loop(folder):
+    expected = trace(reference_of(_recipe(folder)), range(STEPS), 1, GLOBAL_BATCH)
+    for run in run_ranks(2, _train, folder):
+        assert worst(run.losses, expected.losses) < FP32
+        assert worst(run.grad_norms, expected.grad_norms) < FP32
+        assert run.weights.keys() == expected.weights.keys()
+        for name, value in run.weights.items():
+            np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_code_that_is_not_trusted_is_not_run(folder):
+    recipe = _pipeline(folder).with_(**{"model.trust_remote_code": False})
+    with pytest.raises(RecipeError) as error:
+        model_facts(recipe.model, recipe.vocab_size)
+    assert error.value.problems[0].fix == "--set model.trust_remote_code=true"
+
+
+def test_own_code_that_cannot_be_cut_is_refused(tmp_path):
+    """Its forward asks each layer for a part that only a layer of its own has."""
+    folder = write_folder(tmp_path)
+    code = folder / "modeling_own.py"
+    code.write_text(
+        code.read_text().replace(
+            "for layer in self.layers:", "for layer in self.layers:\n            layer.norm.weight"
+        )
+    )
+    with pytest.raises(Refused, match="own_of_the_tests"):
+        find_stages(_pipeline(folder), 2)
