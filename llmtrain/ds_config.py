@@ -42,16 +42,17 @@ def render(plan: Plan) -> dict[str, Any]:
 def _batch(plan: Plan) -> Block:
     """The batch triangle in integers.
 
-    With its own tensor parallelism DeepSpeed takes the ranks of a tensor group for data parallel ones, so
-    the right global batch size would be refused (DeepSpeed issue 7298): it is left out there. A
-    pipeline's topology tells it the number of replicas.
+    DeepSpeed takes the ranks of a tensor group for data parallel ones (DeepSpeed issue 7298), and is not
+    told which ranks share sequences, so it would refuse the right global batch size: it is left out
+    there. A pipeline's topology tells it of tensor groups.
     """
+    layout = plan.layout
     batch = {
         "train_batch_size": plan.batch.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.layout.tp > 1 and plan.layout.pp == 1:
+    if layout.sp > 1 or (layout.tp > 1 and layout.pp == 1):
         del batch["train_batch_size"]
     return batch
 
@@ -219,8 +220,6 @@ def _parallelism(plan: Plan) -> Block:
             "tp_overlap_comm": False,
             "vocab_parallel_lm_head": False,  # it computes a loss of its own, from labels that we do not pass
         }
-    if layout.sp > 1:
-        blocks["sequence_parallel_size"] = layout.sp
     if layout.ep > 1:
         blocks["expert_parallel"] = {
             "enabled": True,

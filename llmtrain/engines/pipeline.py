@@ -1,12 +1,14 @@
 """DeepSpeed's pipeline engine (1F1B) × ZeRO-1 × data parallel, on stages of the model's own forward.
 
 Each stage may be shared by tensor parallel ranks of our own (`llmtrain.models.tensor`), on DeepSpeed's
-three-dimensional topology: its AutoTP cannot be joined with its pipelines.
+three-dimensional topology: its AutoTP cannot be joined with its pipelines. Ranks that share sequences
+(`llmtrain.engines.ulysses`) are data parallel ones to it, as without a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import StepBatch
-from llmtrain.engines.deepspeed import TAG
+from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.seam import StepResult
-from llmtrain.models import target_loss_sum
+from llmtrain.engines.sequence import sequence_group
+from llmtrain.engines.sequence_check import check_sequence
+from llmtrain.engines.ulysses import Ulysses
+from llmtrain.models import model_configuration, stage_builder, target_loss_sum
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, shard_of
@@ -61,7 +66,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
         super().__init__(
             layers=[StageSpec(make, index) for index in range(layout.pp)],
-            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp),
+            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.sp),
             loss_fn=loss,
             partition_method="uniform",
         )
@@ -104,12 +109,17 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 class DeepSpeedPipeline:
     """`deepspeed.initialize` on a `StagePipeline`."""
 
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, build: StageBuilder) -> None:
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
+        """Raises RecipeError for a model that cannot be split so, before it is built."""
         self.plan = plan
         self.device = device
         self._scale = 1.0
         self._total = torch.zeros((), device=device)
         recipe = plan.recipe
+        if plan.layout.sp > 1:
+            check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
+        dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+        build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss)
         if recipe.parallel.activation_checkpointing == "full":
             # The layers of a stage, as everywhere; DeepSpeed's interval counts stages, the only layers it sees.
@@ -120,6 +130,11 @@ class DeepSpeedPipeline:
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
+        self.ulysses: Ulysses | None = None
+        if plan.layout.sp > 1:
+            self.ulysses = Ulysses(self.module.stage.model, sequence_group(plan.layout))
+            # Micro-batches are interleaved, so each forward pass brings the positions that its masks are made from.
+            self.module.stage.register_forward_pre_hook(lambda _, inputs: self._receive(inputs[0]))
         self._replicated_grad_norm: Tensor | None = None
         if plan.layout.zero_stage == 0:
             self.engine.optimizer.register_step_pre_hook(lambda *_: self._take_grad_norm())
@@ -128,17 +143,18 @@ class DeepSpeedPipeline:
     def data_parallel_rank(self) -> int:
         """Which replica this rank belongs to: DeepSpeed's axes are pipe, data, model."""
         rank: int = self.engine.grid.get_data_parallel_id()
-        return rank
+        return rank // self.plan.layout.sp
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """One 1F1B schedule over this replica's micro-batches, and one update.
 
-        DeepSpeed takes the mean over micro-batches and replicas, so the loss of each is multiplied
+        DeepSpeed takes the mean over micro-batches and ranks, so the loss of each is multiplied
         by their number: the sum divided by the target tokens is left.
         """
         lr = self.engine.get_lr()[0]
         self._start(batch)
-        self.engine.train_batch(_micro_batches(batch))
+        with self._sharing_attention():
+            self.engine.train_batch(self._micro_batches(batch))
         norm = self._replicated_grad_norm if self.plan.layout.zero_stage == 0 else self.engine.get_global_grad_norm()
         norm = torch.as_tensor(norm, device=self.device, dtype=torch.float32)
         return StepResult(loss=self._mean(batch), grad_norm=norm, lr=lr)
@@ -147,7 +163,8 @@ class DeepSpeedPipeline:
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Mean cross-entropy over the target tokens of all replicas."""
         self._start(batch)
-        self.engine.eval_batch(_micro_batches(batch), num_micro_batches=len(batch.micro_batches))
+        with self._sharing_attention():
+            self.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
         return self._mean(batch)
 
     def save(self, folder: Path) -> None:
@@ -188,13 +205,31 @@ class DeepSpeedPipeline:
     def _take_grad_norm(self) -> None:
         """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
         own = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        gradients = [weight.grad for weight in own if weight.grad is not None]
-        square = nn.utils.get_total_norm(gradients).to(self.device).square()
+        square = self._square(weight for weight in own if shard_of(weight))
+        dist.all_reduce(square, group=self.engine.grid.get_slice_parallel_group())
+        square += self._square(weight for weight in own if not shard_of(weight))
         dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
         self._replicated_grad_norm = square.sqrt()
 
+    def _square(self, weights: Iterable[nn.Parameter]) -> Tensor:
+        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        return norm.to(self.device).square()
+
+    def _sharing_attention(self) -> AbstractContextManager[None]:
+        return self.ulysses.active() if self.ulysses else nullcontext()
+
+    def _receive(self, inputs: tuple[Tensor, ...]) -> None:
+        assert self.ulysses is not None
+        self.ulysses.receive(inputs[1])
+
+    def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
+        for one in batch.micro_batches:
+            own = self.ulysses.slice(one) if self.ulysses else one
+            yield (own.input_ids, own.position_ids), own.labels
+
     def _start(self, batch: StepBatch) -> None:
-        self._scale = len(batch.micro_batches) * self.plan.layout.dp / batch.target_tokens
+        ranks = self.plan.layout.dp * self.plan.layout.sp
+        self._scale = len(batch.micro_batches) * ranks / batch.target_tokens
         self._total = torch.zeros((), device=self.device)
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
@@ -212,11 +247,6 @@ class DeepSpeedPipeline:
         """The cross-entropy of all replicas over the target tokens; every rank of a last stage has its replica's."""
         dist.all_reduce(self._total)
         return self._total / (batch.target_tokens * self.plan.layout.tp)
-
-
-def _micro_batches(batch: StepBatch) -> Iterator[Micro]:
-    for one in batch.micro_batches:
-        yield (one.input_ids, one.position_ids), one.labels
 
 
 def _joined(parameter: torch.nn.Parameter, slices: GroupRanks) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses) × ZeRO 0 to 3 × data parallelism."""
+"""Sequence parallelism (Ulysses) × ZeRO 0 to 3 × data parallelism, and whatever else splits the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.sequence_check import check_sequence
+from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.engines.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-from llmtrain.plan import Plan
+from llmtrain.plan import Layout, Plan
 
 
 class DeepSpeedSequence(DeepSpeedDataParallel):
@@ -31,12 +33,12 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
         recipe = plan.recipe
         check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
         super().__init__(plan, ds_config, device)
-        self.ulysses = Ulysses(self.model, sequence_group(plan.layout.sp))
+        self.ulysses = Ulysses(self.model, sequence_group(plan.layout))
 
     @property
     def data_parallel_rank(self) -> int:
         """The ranks of a group are one replica."""
-        return dist.get_rank() // self.plan.layout.sp
+        return super().data_parallel_rank // self.plan.layout.sp
 
     @property
     def averaged_ranks(self) -> int:
@@ -57,9 +59,27 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
         return super()._forward(self.ulysses.slice(micro_batch))
 
 
+class DeepSpeedTensorSequence(DeepSpeedSequence, DeepSpeedTensorParallel):
+    """Tensor parallel ranks hold shards of the heads, among which sequence parallel ones share theirs again."""
+
+
+class DeepSpeedExpertSequence(DeepSpeedSequence, DeepSpeedExpertParallel):
+    """Experts are spread over the ranks of data and sequence parallelism alike: each has tokens of its own."""
+
+
+def sequence_group(layout: Layout) -> Group:
+    """The ranks that share this one's samples and hold the same part of the model, `layout.tp` apart."""
+    return _strided_group(layout.sp, layout.tp)
+
+
 @cache
-def sequence_group(size: int) -> Group:
-    """The group of `size` neighbouring ranks that this one belongs to; made once for a process."""
-    firsts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
-    return groups[dist.get_rank() // size]
+def _strided_group(size: int, stride: int) -> Group:
+    """`size` ranks, `stride` apart, among them this one; made once for a process."""
+    own = dist.GroupMember.NON_GROUP_MEMBER
+    for block in range(0, dist.get_world_size(), size * stride):
+        for first in range(block, block + stride):
+            ranks = list(range(first, block + size * stride, stride))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own = group
+    return own

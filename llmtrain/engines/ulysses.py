@@ -75,6 +75,13 @@ class Ulysses:
         parts = (batch.input_ids, batch.position_ids, batch.labels)
         return MicroBatch(*(part.view(len(part), self.size, -1)[:, self.rank].contiguous() for part in parts))
 
+    def receive(self, position_ids: Tensor) -> None:
+        """As `slice`, where the slices, each [batch, T / size], are cut already."""
+        self._positions = self._whole(position_ids)
+
+    def _whole(self, position_ids: Tensor) -> Tensor:
+        return self._all_to_all([position_ids] * self.size, join=1)
+
     def _attend(
         self,
         inner: Function,
@@ -94,8 +101,11 @@ class Ulysses:
         share = _HeadShare(module, query.shape[1] // key.shape[1], self._own_heads(getattr(module, "sinks", None)))
         if "s_aux" in kwargs:  # the sinks again, for a fused kernel
             kwargs["s_aux"] = share.sinks
-        if kwargs.get("position_ids") is not None:  # where a kernel without masks finds the documents
-            kwargs["position_ids"] = self._positions.to(query.device)
+        positions = kwargs.pop("position_ids", None)
+        if positions is not None and "flash" in self._attention:
+            # Where a kernel without masks finds the documents. Not those of the last `slice` or `receive`:
+            # a backward pass may compute the attention of an earlier micro-batch again.
+            kwargs["position_ids"] = self._whole(positions)
         output = inner(share, query, key, value, attention_mask, **kwargs)[0]
         return self._exchange(output, split=1, join=2), None
 

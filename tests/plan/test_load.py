@@ -20,7 +20,7 @@ def test_base_variant_and_assignments():
     assert (base.name, cluster.world_size) == ("tiny", 1)
     variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
     assert (variant.parallel.zero_stage, variant.optim.lr, variant.data.packing) == (3, 1e-4, "concat")
-    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16", "verify"]
+    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16", "verify", "moe"]
 
 
 def test_a_variant_of_a_spec_that_names_none(tmp_path):

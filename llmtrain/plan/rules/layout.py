@@ -42,18 +42,6 @@ def world(draft: Draft) -> Iterator[Fault]:
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule("layout.exclusive", "Sequence groups go neither with tensor groups nor with pipeline stages.", "read")
-def exclusive(draft: Draft) -> Iterator[Fault]:
-    """Sequence parallelism excludes tensor and pipeline parallelism (`runtime/pipe/engine.py`, `__init__.py`)."""
-    parallel = draft.parallel
-    if parallel.pipeline > 1 and parallel.sequence > 1:
-        message = "the pipeline engine takes no sequence groups ('mpu must be None with pipeline parallelism')"
-        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
-    if parallel.tensor > 1 and parallel.sequence > 1:
-        message = "the engine takes either tensor or sequence groups, not both"
-        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
-
-
 @rule("layout.tensor_divides", "A tensor parallel rank holds whole heads.", "arithmetic")
 def tensor_divides(draft: Draft) -> Iterator[Fault]:
     """Heads that tensor parallel ranks cannot share evenly."""
@@ -75,9 +63,11 @@ def sequence_divides(draft: Draft) -> Iterator[Fault]:
     if length % degree:
         message = f"{degree} was given: a sequence of {length} tokens does not divide by it"
         yield Fault("parallel.sequence", message, f"use {_nearest(length, degree)}")
-    if facts is not None and facts.heads % degree:
-        message = f"{degree} was given: the model's {facts.heads} heads do not divide by it"
-        yield Fault("parallel.sequence", message, f"use {_nearest(facts.heads, degree)}")
+    heads = facts.heads // draft.parallel.tensor if facts else 0
+    if heads % degree:
+        owners = "a tensor parallel rank's" if draft.parallel.tensor > 1 else "the model's"
+        message = f"{degree} was given: {owners} {heads} heads do not divide by it"
+        yield Fault("parallel.sequence", message, f"use {_nearest(heads, degree)}")
 
 
 @rule("layout.expert", "Experts are spread over the ranks of data parallelism.", "arithmetic")
@@ -116,7 +106,6 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
 
 RULES = (
     world,
-    exclusive,
     tensor_divides,
     sequence_divides,
     expert,

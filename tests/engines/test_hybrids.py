@@ -1,0 +1,55 @@
+"""Products of sequence parallelism with everything else give the run of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
+
+STEPS = 8
+FP32 = 1e-5  # as in test_parity.py
+SGD = {"optim.name": "sgd", "optim.lr": 0.1}
+SEQUENCE = {"parallel.sequence": 2}
+TENSOR = SEQUENCE | {"parallel.tensor": 2}
+PIPELINE = SEQUENCE | {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+CHECKPOINTING = {"parallel.activation_checkpointing": "full"}
+
+
+def _recipe(fields):
+    degrees = [fields.get(f"parallel.{name}", 1) for name in ("sequence", "tensor", "pipeline")]
+    return tiny_recipe(**{"batch.micro_batch_size": 2} | fields), int(np.prod(degrees))
+
+
+def _train(rank: int, replicas: int, cases) -> list[Trace]:
+    plans = [plan_of(recipe, size * replicas) for recipe, size in map(_recipe, cases)]
+    return [trace_plan(plan, STEPS, rank // (plan.layout.tp * plan.layout.sp) % plan.layout.dp) for plan in plans]
+
+
+def _compare(by_rank: list[list[Trace]], cases) -> None:
+    for results in by_rank:
+        for case, run in zip(cases, results, strict=True):
+            plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
+            expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+            assert worst(run.losses, expected.losses) < FP32, case
+            assert worst(run.grad_norms, expected.grad_norms) < FP32, case
+            assert run.rates == expected.rates, case
+            assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
+            assert run.weights.keys() == expected.weights.keys(), case
+            for name, value in run.weights.items():
+                np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
+
+
+def test_sequence_with_tensor_groups_and_with_stages():
+    cases = [TENSOR, TENSOR | SGD | {"parallel.zero_stage": 3}, PIPELINE, PIPELINE | SGD | CHECKPOINTING]
+    _compare(run_ranks(4, _train, 1, cases), cases)
+
+
+@pytest.mark.slow
+def test_all_of_them_at_once_and_with_replicas():
+    everything = PIPELINE | TENSOR
+    cases = [everything, everything | SGD, {**everything, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}]
+    _compare(run_ranks(8, _train, 1, cases, timeout=500), cases)
+    cases = [TENSOR | {"parallel.zero_stage": 2}, PIPELINE | SGD]
+    _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)
