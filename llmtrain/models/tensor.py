@@ -133,16 +133,15 @@ class TensorParallel:
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Makes parameters whole inside the context; of what is written there each rank keeps its slice."""
-        sliced = [(parameter, shard_of(parameter)) for parameter in parameters]
-        for parameter, shard in sliced:
-            if shard is not None:
-                parameter.data = self.join(parameter.data, shard)
+        # A tied parameter may be named twice.
+        sliced = {parameter: shard for parameter in parameters if (shard := shard_of(parameter)) is not None}
+        for parameter, shard in sliced.items():
+            parameter.data = self.join(parameter.data, shard)
         try:
             yield
         finally:
-            for parameter, shard in sliced:
-                if shard is not None:
-                    parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
+            for parameter, shard in sliced.items():
+                parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
 
     def join(self, part: Tensor, shard: Shard) -> Tensor:
         """The whole that all ranks hold slices of."""
