@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
@@ -36,6 +37,7 @@ class DeepSpeedDataParallel:
         self.plan = plan
         self.device = device
         recipe = plan.recipe
+        _forget_groups()
         model = _build(plan, ds_config, device)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -138,6 +140,12 @@ class DeepSpeedDataParallel:
     def _engine_grad_norm(self) -> Tensor:
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+
+
+def _forget_groups() -> None:
+    """DeepSpeed keeps an engine's groups for the life of the process; after a pipeline, the next one would join them."""
+    groups.mpu = None
+    groups.mesh_device = None
 
 
 def _build(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
