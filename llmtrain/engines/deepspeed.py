@@ -143,7 +143,7 @@ class DeepSpeedDataParallel:
 
 
 def _forget_groups() -> None:
-    """DeepSpeed keeps an engine's groups for the life of the process; after a pipeline, the next one would join them."""
+    """DeepSpeed keeps an engine's groups for the life of the process; after a pipeline, the next would join them."""
     groups.mpu = None
     groups.mesh_device = None
 
