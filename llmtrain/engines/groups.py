@@ -13,10 +13,12 @@ def forget_groups() -> None:
     """Lets the next engine of this process make its own groups.
 
     DeepSpeed 0.19.8 takes the groups of the first tensor parallel engine for those of every later
-    one, whatever degree that was given, and for those of an engine without tensor parallelism.
+    one, whatever degree that was given, and for those of an engine without tensor parallelism; after a
+    pipeline, the next engine would join the pipeline's.
     """
     set_autotp_mode(training=False)
     groups.mpu = None
+    groups.mesh_device = None
     groups._TENSOR_MODEL_PARALLEL_GROUP = None
     groups._MODEL_PARALLEL_GROUP = None
     groups._DATA_PARALLEL_GROUP = None
