@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +27,7 @@ from llmtrain.models import build_model
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.tensor import TENSOR_FAMILIES
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 FP32 = 1e-5
 """As in `test_parity.py`: sums in another order."""
@@ -202,6 +208,20 @@ def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
 def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
     configs = [("llama", {"num_hidden_layers": 2}), ("qwen3", {"num_hidden_layers": 2})]
     assert run_ranks(4, _verdicts, configs, 4)[3] == ["", ""]
+
+
+@pytest.mark.slow
+def test_the_document_and_the_rule_say_what_the_engine_does():
+    document = ROOT / "docs/families_tensor.md"
+    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "docs"), str(ROOT)])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith(document.read_text(encoding="utf-8"))
+
+
+def test_the_rule_is_the_document():
+    document = (ROOT / "docs/families_tensor.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (\S+) \| \d+% \|$", document, re.MULTILINE)) == TENSOR_FAMILIES
 
 
 def test_fused_and_uneven_shards_become_whole():

@@ -94,6 +94,7 @@ def test_degrees_that_do_not_divide_the_devices(tiny):
 PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
 TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16}
 SEQUENCE = {"parallel.sequence": 2, "data.mask_documents": False, "model.config.num_key_value_heads": 2}
+EVEN_HEADS = {"model.config.num_attention_heads": 8, "model.config.num_key_value_heads": 4, "parallel.tensor": 2}
 MOE = {
     "model.architecture": "mixtral",
     "model.config.num_local_experts": 4,
@@ -104,6 +105,7 @@ MOE = {
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
+    (EVEN_HEADS, GPUS),
     (SEQUENCE, GPUS),
     (MOE, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
@@ -113,6 +115,7 @@ REFUSED = [
     ("layout.exclusive", {**PIPELINE, "parallel.tensor": 2}),
     ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
+    ("tensor.family", {**EVEN_HEADS, "model.architecture": "olmo2"}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "model.config.num_key_value_heads": 3}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),

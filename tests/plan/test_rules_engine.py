@@ -140,7 +140,7 @@ def test_rules_and_engine_agree(tiny, tmp_path):
     assert not (found := list(disagreements(sweep, results))), "\n".join(found)
     # Both directions were seen, for every rule that says so.
     tried = {problem.rule for draft in sweep.drafts.values() for problem in broken(draft)[0]}
-    claimed = {rule.id for rule in RULES if rule.seen == "run"} - {"precision.fp16_cpu"}
+    claimed = {rule.id for rule in RULES if rule.seen == "run"} - {"precision.fp16_cpu", "tensor.family"}
     assert tried == claimed
     assert sum(not broken(draft)[0] for draft in sweep.drafts.values()) >= 20
 
