@@ -34,6 +34,8 @@ FP32 = 1e-5
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 """Adam forgets the scale of a gradient; only here does a wrong clipping show in the weights."""
 UNTIED = {"model.config.tie_word_embeddings": False, "model.config.attention_bias": True}
+UNTIED |= {"model.config.intermediate_size": 129}  # shards of two sizes
+OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 """Norms over each head, whose gradients the ranks have to add."""
 DROPOUT = {"model.config.attention_dropout": 0.1}
@@ -84,6 +86,7 @@ def _compare(cases, ranks) -> None:
 
 def test_two_ranks_are_the_plain_loop_at_every_stage():
     cases = [(SGD | UNTIED, stage, 4) for stage in range(4)] + [(SGD | QWEN, stage, 1) for stage in (0, 2, 3)]
+    cases += [(SGD | UNTIED | OFFLOAD, 2, 1)]
     _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in cases], 2)
 
 
@@ -200,7 +203,7 @@ def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
 
 def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
     # AutoTP takes both; their logits or gradients are others.
-    wrong = [("gemma3n_text", {"num_hidden_layers": 4}), ("apertus", {"num_hidden_layers": 2})]
+    wrong = [("persimmon", {"num_hidden_layers": 2}), ("apertus", {"num_hidden_layers": 2})]
     for reason in run_ranks(2, _verdicts, wrong, 2)[0]:
         assert "differ" in reason
 
