@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel, gather
+from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel, _build, gather
 from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
 from llmtrain.engines.shards import Split, gather_whole, split_of
 from llmtrain.engines.tensor_check import check_split
@@ -58,11 +58,11 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
                 whole = gather_whole(parameter.detach(), split_of(parameter), tensor_group())
                 yield name, whole.cpu().clone()
 
-    def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+    def _build_model(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         recipe = self.plan.recipe
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         if self.plan.layout.zero_stage == 3:
-            return super()._build(ds_config)
+            return _build(self.plan, ds_config, self.device, data_group())
         # The whole model may not fit on the device: it waits in host memory until AutoTP moves the shards.
         return build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
 
