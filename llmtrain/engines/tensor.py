@@ -39,8 +39,8 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
     @property
     def _replicas(self) -> dist.ProcessGroup:
-        # DeepSpeed would partition over all ranks what it does not cut, and then count, in the gradient
-        # norm, only those partitions that lie on the first rank of each group.
+        # DeepSpeed would partition over all ranks what it does not cut, and the shards over these: a weight
+        # would then be averaged and counted in one of two ways. Here there is one.
         return data_group()
 
     def save(self, folder: Path) -> None:
