@@ -85,7 +85,7 @@ def render(found: list[Verdict]) -> str:
     totals = (
         f"Of {len(found)} types {counts['works'] + counts['refused']} are decoder-only and were built: "
         f"**{counts['works']} work, {counts['refused']} are refused**. {counts['not built']} more could not be built, "
-        f"{counts['out of scope']} are no decoder-only language models or another name of one.\n"
+        f"{counts['out of scope']} are no decoder-only\nlanguage models or another name of one.\n"
     )
     sections = [section(kind, [v for v in found if v.kind == kind]) for kind in KINDS if counts[kind]]
     return HEAD.format(version=transformers.__version__) + totals + "".join(sections)

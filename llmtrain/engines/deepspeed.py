@@ -36,7 +36,7 @@ class DeepSpeedDataParallel:
         self.plan = plan
         self.device = device
         recipe = plan.recipe
-        model = self._build(ds_config)
+        model = self._build_model(ds_config)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
@@ -125,31 +125,8 @@ class DeepSpeedDataParallel:
         """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
         return forward(self.engine, self.model.config, micro_batch, self.device)
 
-    def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
-        recipe = self.plan.recipe
-        dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-        if self.plan.layout.zero_stage < 3:
-            return build_model(recipe, dtype, self.device)
-
-        def partitioned() -> AbstractContextManager[object]:
-            # Only the device is overridden. The type is already that of the parameters, and forcing it on
-            # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
-            # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
-            context: AbstractContextManager[object] = deepspeed.zero.Init(
-                data_parallel_group=self._replicas,
-                config_dict_or_path=ds_config,
-                tensor_overrides=[DeepSpeedTensorOverride.device],
-            )
-            return context
-
-        return build_model(
-            recipe,
-            dtype,
-            self.device,
-            partitioned=partitioned,
-            gather=gather,
-            is_reader=dist.get_rank(self._replicas) == 0,
-        )
+    def _build_model(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+        return _build(self.plan, ds_config, self.device, self._replicas)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """A copy of a weight that ZeRO-3 may have partitioned."""
@@ -196,6 +173,30 @@ class DeepSpeedDataParallel:
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The gradients that are there."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _build(
+    plan: Plan, ds_config: dict[str, Any], device: torch.device, replicas: dist.ProcessGroup | None = None
+) -> PreTrainedModel:
+    """replicas: the ranks that ZeRO-3 partitions over; all of them where it is None."""
+    recipe = plan.recipe
+    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+    if plan.layout.zero_stage < 3:
+        return build_model(recipe, dtype, device)
+
+    def partitioned() -> AbstractContextManager[object]:
+        # Only the device is overridden. The type is already that of the parameters, and forcing it on
+        # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
+        # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
+        context: AbstractContextManager[object] = deepspeed.zero.Init(
+            data_parallel_group=replicas,
+            config_dict_or_path=ds_config,
+            tensor_overrides=[DeepSpeedTensorOverride.device],
+        )
+        return context
+
+    is_reader = dist.get_rank(replicas) == 0
+    return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather, is_reader=is_reader)
 
 
 def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:

@@ -39,8 +39,8 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
     @property
     def _replicas(self) -> dist.ProcessGroup:
-        # DeepSpeed would partition over all ranks what it does not cut, and then count, in the gradient
-        # norm, only those partitions that lie on the first rank of each group.
+        # DeepSpeed would partition over all ranks what it does not cut, and the shards over these: a weight
+        # would then be averaged and counted in one of two ways. Here there is one.
         return data_group()
 
     def save(self, folder: Path) -> None:
@@ -54,11 +54,11 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return gather_whole(super()._whole(parameter), split_of(parameter), tensor_group())
 
-    def _build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+    def _build_model(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         recipe = self.plan.recipe
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         if self.plan.layout.zero_stage == 3:
-            return super()._build(ds_config)
+            return super()._build_model(ds_config)
         # The whole model may not fit on the device: it waits in host memory until AutoTP moves the shards.
         return build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
 

@@ -65,7 +65,7 @@ def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str,
         tiny = shrink(config, **heads)
     except (*_STUMBLES, StrictDataclassError) as error:
         raise CannotSplit(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         compare_split(tiny, block, attention if attention in ("eager", "sdpa") else "eager", device)
 
 

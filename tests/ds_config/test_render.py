@@ -95,10 +95,10 @@ def test_buckets_follow_the_model():
 
 
 def test_tensor_parallelism_leaves_the_triangle_to_us():
-    config = tiny(Cluster(devices_per_node=4), **{"parallel.tensor": 4, "batch.global_batch_size": 32})
+    config = tiny(Cluster(devices_per_node=2), **{"parallel.tensor": 2, "batch.global_batch_size": 32})
     assert "train_batch_size" not in config
     assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] == 32
-    assert config["tensor_parallel"]["autotp_size"] == 4
+    assert config["tensor_parallel"]["autotp_size"] == 2
 
 
 def test_tensor_parallelism_within_stages_is_not_the_engines():

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,12 +27,15 @@ from llmtrain.models import build_model
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.tensor import TENSOR_FAMILIES
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 FP32 = 1e-5
 """As in `test_parity.py`: sums in another order."""
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 """Adam forgets the scale of a gradient; only here does a wrong clipping show in the weights."""
 UNTIED = {"model.config.tie_word_embeddings": False, "model.config.attention_bias": True}
+UNTIED |= {"model.config.intermediate_size": 129}  # shards of two sizes
+OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 """Norms over each head, whose gradients the ranks have to add."""
 DROPOUT = {"model.config.attention_dropout": 0.1}
@@ -78,6 +86,7 @@ def _compare(cases, ranks) -> None:
 
 def test_two_ranks_are_the_plain_loop_at_every_stage():
     cases = [(SGD | UNTIED, stage, 4) for stage in range(4)] + [(SGD | QWEN, stage, 1) for stage in (0, 2, 3)]
+    cases += [(SGD | UNTIED | OFFLOAD, 2, 1)]
     _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in cases], 2)
 
 
@@ -194,7 +203,7 @@ def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
 
 def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
     # AutoTP takes both; their logits or gradients are others.
-    wrong = [("gemma3n_text", {"num_hidden_layers": 4}), ("apertus", {"num_hidden_layers": 2})]
+    wrong = [("persimmon", {"num_hidden_layers": 2}), ("apertus", {"num_hidden_layers": 2})]
     for reason in run_ranks(2, _verdicts, wrong, 2)[0]:
         assert "differ" in reason
 
@@ -202,6 +211,20 @@ def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
 def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
     configs = [("llama", {"num_hidden_layers": 2}), ("qwen3", {"num_hidden_layers": 2})]
     assert run_ranks(4, _verdicts, configs, 4)[3] == ["", ""]
+
+
+@pytest.mark.slow
+def test_the_document_and_the_rule_say_what_the_engine_does():
+    document = ROOT / "docs/families_tensor.md"
+    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "docs"), str(ROOT)])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith(document.read_text(encoding="utf-8"))
+
+
+def test_the_rule_is_the_document():
+    document = (ROOT / "docs/families_tensor.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (\S+) \| \d+% \|$", document, re.MULTILINE)) == TENSOR_FAMILIES
 
 
 def test_fused_and_uneven_shards_become_whole():

@@ -94,6 +94,7 @@ def test_degrees_that_do_not_divide_the_devices(tiny):
 PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
 TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16}
 SEQUENCE = {"parallel.sequence": 2, "model.config.num_key_value_heads": 2}
+EVEN_HEADS = {"model.config.num_attention_heads": 8, "model.config.num_key_value_heads": 4, "parallel.tensor": 2}
 MOE = {
     "model.architecture": "mixtral",
     "model.config.num_local_experts": 4,
@@ -105,6 +106,7 @@ LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
     ({**TENSOR, **PIPELINE}, Cluster(devices_per_node=12, device="h100")),
+    (EVEN_HEADS, GPUS),
     (SEQUENCE, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (MOE, GPUS),
@@ -112,10 +114,9 @@ LEGAL = [
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
 ]
 REFUSED = [
-    ("layout.exclusive", {**PIPELINE, "parallel.sequence": 2, "data.mask_documents": False}),
-    ("layout.exclusive", {**SEQUENCE, "parallel.tensor": 2}),
     ("layout.tensor_divides", {"parallel.tensor": 4}),
     ("pipeline.tensor_family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
+    ("tensor.family", {**EVEN_HEADS, "model.architecture": "olmo2"}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),

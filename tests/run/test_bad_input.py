@@ -32,7 +32,7 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--set", "parallel.precision=bf16"], ["precision.stage0"]),
         (["{recipe}", "--set", "parallel.offload_param=cpu"], ["parallel.offload_param"]),
         (["{recipe}", "--set", "parallel.precision=fp16"], ["fp16"]),
-        (["{recipe}", "--nproc", "2", "--set", "parallel.tensor=2"], ["--set parallel.tensor=1"]),
+        (["{recipe}", "--nproc", "3", "--set", "parallel.tensor=3"], ["parallel.tensor", "heads"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.backend=data_parallel"], ["data_parallel.devices"]),
         (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["replicated.sharding"]),
