@@ -322,6 +322,31 @@ def test_a_worker_whom_accelerate_takes_for_alone_refuses():
         assert f"process {rank} of 1" in message
 
 
+def _shared_layers(rank: int):
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from llmtrain.engines.accelerated import _check_unshared
+
+    recipe = tiny_recipe()
+    model = build_model(recipe, torch.float32, torch.device("cpu"))
+    layers = model.model.layers
+    _check_unshared(layers, "llama")
+    layers[1].mlp = layers[0].mlp
+    failures = []
+    for attempt in (lambda: _check_unshared(layers, "llama"), lambda: [fully_shard(layer) for layer in layers]):
+        try:
+            attempt()
+            model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+        except Exception as error:
+            failures.append(type(error).__name__)
+    return failures
+
+
+def test_layers_that_share_weights_are_refused_before_fsdp2_breaks_off():
+    assert run_ranks(1, _shared_layers)[0] == ["RecipeError", "TypeError"]
+
+
 REFUSED = [
     ("ddp", {"parallel.zero_stage": 1}, "accelerate.zero_stage"),
     ("fsdp2", {"parallel.zero_stage": 0}, "accelerate.zero_stage"),
