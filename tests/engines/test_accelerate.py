@@ -116,7 +116,7 @@ def test_a_mixture_of_experts_keeps_its_routers_loss():
     other = trace(reference_of(tiny_recipe(**without)), range(STEPS), 1, GLOBAL_BATCH)
     for run in run_ranks(2, _train, recipes, 2)[0]:
         _assert_same(run, expected, "router")
-        assert worst(run.grad_norms, other.grad_norms) > 100 * FP32
+        assert worst(run.grad_norms, other.grad_norms) > 10 * FP32
 
 
 def test_autocast_stays_near_the_plain_loop():
@@ -265,7 +265,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_continued_is_uninterrupted_and_exported_as_it_was_bit_for_bit(ranks, tmp_path):
     for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
         for case, (whole, continued, same) in zip(RESUMED, results, strict=True):
