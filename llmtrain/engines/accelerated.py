@@ -6,7 +6,8 @@ Accelerate keeps its state per process, so there is one such engine at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
 )
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -214,13 +215,15 @@ def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator
 
 
 def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.device) -> accelerate.Accelerator:
-    """FSDP2 over all ranks, a unit for each decoder layer."""
+    """FSDP2 over all ranks, a unit for each decoder layer. Raises RecipeError where layers share weights."""
+    layers = decoder_layers(model)[1]
+    _check_unshared(layers, plan.model.model_type)
     is_bf16 = plan.recipe.parallel.precision == "bf16"
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=plan.layout.zero_stage == 3,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in decoder_layers(model)[1]}),
+        transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers}),
         # Gradients are summed, over micro-batches and over ranks, in fp32.
         mixed_precision_policy=MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32
@@ -237,6 +240,15 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
     return _checked(
         accelerate.Accelerator(mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision], fsdp_plugin=plugin)
     )
+
+
+def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
+    """A weight that two units hold breaks FSDP2 off with a TypeError in its first pass."""
+    holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
+    if any(number > 1 for number in holders.values()):
+        message = f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, and each is sharded alone"
+        fix = "--set parallel.accelerate=ddp --set parallel.zero_stage=0"
+        raise RecipeError(Problem("accelerate.shared_layers", "parallel.accelerate", message, fix))
 
 
 def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> accelerate.Accelerator:

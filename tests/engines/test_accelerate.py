@@ -116,7 +116,7 @@ def test_a_mixture_of_experts_keeps_its_routers_loss():
     other = trace(reference_of(tiny_recipe(**without)), range(STEPS), 1, GLOBAL_BATCH)
     for run in run_ranks(2, _train, recipes, 2)[0]:
         _assert_same(run, expected, "router")
-        assert worst(run.grad_norms, other.grad_norms) > 100 * FP32
+        assert worst(run.grad_norms, other.grad_norms) > 10 * FP32
 
 
 def test_autocast_stays_near_the_plain_loop():
@@ -265,7 +265,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_continued_is_uninterrupted_and_exported_as_it_was_bit_for_bit(ranks, tmp_path):
     for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
         for case, (whole, continued, same) in zip(RESUMED, results, strict=True):
@@ -320,6 +320,31 @@ def _alone(rank: int):
 def test_a_worker_whom_accelerate_takes_for_alone_refuses():
     for rank, message in enumerate(run_ranks(2, _alone)):
         assert f"process {rank} of 1" in message
+
+
+def _shared_layers(rank: int):
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from llmtrain.engines.accelerated import _check_unshared
+
+    recipe = tiny_recipe()
+    model = build_model(recipe, torch.float32, torch.device("cpu"))
+    layers = model.model.layers
+    _check_unshared(layers, "llama")
+    layers[1].mlp = layers[0].mlp
+    failures = []
+    for attempt in (lambda: _check_unshared(layers, "llama"), lambda: [fully_shard(layer) for layer in layers]):
+        try:
+            attempt()
+            model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+        except Exception as error:
+            failures.append(type(error).__name__)
+    return failures
+
+
+def test_layers_that_share_weights_are_refused_before_fsdp2_breaks_off():
+    assert run_ranks(1, _shared_layers)[0] == ["RecipeError", "TypeError"]
 
 
 REFUSED = [
