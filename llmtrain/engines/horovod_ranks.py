@@ -48,7 +48,8 @@ def meeting_place() -> tuple[str, int]:
         with socket.socket() as probe:
             probe.bind(("", 0))
             mine = (host, probe.getsockname()[1])
-    place: tuple[str, int] = hvd.broadcast_object(mine, root_rank=0)
+    # Named, since Horovod matches ranks by name, and its default is that of the object's type.
+    place: tuple[str, int] = hvd.broadcast_object(mine, root_rank=0, name="meeting_place")
     return place
 
 
