@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, trace, worst
 
@@ -31,15 +31,21 @@ UNTIED = {"model.config.tie_word_embeddings": False}
 UNCLIPPED = {"optim.clip_grad_norm": 0.0}
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 
+Outcome = tuple[Trace, dict[str, np.ndarray]] | str
+"""Of a case on one rank, the run and this stage's copies of the weights; or the error."""
+
 
 def _of(precision: str, stage: int = 1, **fields: object) -> dict[str, object]:
     return {"parallel.precision": precision, "parallel.zero_stage": stage, **fields}
 
 
+LIMIT = 0.1
+CLIPPED = _of("fp32", 0, **UNTIED, **{"optim.clip_grad_norm": LIMIT})
+
 CASES: list[dict[str, object]] = [
     *(_of("fp32", stage, **UNCLIPPED) for stage in (2, 3)),
     _of("fp32", 0),
-    _of("fp32", 0, **UNTIED),
+    CLIPPED,
     _of("fp32", 0, **UNCLIPPED),
     _of("fp32", 0, **UNCLIPPED, **UNTIED),
     _of("fp32", 1),
@@ -62,13 +68,12 @@ def _draft(fields: dict[str, object]) -> Draft:
     return Draft(recipe, Cluster(devices_per_node=2, device="gpu"), model_facts(recipe.model, recipe.vocab_size))
 
 
-def _run(rank: int, cases: list[dict[str, object]]) -> list[tuple[Trace, dict[str, np.ndarray]] | str]:
-    """Of each case, the run and this stage's copies of the weights, or the error."""
+def _run(rank: int, cases: list[dict[str, object]]) -> list[Outcome]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import torch_autocast
 
     get_accelerator().is_fp16_supported = lambda: True
-    results: list[tuple[Trace, dict[str, np.ndarray]] | str] = []
+    results: list[Outcome] = []
     for fields in cases:
         torch_autocast.TORCH_AUTOCAST_INITIALIZED = False  # DeepSpeed keeps it for the life of a process
         torch_autocast.TORCH_AUTOCAST_DTYPE = None
@@ -91,7 +96,7 @@ def _expected(fields: dict[str, object]) -> Trace:
     return trace(ReferenceEngine(build_model(recipe, dtype, torch.device("cpu")), recipe), range(STEPS), 1, 8)
 
 
-def _falsified(fields: dict[str, object], ranks: list[tuple[Trace, dict[str, np.ndarray]] | str]) -> str:
+def _falsified(fields: dict[str, object], ranks: list[Outcome]) -> str:
     """What the engine did otherwise than the plain loop; empty where it did the same."""
     if any(isinstance(result, str) for result in ranks):
         assert len({type(result) for result in ranks}) == 1, ranks
@@ -111,8 +116,14 @@ def _falsified(fields: dict[str, object], ranks: list[tuple[Trace, dict[str, np.
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[str]:
-    return [_falsified(fields, list(ranks)) for fields, *ranks in zip(CASES, *run_ranks(2, _run, CASES), strict=True)]
+def ranks() -> list[list[Outcome]]:
+    """What each rank saw of each case."""
+    return run_ranks(2, _run, CASES)
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks) -> list[str]:
+    return [_falsified(fields, list(seen)) for fields, *seen in zip(CASES, *ranks, strict=True)]
 
 
 def test_rules_and_engine_agree(outcomes):
@@ -137,3 +148,15 @@ def test_rules_and_engine_agree(outcomes):
 )
 def test_it_goes_wrong_as_the_rules_say(outcomes, fields, words):
     assert words in outcomes[CASES.index(fields)]
+
+
+def test_at_zero_0_the_first_stage_alone_decides_what_is_clipped(ranks):
+    recipe = _draft(CLIPPED).recipe.with_(**UNCLIPPED)
+    engine = ReferenceEngine(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
+    whole = engine.train_step(step_batch(0, 1, GLOBAL_BATCH)).grad_norm
+    run, first = ranks[0][CASES.index(CLIPPED)]
+    gradients = {name: weight.grad for name, weight in engine.model.named_parameters()}
+    stage = torch.nn.utils.get_total_norm([gradients[name] for name in first])
+    # The norm is taken before the update, and so behind DeepSpeed's clipping: that should have made it the limit.
+    assert run.grad_norms[0] == pytest.approx(LIMIT * whole.item() / stage.item(), rel=1e-4)
+    assert run.grad_norms[0] > 1.2 * LIMIT

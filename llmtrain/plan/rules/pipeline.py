@@ -11,7 +11,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 @rule(
     "pipeline.zero_stage",
-    "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips each stage alone.",
+    "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips by the norm of the first stage alone.",
     "run",
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
@@ -23,9 +23,7 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
         message = f"{parallel.zero_stage} was given: pipeline stages keep their gradients whole, so ZeRO 1 is the most"
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
     if parallel.zero_stage == 0 and clip:
-        message = (
-            f"0 was given with clip_grad_norm = {clip:g}: the norm over all stages is not taken, and nothing is clipped"
-        )
+        message = f"0 was given with clip_grad_norm = {clip:g}: it would clip by the norm of the first stage alone"
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
 
 
