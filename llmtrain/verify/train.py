@@ -54,6 +54,8 @@ def work(job: Job, folder: Path, device: torch.device, say: Say) -> None:
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
     if not reference_file(folder, PROBES[-1]).is_file():
         make_references(job.recipe, batches, folder, device, say)
+    gc.collect()
+    gc.freeze()  # what the libraries hold need not be gone through after each engine; that took a third of a plan
     judged = {verdict.name for verdict in read_verdicts(folder)}
     numbers = {name: number for number, name in enumerate(job.plans, start=1)}
     for name, plan in job.of_size(dist.get_world_size()):
