@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
+from moe import moe_recipe
 from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
 
 STEPS = 8
@@ -32,18 +33,37 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
             expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
-            assert worst(run.losses, expected.losses) < FP32, case
-            assert worst(run.grad_norms, expected.grad_norms) < FP32, case
-            assert run.rates == expected.rates, case
-            assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
-            assert run.weights.keys() == expected.weights.keys(), case
-            for name, value in run.weights.items():
-                np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
+            _assert_same(run, expected, case)
+
+
+def _assert_same(run: Trace, expected: Trace, case: object) -> None:
+    assert worst(run.losses, expected.losses) < FP32, case
+    assert worst(run.grad_norms, expected.grad_norms) < FP32, case
+    assert run.rates == expected.rates, case
+    assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
+    assert run.weights.keys() == expected.weights.keys(), case
+    for name, value in run.weights.items():
+        np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
 
 
 def test_sequence_with_tensor_groups_and_with_stages():
     cases = [TENSOR, TENSOR | SGD | {"parallel.zero_stage": 3}, PIPELINE, PIPELINE | SGD | CHECKPOINTING]
     _compare(run_ranks(4, _train, 1, cases), cases)
+
+
+def _train_experts(rank: int, cases) -> list[Trace]:
+    plans = [plan_of(moe_recipe(architecture, **fields), 2) for architecture, fields in cases]
+    return [trace_plan(plan, STEPS, 0) for plan in plans]
+
+
+def test_experts_spread_over_ranks_that_share_sequences():
+    """With the loss of the router, which is a product of means over whole sequences."""
+    stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]
+    cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
+    for results in run_ranks(2, _train_experts, cases):
+        for (family, fields), run in zip(cases, results, strict=True):
+            plain = reference_of(moe_recipe(family, **SGD, **{"parallel.expert": 1}))
+            _assert_same(run, trace(plain, range(STEPS), 2, GLOBAL_BATCH // 2), (family, fields))
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ LEGAL = [
     (SEQUENCE, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (MOE, GPUS),
+    ({**MOE, "parallel.zero_stage": 3, "parallel.sequence": 2}, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
 ]
@@ -129,8 +130,9 @@ REFUSED = [
         "pipeline.tied_accumulation",
         {**PIPELINE, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
     ),
-    ("zero.expert", {**MOE, "parallel.zero_stage": 3, **SEQUENCE}),
+    ("zero.expert", {**MOE, **PIPELINE, "parallel.expert": 2}),
     ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
+    ("model.flash_documents", {"model.attention": "flash_attention_2", "batch.micro_batch_size": 2}),
     ("model.vocabulary", {"model.config.vocab_size": 100}),
     ("model.pretrained_tokenizer", {"model.architecture": None, "model.pretrained": "/nowhere"}),
 ]

@@ -47,4 +47,23 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
 
 
-RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length)
+@rule(
+    "model.flash_documents",
+    "Without a mask, a flash kernel of `transformers` finds the documents of one sequence, not of a batch of them.",
+    "run",
+)
+def flash_documents(draft: Draft) -> Iterator[Fault]:
+    """Packed documents in micro-batches of several rows (`modeling_flash_attention_utils._is_packed_sequence`)."""
+    recipe = draft.recipe
+    rows, attention = recipe.batch.micro_batch_size, recipe.model.attention
+    if attention.startswith("flash") and recipe.data.mask_documents and rows > 1:
+        message = f"{rows} was given with '{attention}': tokens would attend to the other documents of their sequence"
+        fixes = (
+            assignment(batch__micro_batch_size=1),
+            assignment(model__attention="sdpa"),
+            assignment(data__mask_documents="false"),
+        )
+        yield Fault("batch.micro_batch_size", message, ", or ".join(fixes))
+
+
+RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents)

@@ -59,9 +59,6 @@ def expert(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     if parallel.expert == 1:
         return
-    if parallel.zero_stage == 3 and parallel.sequence > 1:
-        message = "expert parallelism with ZeRO 3 takes no sequence parallelism"
-        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
     if parallel.tensor > 1 and offloads:
         message = "expert with tensor parallelism takes no offload"
