@@ -36,7 +36,7 @@ def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
     plan = read_plan(checkpoint)
     dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
     model = _empty_model(plan, dtype)
-    weights = _weights(checkpoint, plan, dtype, model)
+    weights = _weights(checkpoint, plan, dtype)
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -59,7 +59,7 @@ def _empty_model(plan: Plan, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype, model: PreTrainedModel) -> dict[str, Tensor]:
+def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:
     if plan.recipe.parallel.strategy in ("horovod", "data_parallel"):
         return saved_weights(checkpoint)
     if plan.recipe.parallel.strategy in ("ddp", "fsdp2"):
@@ -69,7 +69,7 @@ def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype, model: PreTrained
         joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)
         return {name: tensor.to(dtype) for name, tensor in joined.items()}
     if plan.layout.pp > 1:
-        split = plan_split(model, plan.layout.tp) if plan.layout.tp > 1 else Split({}, {})
+        split = plan_split(_empty_model(plan, dtype), plan.layout.tp) if plan.layout.tp > 1 else Split({}, {})
         return _weights_of_stages(folder, plan.layout.pp, split)
     shards = [_weights_of_rank(folder, rank, plan, dtype) for rank in range(plan.layout.tp)]
     return join_shards(folder, shards) if plan.layout.tp > 1 else shards[0]

@@ -47,6 +47,7 @@ class Ulysses:
         self._model = model
         self._attention: str = model.config._attn_implementation
         self._positions = torch.empty(0)
+        self._interleaved = False
         register_all_to_all_group(group)
 
     @contextmanager
@@ -76,8 +77,9 @@ class Ulysses:
         return MicroBatch(*(part.view(len(part), self.size, -1)[:, self.rank].contiguous() for part in parts))
 
     def receive(self, position_ids: Tensor) -> None:
-        """As `slice`, where the slices, each [batch, T / size], are cut already."""
+        """As `slice`, where the slices, each [batch, T / size], are cut already and micro-batches interleave."""
         self._positions = self._whole(position_ids)
+        self._interleaved = True
 
     def _whole(self, position_ids: Tensor) -> Tensor:
         return self._all_to_all([position_ids] * self.size, join=1)
@@ -101,11 +103,11 @@ class Ulysses:
         share = _HeadShare(module, query.shape[1] // key.shape[1], self._own_heads(getattr(module, "sinks", None)))
         if "s_aux" in kwargs:  # the sinks again, for a fused kernel
             kwargs["s_aux"] = share.sinks
-        positions = kwargs.pop("position_ids", None)
-        if positions is not None and "flash" in self._attention:
-            # Where a kernel without masks finds the documents. Not those of the last `slice` or `receive`:
-            # a backward pass may compute the attention of an earlier micro-batch again.
-            kwargs["position_ids"] = self._whole(positions)
+        positions = kwargs.get("position_ids")
+        if positions is not None:  # where a kernel without masks finds the documents
+            # Among interleaved micro-batches a backward pass may compute the attention of an earlier one again.
+            whole = self._whole(positions) if self._interleaved else self._positions
+            kwargs["position_ids"] = whole.to(query.device)
         output = inner(share, query, key, value, attention_mask, **kwargs)[0]
         return self._exchange(output, split=1, join=2), None
 

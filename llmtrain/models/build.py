@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -89,8 +89,11 @@ def _load_whole(
     return loaded.to(device)
 
 
-StageBuilder = Callable[[int, Ranks], Stage]
-"""Builds the stage of this index; the ranks share it by tensor parallelism, and each gets its slices."""
+class StageBuilder(Protocol):
+    """Builds stages."""
+
+    def __call__(self, index: int, ranks: Ranks | None = None) -> Stage:
+        """The stage of this index; where ranks share it by tensor parallelism, this one's slices."""
 
 
 def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, Split]:
@@ -116,14 +119,15 @@ def stage_builder(
     config, cut, split = find_stages(recipe, stages, tensor)
     attention, bounds = recipe.model.attention, cut.bounds
 
-    def build(index: int, ranks: Ranks) -> Stage:
-        slices = TensorParallel(split, ranks)
+    def build(index: int, ranks: Ranks | None = None) -> Stage:
+        slices = TensorParallel(split, ranks) if ranks else None
+        whole = slices.whole if slices else None
         stage = build_stage(config, index, bounds, attention, dtype, device, cut, slices)
         if recipe.model.pretrained is None:
-            initialise(stage.model, recipe.train.seed, slices.whole)
+            initialise(stage.model, recipe.train.seed, whole)
         else:
             own = {whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()}
-            _load_named(own, recipe.model, slices.whole, is_reader=True)
+            _load_named(own, recipe.model, whole or (lambda _: nullcontext()), is_reader=True)
         return stage
 
     return build

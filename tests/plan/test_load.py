@@ -46,7 +46,7 @@ def test_file_that_does_not_exist(tmp_path):
 
 def test_variant_that_does_not_exist():
     (problem,) = refusal(f"{TINY}:zero4")
-    assert (problem.rule, problem.fix) == ("recipe.variant", "variants: zero3, bf16, verify")
+    assert (problem.rule, problem.fix) == ("recipe.variant", "variants: zero3, bf16, verify, moe")
     assert "did you mean 'zero3'" in problem.message
 
 

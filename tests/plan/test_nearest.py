@@ -93,7 +93,7 @@ def test_the_nearest(tiny, fields, expected):
 
 def test_a_batch_that_the_devices_do_not_divide_asks_for_fewer_replicas(tiny):
     recipe = tiny.with_(**{"batch.global_batch_size": 10, "batch.micro_batch_size": 1})
-    assert nearest_plans(recipe, FOUR)[0] == "--set parallel.zero_stage=1 --set parallel.pipeline=2"
+    assert nearest_plans(recipe, FOUR)[0] == "--set parallel.sequence=2"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import pytest
 from commands import llmtrain
@@ -117,8 +118,8 @@ def test_a_folder_that_is_no_run(command, tmp_path):
     _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "no run directory")
 
 
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_that_is_not_installed(small_recipe, tmp_path):
-    pytest.importorskip("torch")
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--set", 'logging.trackers=["wandb"]')
     _refused(result, USAGE, "llmtrain[wandb]")
 

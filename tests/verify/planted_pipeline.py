@@ -6,7 +6,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from planted_zero import clipping_per_partition
 
-from llmtrain.engines import build, pipeline
+from llmtrain.engines import pipeline
 from llmtrain.engines.pipeline import DeepSpeedPipeline, StagePipeline, StageSpec
 from llmtrain.models import IGNORE
 from llmtrain.verify.batches import Batches
@@ -78,25 +78,25 @@ def replicas_read_the_same(patch):
 
 def labels_in_another_order(patch):
     """The last stage pulls its micro-batches from the end."""
-    original = pipeline._micro_batches
+    original = DeepSpeedPipeline._micro_batches
 
-    def reverse(batch):
-        micros = list(original(batch))
+    def reverse(self, batch):
+        micros = list(original(self, batch))
         labels = [one[1] for one in micros[::-1]]
         return iter([(inputs, other) for (inputs, _), other in zip(micros, labels, strict=True)])
 
-    patch.setattr(pipeline, "_micro_batches", reverse)
+    patch.setattr(DeepSpeedPipeline, "_micro_batches", reverse)
 
 
 def one_stage_with_another_seed(patch):
-    original = build.stage_builder
+    original = pipeline.stage_builder
 
-    def builder(recipe, *arguments):
-        other = original(recipe.with_(**{"train.seed": recipe.train.seed + 1}), *arguments)
-        own = original(recipe, *arguments)
-        return lambda index: (other if index else own)(index)
+    def builder(recipe, *arguments, **named):
+        other = original(recipe.with_(**{"train.seed": recipe.train.seed + 1}), *arguments, **named)
+        own = original(recipe, *arguments, **named)
+        return lambda index, ranks: (other if index else own)(index, ranks)
 
-    patch.setattr(build, "stage_builder", builder)
+    patch.setattr(pipeline, "stage_builder", builder)
 
 
 def _on_stage(patch, change):
