@@ -71,6 +71,7 @@ def test_fp32_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, stages + others)
 
 
+@pytest.mark.slow
 def test_groups_smaller_than_the_replicas():
     """Four replicas, two groups of two ranks: gradients of an expert are averaged over the ranks that hold it."""
     _assert_runs_are_plain("qwen3_moe", 4, [{"parallel.zero_stage": stage, **SGD} for stage in (0, 2, 3)])
@@ -113,6 +114,7 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
 RESUMED = [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 
 
+@pytest.mark.slow
 def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path):
     recipes = [
         moe_recipe("qwen3_moe", **{"parallel.zero_stage": stage, "parallel.precision": precision})

@@ -115,6 +115,7 @@ def test_the_routers_loss_shows():
 QUADS = [(2, 1, 1, {}), (2, 3, 2, {}), (2, 1, 2, SGD), (2, 3, 1, SGD), (2, 0, 2, SGD), (4, 2, 2, {}), (4, 3, 1, SGD)]
 
 
+@pytest.mark.slow
 def test_four_ranks_share_sequences_and_samples():
     runs = run_ranks(4, _train, [_recipe(4, sp, stage, acc, **fields) for sp, stage, acc, fields in QUADS], 4)
     expected = {str(fields): _reference(**fields) for fields in ({}, SGD)}

@@ -109,7 +109,17 @@ def test_no_recipe_is_forgotten():
     assert set(SIZES) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
-@pytest.mark.parametrize("name", [name for name in SIZES if name != "continue_pretrained"])
+QUICK = ("gpt2_124m", "qwen3_30b_a3b", "tiny")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in SIZES
+        if name != "continue_pretrained"
+    ],
+)
 def test_shrunk_recipe_trains(name, corpus, tmp_path):
     _assert_learned(_train(name, _fields(name, corpus), tmp_path / "run"))
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()

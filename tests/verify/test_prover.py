@@ -49,7 +49,7 @@ SLOW = pytest.mark.slow
         pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
         pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
         pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=SLOW),
-        ("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32"),
+        pytest.param("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32", marks=SLOW),
         pytest.param("dp2-pp2-zero1-acc2", "planted_pipeline", "REPLICATED", "fp32", marks=SLOW),
         pytest.param("dp2-zero1-acc2", "planted", "COARSE", "bf16", marks=SLOW),
         pytest.param("dp2-zero2-acc2", "planted_zero", ("dropped_group", "clipping_per_partition"), "bf16", marks=SLOW),
