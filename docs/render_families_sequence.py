@@ -57,19 +57,19 @@ Verdict = families.Verdict
 
 def judge(family: str) -> object:
     """Builds a family and compares, on both ranks alike."""
-    outside = families._out_of_scope(family)
+    outside = families.out_of_scope(family)
     if outside:
         return Verdict(family, "out of scope", outside)
     try:
         config = families.tiny_config(family)
         attention = _attention(config)
     except Exception as error:
-        return Verdict(family, "not built", f"{type(error).__name__}: {families._one_line(error)}")
+        return Verdict(family, "not built", f"{type(error).__name__}: {families.one_line(error)}")
     # A group of its own, since one on which a rank has waited in vain is of no more use.
     group = dist.new_group([0, 1], timeout=WAIT)
     refusal = _of_either(compare(config, attention, group))
     if refusal:
-        return Verdict(family, "refused", families._one_line(refusal))
+        return Verdict(family, "refused", families.one_line(refusal))
     deviation = _of_either(compare(config, attention, group, _longer(config)))
     return Verdict(family, "wrong" if deviation else "works", deviation or ("eager" if attention == "eager" else ""))
 
