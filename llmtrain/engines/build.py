@@ -9,6 +9,7 @@ import torch
 from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel
 from llmtrain.engines.expert import DeepSpeedExpertParallel
+from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
 from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
@@ -61,5 +62,6 @@ def _whole_model_engine(layout: Layout) -> type[DeepSpeedDataParallel]:
         (False, False, True): DeepSpeedExpertParallel,
         (True, True, False): DeepSpeedTensorSequence,
         (False, True, True): DeepSpeedExpertSequence,
+        (True, False, True): DeepSpeedExpertTensor,
     }
     return engines[layout.tp > 1, layout.sp > 1, layout.ep > 1]
