@@ -242,13 +242,17 @@ def _parallelism(plan: Plan) -> Block:
 def _attention_only() -> Block:
     """Which weights tensor parallel ranks share where experts are spread over them: those of attention.
 
-    A family's own `tp_plan` has styles for experts that AutoTP does not read.
+    A family's own `tp_plan` has styles for experts that AutoTP does not read. Norms over heads lie whole
+    on every rank, which sees some of the heads: their gradients are summed.
     """
-    cuts = {"column": r".*self_attn\.(q|k|v)_proj\.weight$", "row": r".*self_attn\.o_proj\.weight$"}
     return {
         "use_default_specs": False,
         "lm_head_patterns": [],
-        "layer_specs": [{"patterns": [pattern], "partition_type": kind} for kind, pattern in cuts.items()],
+        "layer_specs": [
+            {"patterns": [r".*self_attn\.(q|k|v)_proj\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*self_attn\.(q|k)_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
+        ],
     }
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -23,9 +26,17 @@ class DeepSpeedExpertTensor(DeepSpeedTensorParallel, DeepSpeedExpertParallel):
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         super().__init__(plan, ds_config, device)
-        if plan.layout.zero_stage in (1, 2):
+        if isinstance(self.engine.optimizer, DeepSpeedZeroOptimizer):
             # DeepSpeed would count the experts of the first rank of each tensor parallel group only.
             self.engine.optimizer._average_expert_grad_norms = self._count_all_experts
+
+    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
+        if isinstance(self.engine.optimizer, BF16_Optimizer):
+            # DeepSpeed scales gradients of experts and adds up those of routers, micro-batch by micro-batch, and marks
+            # them as done. Nothing takes the mark off before the next one, which would be left as it is.
+            for parameter in self.model.parameters():
+                clear_autoep_folding_gradient_corrected(parameter)
+        return super()._backward(loss, is_last)
 
     def _count_all_experts(self, norms: list[Tensor]) -> None:
         """Replaces the norm of each group of experts: each rank holds gradients that no other has."""
