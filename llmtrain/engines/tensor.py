@@ -77,6 +77,8 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
 def join_shards(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The whole weights of a checkpoint's engine folder, from what each tensor parallel rank holds."""
+    if len(shards) == 1:
+        return shards[0]
     splits = {name: Split.from_json(values) for name, values in json.loads((folder / SPLITS_FILE).read_text()).items()}
     return {
         name: splits[name].join([shard[name] for shard in shards]) if name in splits else first
