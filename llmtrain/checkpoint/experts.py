@@ -32,7 +32,7 @@ def weights_of_experts(folder: Path, preset: str, layout: Layout) -> dict[str, T
 
 
 def _join_files(folder: Path, tensor: int) -> tuple[dict[str, Tensor], list[str]]:
-    """ZeRO 0 to 2: a file of each tensor parallel rank for what is not experts, and one for each expert of each layer."""
+    """ZeRO 0 to 2: a file of each tensor parallel rank, and one for each expert of each layer."""
     states = [_read(folder / f"mp_rank_{rank:02d}_model_states.pt") for rank in range(tensor)]
     weights = join_shards(folder, [state["module"] for state in states])
     layers = states[0]["ds_autoep_layers"]

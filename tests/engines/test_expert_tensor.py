@@ -9,18 +9,23 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, step_batch
 from harness import run_ranks
-from moe import moe_recipe
+from moe import CONFIGS, moe_recipe
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 
 from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.ds_config import render
+from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed import TAG
-from llmtrain.models import build_model
+from llmtrain.engines.groups import make_tensor_groups
+from llmtrain.engines.tensor_check import CannotSplit, check_split
+from llmtrain.models import build_model, model_configuration
 from llmtrain.plan.rules.tensor import EXPERT_TENSOR_FAMILIES
 
-STEPS = 6
+STEPS = 4
+CPU = torch.device("cpu")
 FP32 = 1e-5
 """As derived in `test_parity`."""
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
@@ -66,26 +71,66 @@ def _assert_same(run: Trace, expected: Trace, name: object) -> None:
 
 
 def _stages(*stages: int, **fields) -> list[dict]:
-    return [{"parallel.zero_stage": stage, **SGD, **fields} for stage in stages]
+    return [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2, **SGD, **fields} for stage in stages]
 
 
 def test_fp32_is_the_plain_loop():
     """One replica, whose two ranks share attention and experts; norms over heads, a dense layer, a tied head."""
-    adam = {"parallel.zero_stage": 1, "batch.micro_batch_size": 4, "parallel.activation_checkpointing": "full"}
-    _assert_runs_are_plain("qwen3_moe", 2, [*_stages(0, 1, 2, 3), adam])
+    adam = {"parallel.zero_stage": 2, "batch.micro_batch_size": 4, "parallel.activation_checkpointing": "full"}
+    _assert_runs_are_plain("qwen3_moe", 2, [*_stages(0, 1, 3), adam])
 
 
 def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
-    """Untied; experts on the two ranks of each replica, then on all four."""
-    cases = [*_stages(0, 1, 3), *_stages(0, 2, 3, **{"parallel.expert": 4})]
-    cases.append({"parallel.zero_stage": 3, "optim.clip_grad_norm": 0.0})
+    """Untied; experts on the two ranks of each replica, then on all four, and with slices of sequences."""
+    everywhere = {"parallel.expert": 4}
+    cases = [*_stages(2), *_stages(0, 1, **everywhere), *_stages(3, **everywhere, **{"optim.clip_grad_norm": 0.0})]
+    cases += _stages(1, **{"parallel.sequence": 2})
     _assert_runs_are_plain("mixtral", 4, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(EXPERT_TENSOR_FAMILIES))
 def test_every_family_is_the_plain_loop(architecture):
-    _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
+    sequence = {"parallel.sequence": 2} if architecture in ("mixtral", "qwen2_moe", "qwen3_moe") else {}
+    _assert_runs_are_plain(architecture, 4, [*_stages(0, 1, 2, 3), *_stages(0, 1, 3, **sequence)])
+
+
+def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
+    make_tensor_groups(2)
+    verdicts = []
+    for recipe in recipes:
+        try:
+            check_split(model_configuration(recipe), block, "eager", CPU)
+            verdicts.append("")
+        except CannotSplit as refusal:
+            verdicts.append(refusal.reason)
+    return verdicts
+
+
+def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
+    """DeepSeek's latent attention has none of the projections that are cut."""
+    block = render(plan_of(moe_recipe(**{"parallel.tensor": 2}), 2))["tensor_parallel"]
+    recipes = [moe_recipe(family) for family in CONFIGS]
+    for verdicts in run_ranks(2, _verdicts, recipes, block):
+        assert {
+            family for family, reason in zip(CONFIGS, verdicts, strict=True) if not reason
+        } == EXPERT_TENSOR_FAMILIES
+
+
+def _offloaded(rank: int, recipe) -> str:
+    config = render(plan_of(recipe, 2))
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    try:
+        build_engine(plan_of(recipe, 2), config, CPU)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_offload_is_refused_by_the_engine():
+    """And so by `zero.expert`; it stumbles over `{"device": "none"}` as well, so nothing is rendered."""
+    recipe = moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1})
+    assert all("offload" in message for message in run_ranks(2, _offloaded, recipe))
 
 
 BF16 = {"parallel.precision": "bf16"}
@@ -156,7 +201,7 @@ def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path):
         )
         for stage, precision, degree in RESUMED
     ]
-    names = dict(build_model(recipes[0], torch.float32, torch.device("cpu")).named_parameters()).keys()
+    names = dict(build_model(recipes[0], torch.float32, CPU).named_parameters()).keys()
     by_rank = run_ranks(4, _interrupted, recipes, 4, tmp_path)
     for case, *results in zip(RESUMED, *by_rank, strict=True):
         for whole, continued, _ in results:
