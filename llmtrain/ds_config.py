@@ -148,7 +148,13 @@ def _zero(plan: Plan) -> Block:
         "load_from_fp32_weights": True,
         "offload_optimizer": _offload(parallel.offload_optimizer, parallel.nvme_path, pin),
     }
-    return zero | _zero3(plan, bucket, pin) if stage == 3 else zero
+    if stage == 3:
+        zero |= _zero3(plan, bucket, pin)
+    if plan.layout.tp > 1 and plan.layout.ep > 1:
+        # Even to offload to "none" is refused together with experts.
+        del zero["offload_optimizer"]
+        zero.pop("offload_param", None)
+    return zero
 
 
 def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
@@ -220,6 +226,8 @@ def _parallelism(plan: Plan) -> Block:
             "tp_overlap_comm": False,
             "vocab_parallel_lm_head": False,  # it computes a loss of its own, from labels that we do not pass
         }
+        if layout.ep > 1:
+            blocks["tensor_parallel"]["partition_config"] = _attention_only()
     if layout.ep > 1:
         blocks["expert_parallel"] = {
             "enabled": True,
@@ -229,6 +237,23 @@ def _parallelism(plan: Plan) -> Block:
             "comm_backend": "comm",
         }
     return blocks
+
+
+def _attention_only() -> Block:
+    """Which weights tensor parallel ranks share where experts are spread over them: those of attention.
+
+    A family's own `tp_plan` has styles for experts that AutoTP does not read. Norms over heads lie whole
+    on every rank, which sees some of the heads: their gradients are summed.
+    """
+    return {
+        "use_default_specs": False,
+        "lm_head_patterns": [],
+        "layer_specs": [
+            {"patterns": [r".*self_attn\.(q|k|v)_proj\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*self_attn\.(q|k)_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
+        ],
+    }
 
 
 def _run_time() -> Block:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,46 +12,48 @@ import torch
 from torch import Tensor
 
 from llmtrain.engines.expert_names import DOWN, GATE, UP, hugging_face_weights
+from llmtrain.engines.tensor import join_shards
+from llmtrain.plan import Layout
+
+_RANKS = re.compile(r"rank_(\d+)")
+"""In a file's name: the data parallel rank, then the tensor parallel one."""
 
 
-def weights_of_experts(folder: Path, preset: str, zero_stage: int) -> dict[str, Tensor]:
+def weights_of_experts(folder: Path, preset: str, layout: Layout) -> dict[str, Tensor]:
     """Every weight under its Hugging Face name, on the CPU.
 
     folder: DeepSpeed's files, whose pickles have been checked; preset: its name for the family. At ZeRO 3
     the weights are those of the fp32 optimizer, as DeepSpeed's own conversion gives them for other models.
     """
-    if zero_stage == 3:
-        weights, blocks = _join_shards(folder)
-    else:
-        weights, blocks = _join_files(folder)
+    join = _join_shards if layout.zero_stage == 3 else _join_files
+    weights, blocks = join(folder, layout.tp)
     presets = dict.fromkeys(blocks, preset)
     return dict(hugging_face_weights(weights, presets, weights.__getitem__))
 
 
-def _join_files(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """ZeRO 0 to 2: one file of what all ranks share, and one for each expert of each layer."""
-    state = _read(folder / "mp_rank_00_model_states.pt")
-    weights: dict[str, Tensor] = state["module"]
-    layers = state["ds_autoep_layers"]
+def _join_files(folder: Path, tensor: int) -> tuple[dict[str, Tensor], list[str]]:
+    """ZeRO 0 to 2: a file of each tensor parallel rank, and one for each expert of each layer."""
+    states = [_read(folder / f"mp_rank_{rank:02d}_model_states.pt") for rank in range(tensor)]
+    weights = join_shards(folder, [state["module"] for state in states])
+    layers = states[0]["ds_autoep_layers"]
     for layer in layers:
         number, path = layer["moe_layer_id"], layer["module_path"]
-        experts = [
-            (expert, _read(folder / f"layer_{number}_expert_{expert}_mp_rank_00_model_states.pt"))
+        # Whichever tensor parallel rank has written it.
+        files = [
+            _read(next(folder.glob(f"layer_{number}_expert_{expert}_mp_rank_*_model_states.pt")))
             for expert in range(layer["num_experts"])
         ]
         for part in (GATE, DOWN, UP):
             name = f"{path}.{part}"
-            weights[name] = torch.stack([file[f"{name}.{expert}"] for expert, file in experts])
+            weights[name] = torch.stack([file[f"{name}.{expert}"] for expert, file in enumerate(files)])
     return weights, [layer["module_path"] for layer in layers]
 
 
-def _join_shards(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """ZeRO 3: each rank has a shard of every weight, of the experts only of its own."""
-    models = _of_ranks(folder, "zero_pp_rank_*_mp_rank_00_model_states.pt")
-    optimizers = [
-        one["optimizer_state_dict"] for one in _of_ranks(folder, "*zero_pp_rank_*_mp_rank_00_optim_states.pt")
-    ]
-    weights = {name: models[0]["module"][name] for name in models[0]["buffer_names"]}
+def _join_shards(folder: Path, tensor: int) -> tuple[dict[str, Tensor], list[str]]:
+    """ZeRO 3: each rank has a shard of every weight, of the experts and of what is cut only of its own."""
+    models = _of_ranks(folder, "zero_pp_rank_*_model_states.pt")
+    optimizers = [one["optimizer_state_dict"] for one in _of_ranks(folder, "*zero_pp_rank_*_optim_states.pt")]
+    slices: list[dict[str, Tensor]] = [{} for _ in range(tensor)]
     experts: dict[str, list[Tensor]] = {}
     for index, group in enumerate(optimizers[0]["ds_zero_partition_groups"]):
         is_expert = group["families"] == ["autoep_expert"]
@@ -62,7 +65,8 @@ def _join_shards(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
                 if is_expert:
                     experts.setdefault(name, []).append(weight)
                 else:
-                    weights[name] = weight
+                    slices[team[0] % tensor][name] = weight
+    weights = {name: models[0]["module"][name] for name in models[0]["buffer_names"]} | join_shards(folder, slices)
     weights |= {name: torch.cat(parts) for name, parts in experts.items()}
     return weights, [layer["module_path"] for layer in models[0]["ds_autoep_layers"]]
 
@@ -79,10 +83,10 @@ def _unflatten(shapes: dict[str, tuple[int, ...]], shards: list[Tensor]) -> Iter
 
 
 def _of_ranks(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """The files of all ranks, by rank."""
-    files = {int(file.name.split("zero_pp_rank_")[1].split("_")[0]): file for file in folder.glob(pattern)}
+    """The files of all ranks, by rank: those of a tensor parallel group are neighbours."""
+    files = sorted(folder.glob(pattern), key=lambda file: [int(number) for number in _RANKS.findall(file.name)])
     # Beside tensors there are DeepSpeed's own records in them.
-    return [_read(files[rank], weights_only=False) for rank in sorted(files)]
+    return [_read(file, weights_only=False) for file in files]
 
 
 def _read(file: Path, weights_only: bool = True) -> dict[str, Any]:

@@ -66,13 +66,13 @@ def _weights(checkpoint: Path, plan: Plan, dtype: torch.dtype) -> dict[str, Tens
         return {name: tensor.to(dtype) for name, tensor in rank_files.whole_weights(checkpoint).items()}
     folder = checkpoint / TAG
     if plan.layout.ep > 1:
-        joined = weights_of_experts(checkpoint / TAG, EXPERT_PRESETS[plan.model.model_type], plan.layout.zero_stage)
+        joined = weights_of_experts(folder, EXPERT_PRESETS[plan.model.model_type], plan.layout)
         return {name: tensor.to(dtype) for name, tensor in joined.items()}
     if plan.layout.pp > 1:
         split = plan_split(_empty_model(plan, dtype), plan.layout.tp) if plan.layout.tp > 1 else Split({}, {})
         return _weights_of_stages(folder, plan.layout.pp, split)
     shards = [_weights_of_rank(folder, rank, plan, dtype) for rank in range(plan.layout.tp)]
-    return join_shards(folder, shards) if plan.layout.tp > 1 else shards[0]
+    return join_shards(folder, shards)
 
 
 def _weights_of_rank(folder: Path, rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,10 +9,16 @@ import torch
 from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel
 from llmtrain.engines.expert import DeepSpeedExpertParallel
+from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
 from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
-from llmtrain.engines.sequence import DeepSpeedExpertSequence, DeepSpeedSequence, DeepSpeedTensorSequence
+from llmtrain.engines.sequence import (
+    DeepSpeedExpertSequence,
+    DeepSpeedExpertTensorSequence,
+    DeepSpeedSequence,
+    DeepSpeedTensorSequence,
+)
 from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.plan import Layout, Plan
 from llmtrain.plan.runnable import check_runnable
@@ -61,5 +67,7 @@ def _whole_model_engine(layout: Layout) -> type[DeepSpeedDataParallel]:
         (False, False, True): DeepSpeedExpertParallel,
         (True, True, False): DeepSpeedTensorSequence,
         (False, True, True): DeepSpeedExpertSequence,
+        (True, False, True): DeepSpeedExpertTensor,
+        (True, True, True): DeepSpeedExpertTensorSequence,
     }
     return engines[layout.tp > 1, layout.sp > 1, layout.ep > 1]

@@ -158,8 +158,20 @@ class DeepSpeedDataParallel:
         return norm / scaler.get_scale() if scaler else norm
 
     def _gradient_norm(self) -> Tensor:
-        """2-norm of the gradients that lie on this rank."""
-        return nn.utils.get_total_norm(gradients_of(self.model.parameters()))
+        """2-norm of the gradients: those that lie on this rank, and of split weights those of the other holders."""
+        held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+        for parameter in self.model.parameters():
+            # A rank without a gradient joins the sum all the same.
+            held.setdefault(self._holders(parameter), []).extend(gradients_of([parameter]))
+        squares = {group: nn.utils.get_total_norm(found).to(self.device) ** 2 for group, found in held.items()}
+        for group, square in squares.items():
+            if group is not None:
+                dist.all_reduce(square, group=group)
+        return torch.stack(list(squares.values())).sum().sqrt()
+
+    def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """The ranks that hold other parts of a weight than this one; None where it lies here whole, ZeRO aside."""
+        return None
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """What DeepSpeed's optimizer is made of."""

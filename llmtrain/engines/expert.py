@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.moe.utils import split_params_into_shared_and_expert_params
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel, gradients_of
+from llmtrain.engines.deepspeed import DeepSpeedDataParallel
 from llmtrain.engines.expert_names import hugging_face_weights
 from llmtrain.engines.optim import parameter_groups
 from llmtrain.plan import Plan
@@ -57,12 +56,11 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
         made = parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
         return [{"name": f"decay {group['weight_decay']}", **group} for group in made]
 
+    def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        return super()._holders(parameter) if getattr(parameter, "allreduce", True) else self._group
+
     def _gradient_norm(self) -> Tensor:
-        """The norm over all experts, of which each rank of a group has its own."""
-        shared, own = split_params_into_shared_and_expert_params(list(self.model.parameters()))
-        square = nn.utils.get_total_norm(gradients_of(own)) ** 2
-        dist.all_reduce(square, group=self._group)
-        self._norm = (nn.utils.get_total_norm(gradients_of(shared)) ** 2 + square).sqrt()
+        self._norm = super()._gradient_norm()
         return self._norm
 
     def _clip(self) -> None:

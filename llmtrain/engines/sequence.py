@@ -12,6 +12,7 @@ from torch import distributed as dist
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel
 from llmtrain.engines.expert import DeepSpeedExpertParallel
+from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.sequence_check import check_sequence
 from llmtrain.engines.tensor import DeepSpeedTensorParallel
@@ -65,6 +66,10 @@ class DeepSpeedTensorSequence(DeepSpeedSequence, DeepSpeedTensorParallel):
 
 class DeepSpeedExpertSequence(DeepSpeedSequence, DeepSpeedExpertParallel):
     """Experts are spread over the ranks of data and sequence parallelism alike: each has tokens of its own."""
+
+
+class DeepSpeedExpertTensorSequence(DeepSpeedSequence, DeepSpeedExpertTensor):
+    """Experts are spread over all ranks; tensor parallel ones share the tokens of a slice among them."""
 
 
 def sequence_group(layout: Layout) -> Group:

@@ -71,23 +71,14 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
         for parameter in parameters:
             parameter.data = parameter.data.cpu()
 
-    def _gradient_norm(self) -> Tensor:
-        """Of whole gradients at ZeRO-0: shards of all ranks, and what every rank holds once."""
-        sharded = torch.zeros((), device=self.device)
-        replicated = torch.zeros((), device=self.device)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                square = parameter.grad.float().square().sum()
-                if split_of(parameter):
-                    sharded += square
-                else:
-                    replicated += square
-        dist.all_reduce(sharded, group=tensor_group())
-        return (sharded + replicated).sqrt()
+    def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        return tensor_group() if split_of(parameter) else super()._holders(parameter)
 
 
 def join_shards(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The whole weights of a checkpoint's engine folder, from what each tensor parallel rank holds."""
+    if len(shards) == 1:
+        return shards[0]
     splits = {name: Split.from_json(values) for name, values in json.loads((folder / SPLITS_FILE).read_text()).items()}
     return {
         name: splits[name].join([shard[name] for shard in shards]) if name in splits else first

@@ -110,10 +110,10 @@ def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
 
 
 def _degrees(world: int) -> Iterator[dict[str, int]]:
-    """All degrees whose product divides the devices; experts lie within data and sequence parallelism."""
+    """All degrees whose product divides the devices; experts may be on all but a pipeline's ranks."""
     sizes = [size for size in range(1, world + 1) if world % size == 0]
     for pipeline, tensor, sequence, expert in itertools.product(sizes, repeat=4):
-        if world % (pipeline * tensor * sequence) == 0 and world // (pipeline * tensor) % expert == 0:
+        if world % (pipeline * tensor * sequence) == 0 and world // pipeline % expert == 0:
             yield {"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "expert": expert}
 
 

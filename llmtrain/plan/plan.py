@@ -23,7 +23,7 @@ class Layout(Part):
     sp: int
     """Sequence parallel size; the ranks of a group see parts of the same samples."""
     ep: int
-    """Expert parallel size; its groups lie within data and sequence parallelism."""
+    """Expert parallel size; its groups lie within data, tensor and sequence parallelism."""
     zero_stage: int
     """ZeRO stage."""
 

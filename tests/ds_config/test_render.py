@@ -1,6 +1,7 @@
 """The rendered configuration of every recipe and variant, in DeepSpeed's own configuration class."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,18 @@ def test_tensor_parallelism_within_stages_is_not_the_engines():
     replicas = 2
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     assert config["train_batch_size"] == micro * steps * replicas
+
+
+def test_tensor_parallelism_with_experts_cuts_attention_and_has_no_word_of_offload():
+    fields = {"model.architecture": "mixtral", "parallel.tensor": 2, "parallel.expert": 2, "parallel.zero_stage": 3}
+    config = tiny(Cluster(devices_per_node=4), **fields)
+    patterns = [spec["patterns"][0] for spec in config["tensor_parallel"]["partition_config"]["layer_specs"]]
+    matched = [
+        sum(re.match(pattern, f"model.layers.0.{name}.weight") is not None for pattern in patterns)
+        for name in ("self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm", "mlp.gate", "mlp.down_proj")
+    ]
+    assert matched == [1, 1, 1, 0, 0]
+    assert not {"offload_optimizer", "offload_param"} & config["zero_optimization"].keys()
 
 
 def test_optimizers():

@@ -102,6 +102,7 @@ MOE = {
     "parallel.expert": 4,
     "batch.global_batch_size": 64,
 }
+DEEPSEEK = {"model.architecture": "deepseek_v3", "model.config": {"num_hidden_layers": 1, "vocab_size": 512}}
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
@@ -111,6 +112,9 @@ LEGAL = [
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (MOE, GPUS),
     ({**MOE, "parallel.zero_stage": 3, "parallel.sequence": 2}, GPUS),
+    ({**MOE, **EVEN_HEADS, "parallel.expert": 2}, GPUS),
+    ({**MOE, **EVEN_HEADS, "parallel.sequence": 2}, GPUS),
+    ({**MOE, **EVEN_HEADS, "parallel.expert": 2}, Cluster(devices_per_node=2, device="h100")),
     ({"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}, GPUS),
     ({"parallel.zero_stage": 3, "parallel.offload_param": "cpu", "parallel.precision": "fp16"}, GPUS),
 ]
@@ -131,6 +135,8 @@ REFUSED = [
         {**PIPELINE, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
     ),
     ("zero.expert", {**MOE, **PIPELINE, "parallel.expert": 2}),
+    ("zero.expert", {**MOE, **EVEN_HEADS, "parallel.zero_stage": 1, "parallel.offload_optimizer": "cpu"}),
+    ("tensor.family", {**EVEN_HEADS, **DEEPSEEK, "parallel.expert": 2}),
     ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
     ("model.flash_documents", {"model.attention": "flash_attention_2", "batch.micro_batch_size": 2}),
     ("model.vocabulary", {"model.config.vocab_size": 100}),

@@ -70,15 +70,15 @@ def sequence_divides(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.sequence", message, f"use {_nearest(heads, degree)}")
 
 
-@rule("layout.expert", "Experts are spread over the ranks that have tokens of their own.", "arithmetic")
+@rule("layout.expert", "Experts are spread over all ranks that hold the same layers.", "arithmetic")
 def expert(draft: Draft) -> Iterator[Fault]:
     """Expert parallelism of a dense model, or degrees that divide neither experts nor ranks."""
     degree, facts = draft.parallel.expert, draft.facts
     if degree == 1:
         return
-    ranks = (draft.dp or 0) * draft.parallel.sequence
+    ranks = (draft.dp or 0) * draft.parallel.tensor * draft.parallel.sequence
     if ranks % degree:
-        message = f"{degree} was given: data × sequence parallelism has {ranks} ranks, which do not divide by it"
+        message = f"{degree} was given: data × tensor × sequence is {ranks} ranks, which do not divide by it"
         yield Fault("parallel.expert", message, f"use {_nearest(ranks, degree)}")
     if facts is None:
         return

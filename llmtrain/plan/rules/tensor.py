@@ -16,6 +16,9 @@ _WORK = (
 TENSOR_FAMILIES = frozenset(_WORK.split())
 """Model types that came out right when they were cut in two: those that work in `docs/families_tensor.md`."""
 
+EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
+"""Mixtures of experts whose attention is cut right by the names of its projections, while experts are spread."""
+
 
 @rule(
     "tensor.family",
@@ -28,7 +31,13 @@ def family(draft: Draft) -> Iterator[Fault]:
     degree, facts = draft.parallel.tensor, draft.facts
     if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages it is not the engine that cuts
         return
-    if facts.model_type not in TENSOR_FAMILIES:
+    if draft.parallel.expert > 1:
+        if facts.experts and facts.model_type not in EXPERT_TENSOR_FAMILIES:
+            message = (
+                f"{degree} was given, but attention of '{facts.model_type}' has other projections than q, k, v and o"
+            )
+            yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+    elif facts.model_type not in TENSOR_FAMILIES:
         message = f"{degree} was given, but the engine cannot cut '{facts.model_type}' right"
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 

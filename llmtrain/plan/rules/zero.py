@@ -53,18 +53,23 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
 
 
-@rule("zero.expert", "The engine's own checks of expert parallelism.", "read")
+@rule(
+    "zero.expert",
+    "Only the engine for whole models spreads experts, and it refuses offload together with tensor parallelism.",
+    "read",
+)
 def expert(draft: Draft) -> Iterator[Fault]:
-    """What expert parallelism excludes (`_validate_zero3_moe_compatibility`, `validate_folding_global`)."""
+    """What expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
     parallel = draft.parallel
     if parallel.expert == 1:
         return
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
     if parallel.tensor > 1 and offloads:
-        message = "expert with tensor parallelism takes no offload"
-        yield Fault("parallel.expert", message, assignment(parallel__tensor=1))
+        message = f"{parallel.expert} was given: with tensor parallelism the engine's experts take no offload"
+        fix = f"{assignment(parallel__tensor=1)}, or no offload"
+        yield Fault("parallel.expert", message, fix)
     if parallel.pipeline > 1:
-        message = "the pipeline engine has no expert groups"
+        message = f"{parallel.expert} was given: the pipeline engine has no expert groups"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
