@@ -10,7 +10,7 @@ import torch
 from batches import GLOBAL_BATCH, global_batch, step_batch
 from harness import run_ranks
 from moe import moe_recipe
-from traces import Trace, engine_of, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, trace_plan, worst
 
 from llmtrain.checkpoint.experts import weights_of_experts
 from llmtrain.checkpoint.folder import newest
@@ -20,8 +20,6 @@ from llmtrain.engines.deepspeed import TAG
 from llmtrain.models import build_model
 
 STEPS = 6
-FP32 = 1e-5
-"""As derived in `test_parity`."""
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 """Only here does a wrong clipping show in the weights."""
 
@@ -36,16 +34,6 @@ def _reference(recipe) -> Trace:
     return trace(reference_of(recipe), range(STEPS), micro, GLOBAL_BATCH // micro)
 
 
-def _assert_same(run: Trace, expected: Trace, name: object, atol: float = 1e-5) -> None:
-    assert worst(run.losses, expected.losses) < FP32, name
-    assert worst(run.grad_norms, expected.grad_norms) < FP32, name
-    assert run.rates == expected.rates, name
-    assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), name
-    assert run.weights.keys() == expected.weights.keys(), name
-    for weight, value in run.weights.items():
-        np.testing.assert_allclose(value, expected.weights[weight], rtol=0, atol=atol, err_msg=f"{name} {weight}")
-
-
 def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) -> None:
     recipes = [moe_recipe(architecture, **fields) for fields in variants]
     expected: dict[str, Trace] = {}
@@ -54,7 +42,7 @@ def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) 
             key = repr((recipe.optim, recipe.batch, recipe.model))
             if key not in expected:
                 expected[key] = _reference(recipe)
-            _assert_same(run, expected[key], (architecture, rank, fields))
+            assert_same(run, expected[key], (architecture, rank, fields))
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
@@ -145,7 +133,7 @@ def test_zero3_without_groups_waits_for_no_rank():
     assert first != second
     expected = _reference(recipe)
     for rank, (run,) in enumerate(run_ranks(2, _train, [recipe], 2)):
-        _assert_same(run, expected, rank)
+        assert_same(run, expected, rank)
 
 
 def _experts_met(recipe, sample: int) -> list[set[int]]:

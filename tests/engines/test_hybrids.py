@@ -7,10 +7,9 @@ import pytest
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from moe import moe_recipe
-from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, assert_same, plan_of, reference_of, trace, trace_plan
 
 STEPS = 8
-FP32 = 1e-5  # as in test_parity.py
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 SEQUENCE = {"parallel.sequence": 2}
 TENSOR = SEQUENCE | {"parallel.tensor": 2}
@@ -33,17 +32,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
             expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
-            _assert_same(run, expected, case)
-
-
-def _assert_same(run: Trace, expected: Trace, case: object) -> None:
-    assert worst(run.losses, expected.losses) < FP32, case
-    assert worst(run.grad_norms, expected.grad_norms) < FP32, case
-    assert run.rates == expected.rates, case
-    assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
-    assert run.weights.keys() == expected.weights.keys(), case
-    for name, value in run.weights.items():
-        np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
+            assert_same(run, expected, case)
 
 
 def test_sequence_with_tensor_groups_and_with_stages():
@@ -63,7 +52,7 @@ def test_experts_spread_over_ranks_that_share_sequences():
     for results in run_ranks(2, _train_experts, cases):
         for (family, fields), run in zip(cases, results, strict=True):
             plain = reference_of(moe_recipe(family, **SGD, **{"parallel.expert": 1}))
-            _assert_same(run, trace(plain, range(STEPS), 2, GLOBAL_BATCH // 2), (family, fields))
+            assert_same(run, trace(plain, range(STEPS), 2, GLOBAL_BATCH // 2), (family, fields))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from tokenizers import Tokenizer, models
-from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.export import export
@@ -49,13 +49,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
             expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
-            assert worst(run.losses, expected.losses) < FP32, case
-            assert worst(run.grad_norms, expected.grad_norms) < FP32, case
-            assert run.rates == expected.rates, case
-            assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), case
-            assert run.weights.keys() == expected.weights.keys(), case
-            for name, value in run.weights.items():
-                np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
+            assert_same(run, expected, case)
 
 
 FP32_CASES = [{}, {**SGD, **HEAD_NORMS}]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import pytest
 import torch
 from batches import step_batch
 from numpy.typing import NDArray
@@ -74,3 +76,14 @@ def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
 def worst(ours: list[float], theirs: list[float]) -> float:
     """Largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def assert_same(run: Trace, expected: Trace, name: object, tolerance: float = 1e-5) -> None:
+    """An fp32 run is another one up to the rounding of sums in another order; as derived in `test_parity`."""
+    assert worst(run.losses, expected.losses) < tolerance, name
+    assert worst(run.grad_norms, expected.grad_norms) < tolerance, name
+    assert run.rates == expected.rates, name
+    assert run.evaluation == pytest.approx(expected.evaluation, rel=tolerance), name
+    assert run.weights.keys() == expected.weights.keys(), name
+    for weight, value in run.weights.items():
+        np.testing.assert_allclose(value, expected.weights[weight], rtol=0, atol=tolerance, err_msg=f"{name} {weight}")
