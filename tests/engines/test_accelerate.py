@@ -166,7 +166,7 @@ def _small_updates(rank: int):
 
 def test_bf16_under_ddp_is_refused_since_it_loses_small_updates():
     (ddp, moved), (fsdp2, moved_masters) = run_ranks(1, _small_updates)[0]
-    assert ddp == ["accelerate.precision"]
+    assert ddp == ["backend.precision"]
     assert moved == 0
     assert fsdp2 == []
     assert 2e-5 < moved_masters < 4e-5
@@ -180,7 +180,7 @@ def _fp16_on_a_cpu(rank: int):
 
 def test_fp16_is_refused_since_accelerate_ignores_it_on_cpus():
     rules, run = run_ranks(1, _fp16_on_a_cpu)[0]
-    assert rules == ["accelerate.precision"]
+    assert rules == ["backend.precision"]
     assert worst(run.losses, _reference().losses) < FP32  # fp32, and not what was asked for
 
 
@@ -348,21 +348,21 @@ def test_layers_that_share_weights_are_refused_before_fsdp2_breaks_off():
 
 
 REFUSED = [
-    ("ddp", {"parallel.zero_stage": 1}, "accelerate.zero_stage"),
-    ("fsdp2", {"parallel.zero_stage": 0}, "accelerate.zero_stage"),
-    ("fsdp2", {"parallel.zero_stage": 1}, "accelerate.zero_stage"),
-    ("ddp", {"parallel.precision": "bf16"}, "accelerate.precision"),
-    ("fsdp2", {"parallel.precision": "fp16"}, "accelerate.precision"),
-    ("fsdp2", {"parallel.precision": "autocast_fp16"}, "accelerate.precision"),
-    ("fsdp2", {"parallel.precision": "bf16", "parallel.grad_accum_dtype": "bf16"}, "accelerate.grad_accum"),
-    ("ddp", {"parallel.offload_optimizer": "cpu"}, "accelerate.offload"),
-    ("fsdp2", {"parallel.offload_param": "cpu"}, "accelerate.offload"),
-    ("ddp", {"parallel.nvme_path": "/nvme"}, "accelerate.offload"),
-    ("ddp", {"parallel.pipeline": 2}, "accelerate.degrees"),
-    ("deepspeed", {"parallel.tensor": 2}, "accelerate.degrees"),
+    ("ddp", {"parallel.zero_stage": 1}, "backend.zero_stage"),
+    ("fsdp2", {"parallel.zero_stage": 0}, "backend.zero_stage"),
+    ("fsdp2", {"parallel.zero_stage": 1}, "backend.zero_stage"),
+    ("ddp", {"parallel.precision": "bf16"}, "backend.precision"),
+    ("fsdp2", {"parallel.precision": "fp16"}, "backend.precision"),
+    ("fsdp2", {"parallel.precision": "autocast_fp16"}, "backend.precision"),
+    ("fsdp2", {"parallel.precision": "bf16", "parallel.grad_accum_dtype": "bf16"}, "backend.grad_accum"),
+    ("ddp", {"parallel.offload_optimizer": "cpu"}, "backend.offload"),
+    ("fsdp2", {"parallel.offload_param": "cpu"}, "backend.offload"),
+    ("ddp", {"parallel.nvme_path": "/nvme"}, "backend.offload"),
+    ("ddp", {"parallel.pipeline": 2}, "backend.degrees"),
+    ("deepspeed", {"parallel.tensor": 2}, "backend.degrees"),
     ("deepspeed", {"parallel.zero_stage": 0, "parallel.precision": "bf16"}, "precision.stage0"),
     ("deepspeed", {"parallel.zero_stage": 0, "parallel.offload_optimizer": "cpu"}, "zero.offload_optimizer_stage"),
-    ("fsdp2", {"parallel.backend": "deepspeed"}, "accelerate.backend"),
+    ("fsdp2", {"parallel.backend": "deepspeed"}, "backend.accelerate"),
 ]
 
 

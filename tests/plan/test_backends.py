@@ -30,21 +30,19 @@ def _refused(*arguments, **fields) -> dict[str, str]:
 @pytest.mark.parametrize("backend", ["horovod", "data_parallel"])
 def test_a_whole_replica_takes_no_other_way_to_split(backend):
     assert _refused(backend, parallel__tensor=2, parallel__zero_stage=1) == {
-        "parallel.tensor": "replicated.degrees",
-        "parallel.zero_stage": "replicated.sharding",
+        "parallel.tensor": "backend.degrees",
+        "parallel.zero_stage": "backend.zero_stage",
     }
-    assert _refused(backend, parallel__offload_optimizer="cpu") == {"parallel.offload_optimizer": "replicated.sharding"}
+    assert _refused(backend, parallel__offload_optimizer="cpu") == {"parallel.offload_optimizer": "backend.offload"}
     for precision in ("fp16", "autocast_fp16"):
-        assert _refused(backend, parallel__precision=precision)["parallel.precision"] == "replicated.precision"
-    assert _refused(backend, parallel__grad_accum_dtype="bf16") == {
-        "parallel.grad_accum_dtype": "replicated.grad_accum"
-    }
+        assert _refused(backend, parallel__precision=precision)["parallel.precision"] == "backend.precision"
+    assert _refused(backend, parallel__grad_accum_dtype="bf16") == {"parallel.grad_accum_dtype": "backend.grad_accum"}
     assert render(_plan(backend)) == {}
 
 
 def test_bf16_weights_train_under_horovod_only():
     assert _plan("horovod", parallel__precision="bf16").layout.dp == 4
-    assert _refused("data_parallel", parallel__precision="bf16") == {"parallel.precision": "replicated.precision"}
+    assert _refused("data_parallel", parallel__precision="bf16") == {"parallel.precision": "backend.precision"}
 
 
 def test_data_parallel_is_one_process_on_one_machine():

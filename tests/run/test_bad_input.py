@@ -36,7 +36,7 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--nproc", "3", "--set", "parallel.tensor=3"], ["parallel.tensor", "heads"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.backend=data_parallel"], ["data_parallel.devices"]),
-        (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["replicated.sharding"]),
+        (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["backend.zero_stage"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
     ],

@@ -3,14 +3,13 @@
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules import (
-    accelerated,
+    backends,
     batch,
     expert,
     layout,
     model,
     pipeline,
     precision,
-    replicated,
     slices,
     tensor,
     zero,
@@ -32,8 +31,7 @@ RULES: tuple[Rule, ...] = (
     *layout.RULES,
     *batch.RULES,
     *DEEPSPEED_RULES,
-    *accelerated.RULES,
-    *replicated.RULES,
+    *backends.RULES,
 )
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]
