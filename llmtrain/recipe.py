@@ -361,11 +361,16 @@ def _part_in(annotation: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as JSON data, so that an override may also be given as a recipe part."""
+    """A field's value as JSON data of its own, so that an override may also be given as a recipe part.
+
+    A copy, since a later field may lie within it.
+    """
     if isinstance(value, Part):
         return value.model_dump(mode="json")
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 
