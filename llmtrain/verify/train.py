@@ -42,7 +42,7 @@ from llmtrain.verify.job import (
 SGD_STEP = 0.05
 """Learning rate times the clipped gradient norm in the SGD probe: the length of its first full step. A matrix
 of a small model measures some units, so it moves by percents and stays where it can be trained."""
-ORDERS = 4
+ORDERS = 8
 """References in other orders and micro-batches, for the spread of a low precision."""
 
 Say = Callable[[str], None]

@@ -68,6 +68,7 @@ def test_fp32_is_the_plain_loop():
     _assert_runs_are_plain("qwen3_moe", 2, [*_stages(0, 1, 3), adam])
 
 
+@pytest.mark.slow
 def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
     """Untied; experts on the two ranks of each replica, then on all four, and with slices of sequences."""
     everywhere = {"parallel.expert": 4}

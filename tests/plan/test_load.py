@@ -111,6 +111,8 @@ def test_neighbours_of_two_folders_are_kept_apart(tmp_path):
 def test_a_replaced_field_is_a_copy(tiny):
     """A later field may lie within it, and must not change what the caller holds."""
     config = {"hidden_size": 64, "layers": {"kinds": ["full"]}}
-    recipe = tiny.with_(**{"model.config": config, "model.config.hidden_size": 32, "model.config.layers.kinds": ["own"]})
+    recipe = tiny.with_(
+        **{"model.config": config, "model.config.hidden_size": 32, "model.config.layers.kinds": ["own"]}
+    )
     assert recipe.model.config == {"hidden_size": 32, "layers": {"kinds": ["own"]}}
     assert config == {"hidden_size": 64, "layers": {"kinds": ["full"]}}

@@ -100,10 +100,8 @@ def test_other_models_are_certified(fields, verify_corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seed", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (1, "autocast_bf16")]
-)
+@pytest.mark.parametrize(("seed", "precision"), [(1, "fp32"), (1, "bf16"), (1, "autocast_bf16")])
 def test_every_clean_plan_is_certified(seed, precision, verify_corpus, tmp_path):
     verdicts = _clean([], verify_corpus, tmp_path, **{"train.seed": seed, "parallel.precision": precision})
     assert verdicts
-    assert all(verdicts.values()), verdicts
+    assert [name for name, certified in verdicts.items() if not certified] == []
