@@ -129,6 +129,7 @@ def test_offload_is_refused_by_the_engine():
 BF16 = {"parallel.precision": "bf16"}
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [moe_recipe(**BF16, **{"parallel.tensor": 2, "parallel.zero_stage": stage}) for stage in (1, 3)]
     expected = _reference(moe_recipe())
@@ -181,6 +182,7 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "cases"),
     [

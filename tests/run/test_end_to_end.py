@@ -60,6 +60,7 @@ def test_two_workers_train_what_one_does(one_worker, two_workers):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_path):
     stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--nproc", "2")
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages)

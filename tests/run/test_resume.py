@@ -100,6 +100,7 @@ def test_never_does_not_replace_checkpoints(small_recipe, uninterrupted):
     assert "--run-dir" in result.stderr
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_verified_and_exported(uninterrupted, tmp_path):
     listed = llmtrain("checkpoint", "list", uninterrupted)
     assert [line.split()[0].rpartition("/")[2] for line in listed.stdout.splitlines()] == [
