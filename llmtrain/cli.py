@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from llmtrain.checkpoint.commands import app as checkpoint_app
+from llmtrain.checkpoint.commands import one_checkpoint
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError, UserError, nearest
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.plan import Plan
+    from llmtrain.plan.memory import PlanMemory
+    from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
 
 app = typer.Typer(
@@ -25,14 +29,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-checkpoint_app = typer.Typer(help="List and verify the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(checkpoint_app, name="checkpoint")
 
+MOST_WORKERS = 1024
+"""Of one machine."""
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py.")]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a field, as in optim.lr=3e-4. May be given again."),
 ]
+NodesOption = Annotated[int | None, typer.Option(help="Machines; default those the recipe names.", min=1)]
+PerNodeOption = Annotated[int | None, typer.Option(help="Devices on each.", min=1)]
+DeviceOption = Annotated[str | None, typer.Option(help="a100, h100, h200, b200, mi300x, cpu, or the recipe's own.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
@@ -53,12 +61,44 @@ def main(arguments: list[str] | None = None) -> None:
 def train(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[int | None, typer.Option(help="Workers; default all GPUs, else one.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Workers; default all GPUs, else one.", min=1, max=MOST_WORKERS)
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME[-VARIANT].")] = None,
     resume: Annotated[str, typer.Option(help="auto: from the newest checkpoint; never; or its folder.")] = "auto",
     max_steps: Annotated[int | None, typer.Option(help="Stop and save after this step.", min=1)] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Start nothing of it: run the plan made small, here, on CPUs, and report; of a job print the script.",
+        ),
+    ] = False,
+    nodes: NodesOption = None,
+    gpus_per_node: PerNodeOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+    launcher: Annotated[Literal["local", "slurm"], typer.Option(help="slurm: submit a job.")] = "local",
+    slurm: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
+    ] = [],  # noqa: B006  (typer copies it)
 ) -> None:
-    """Train a recipe on this machine, or as one worker of the launcher that started this process."""
+    """Train a recipe on this machine, as one worker of the launcher that started this process, or as a job.
+
+    --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
+    default; with --nproc a dry run is of so many workers on this machine.
+    """
+    if launcher == "slurm":
+        _check_job(nproc, as_json)
+        arguments = _job_arguments(recipe, assignments, resume, max_steps)
+        _enqueue(
+            recipe, assignments, _JobRequest(nodes, gpus_per_node, device, slurm, dry_run), run_dir, resume, arguments
+        )
+        return
+    if slurm:
+        message = "describes a job, and none is asked for"
+        raise RecipeError(Problem("launch.options", "--slurm", message, "--launcher slurm"))
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
     from llmtrain.launch import accelerate_processes, discover
@@ -66,11 +106,15 @@ def train(
     from llmtrain.run_dir import RunDir, default_run_dir
 
     rank = discover(os.environ, sys.argv)
+    _check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
+    if dry_run:
+        _dry_run(recipe, assignments, nproc, (nodes, gpus_per_node, device), run_dir, as_json)
+        return
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc or accelerate_processes())
     if rank is not None:
-        nodes = rank.world_size // rank.local_world_size
-        cluster = Cluster(nodes=nodes, devices_per_node=rank.local_world_size, device=cluster.device)
+        nodes, per_node = rank.shape
+        cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=cluster.device)
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
     try:
         plan = _runnable(declared, cluster, folder, resume, rank.world_size if rank else None)
@@ -106,9 +150,21 @@ def _runnable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
                 "name another --run-dir, or continue with --resume auto",
             )
         )
-    if resume not in ("auto", "never") and not (Path(resume) / "MANIFEST.json").is_file():
-        raise CheckpointError(Problem("resume.path", "--resume", f"{resume} is no checkpoint folder"))
+    if resume not in ("auto", "never"):
+        _check_named(Path(resume), folder)
     return plan
+
+
+def _check_named(checkpoint: Path, folder: RunDir) -> None:
+    """Refuses what is no checkpoint, and one of another run where that would replace checkpoints of this one."""
+    from llmtrain.checkpoint.manifest import manifest_files
+
+    if not manifest_files(checkpoint):
+        raise CheckpointError(Problem("resume.path", "--resume", f"{checkpoint} is no checkpoint folder"))
+    is_own = checkpoint.resolve().parent == folder.checkpoints.resolve()
+    if not is_own and any(folder.checkpoints.glob("step_*")):
+        message = f"{checkpoint} is of another run, and {folder.path} has checkpoints of its own"
+        raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
 
 
 def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
@@ -117,10 +173,11 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
 
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch import run_workers
+    from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
 
     console = Console()
-    _print_plan(plan, console)
+    _print_plan(plan, console, memory_of(plan))
     if resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
@@ -136,26 +193,159 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     return run_workers(command, plan.workers, folder)
 
 
+@dataclass(frozen=True)
+class _JobRequest:
+    """What the command line says of a job."""
+
+    nodes: int | None
+    per_node: int | None
+    device: str | None
+    options: list[str]
+    dry_run: bool
+
+
+def _check_job(nproc: int | None, as_json: bool) -> None:
+    """Raises RecipeError for options that are not a job's."""
+    fixes = {"--nproc": (nproc, "--gpus-per-node"), "--json": (as_json, "leave it out")}
+    problems = [
+        Problem("launch.options", name, "was given, but is no option of a job", fix)
+        for name, (value, fix) in fixes.items()
+        if value
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _job_arguments(recipe: str, assignments: list[str], resume: str, max_steps: int | None) -> tuple[str, ...]:
+    """`llmtrain train` as the workers of a job call it, but for the run directory."""
+    path, colon, variant = recipe.partition(":")
+    sets = (part for assignment in assignments for part in ("--set", assignment))
+    steps = ("--max-steps", str(max_steps)) if max_steps else ()
+    return (f"{Path(path).absolute()}{colon}{variant}", *sets, "--resume", resume, *steps)
+
+
+def _enqueue(
+    recipe: str,
+    assignments: list[str],
+    request: _JobRequest,
+    run_dir: Path | None,
+    resume: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Checks everything that can be known before a job starts, then prints its script or submits it."""
+    from rich.console import Console
+
+    from llmtrain.cluster import Cluster
+    from llmtrain.launch.slurm import Job, following, parse_options, render_job, submit
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.memory import memory_of
+    from llmtrain.run_dir import RunDir, default_run_dir
+
+    options = parse_options(request.options)
+    declared, written_for = load_recipe(recipe, assignments)
+    cluster = _cluster(written_for, request.nodes, request.per_node, request.device)
+    machines = cluster.nodes
+    if options.tasks:
+        cluster = Cluster(nodes=options.tasks, device=cluster.device)
+    folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
+    path = folder.path.absolute()
+    for choice in options.sweep:
+        varied, _ = load_recipe(recipe, [*assignments, choice])
+        _runnable(varied, cluster, RunDir(path / choice.replace("/", "_")), resume, cluster.world_size)
+    if not options.sweep:
+        arguments = (*arguments, "--run-dir", str(path))
+        plan = _runnable(declared, cluster, folder, resume, cluster.world_size)
+        _print_plan(plan, Console(stderr=True), memory_of(plan))
+    job = Job(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
+    script = render_job(job)
+    print(script if request.dry_run else "\n".join(following(job, submit(script))), end="" if request.dry_run else "\n")
+
+
+def _check_dry_run(dry_run: bool, is_worker: bool, nproc: int | None, *cluster: int | str | bool | None) -> None:
+    """Raises RecipeError for options of a dry run without one, and for those that exclude each other."""
+    nodes, per_node, device, as_json = cluster
+    given = {"--nodes": nodes, "--gpus-per-node": per_node, "--device": device, "--json": as_json}
+    named = [name for name, value in given.items() if value]
+    problems = []
+    if named and not dry_run:
+        message = "is given without --dry-run: a run takes its devices from this machine, or from its launcher"
+        fix = "add --dry-run or --launcher slurm, or leave it out"
+        problems += [Problem("train.dry_run", name, message, fix) for name in named]
+    if dry_run and is_worker:
+        message = "starts its own ranks, and a launcher has started this process"
+        problems.append(Problem("train.dry_run", "--dry-run", message, "llmtrain train RECIPE --dry-run"))
+    if dry_run and nproc and (nodes or per_node or device):
+        message = "says workers of this machine, and --nodes, --gpus-per-node and --device another cluster"
+        problems.append(Problem("train.dry_run", "--nproc", message, "leave one of them out"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _dry_run(
+    recipe: str,
+    assignments: list[str],
+    nproc: int | None,
+    cluster: tuple[int | None, int | None, str | None],
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Runs the plan made small, and prints the report, which lies beside where the run itself would."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.dry_run.run import REPORT, dry_run
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.precheck import check_stages, runnable_plan
+    from llmtrain.run_dir import RunDir, default_run_dir
+
+    try:
+        declared, written_for = load_recipe(recipe, assignments)
+        beside = run_dir or default_run_dir(declared, recipe.partition(":")[2] or None).path
+        beside = beside if beside.name else beside.resolve()
+        folder = RunDir(beside.parent / f"{beside.name}-dry-run")
+        plan = runnable_plan(declared, local_cluster(nproc) if nproc else _cluster(written_for, *cluster))
+        check_stages(plan)
+        report = dry_run(plan, folder)
+    except UserError as error:
+        if as_json:
+            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    if as_json:
+        print(json.dumps(report.document(), indent=2))
+        print(f"report {folder.path / REPORT}", file=sys.stderr)
+        return
+    console = Console()
+    for line in report.lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(report.table())
+    console.print(f"report {folder.path / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
 def _is_finished(plan: Plan, folder: RunDir) -> bool:
     """Whether the run has taken all its steps and left what it should."""
     from llmtrain.checkpoint.folder import newest
+    from llmtrain.checkpoint.manifest import read_manifests
 
     checkpoint = newest(folder.checkpoints)
     if checkpoint is None or (plan.recipe.export.at_end and not folder.export.is_dir()):
         return False
-    steps: int = json.loads((checkpoint / "trainer.json").read_text())["step"]
-    return steps >= plan.recipe.train.max_steps
+    return read_manifests(checkpoint)[0].step >= plan.recipe.train.max_steps
 
 
 @app.command()
 def plan(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nodes: Annotated[int | None, typer.Option(help="Machines; default those the recipe names.", min=1)] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices on each.", min=1)] = None,
-    device: Annotated[str | None, typer.Option(help="a100, h100, h200, b200, mi300x, cpu.")] = None,
+    nodes: NodesOption = None,
+    gpus_per_node: PerNodeOption = None,
+    device: DeviceOption = None,
+    search: Annotated[bool, typer.Option("--search", help="Rank all legal plans by predicted speed.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Trace what layers save (loads torch).")] = False,
     as_json: JsonOption = False,
-    write: Annotated[Path | None, typer.Option(help="Write ds_config.json and plan.json to this folder.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write plan.json, ds_config.json and pictures of memory and schedule here.")
+    ] = None,
 ) -> None:
     """Resolve a recipe on a cluster: degrees, batch and DeepSpeed configuration, or why it cannot be."""
     from rich.console import Console
@@ -163,78 +353,98 @@ def plan(
     from llmtrain.ds_config import render
     from llmtrain.plan import resolve
     from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.memory import memory_of
+    from llmtrain.plan.memory.drawn import memory_svg
+    from llmtrain.plan.schedule import schedule_svg
+    from llmtrain.plan.time import predict
     from llmtrain.precheck import check_stages, suggesting
 
     try:
         declared, written_for = load_recipe(recipe, assignments)
         cluster = _cluster(written_for, nodes, gpus_per_node, device)
+        if search:
+            _search(declared, cluster, as_json, write)
+            return
         with suggesting(declared, cluster):
             resolved = resolve(declared, cluster)
         if resolved.model.source != "arithmetic":  # else it is asked where torch may be loaded
             check_stages(resolved)
+        memory = memory_of(resolved, _trace(resolved) if trace else None)
     except RecipeError as error:
         if as_json:
             print(json.dumps(error.as_dict(), indent=2))
             sys.exit(error.exit_code)
         raise
     ds_config = render(resolved)
+    time = predict(resolved)
     if write:
         write.mkdir(parents=True, exist_ok=True)
+        if resolved.layout.pp > 1:
+            (write / "schedule.svg").write_text(schedule_svg(resolved.layout.pp, resolved.batch), encoding="utf-8")
+        if memory:
+            (write / "memory.svg").write_text(memory_svg(memory), encoding="utf-8")
         (write / "plan.json").write_text(resolved.model_dump_json(indent=2) + "\n")
         if ds_config:
             (write / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
     if as_json:
-        print(json.dumps({**resolved.summary(), "ds_config": ds_config or None}, indent=2))
+        known = {"memory": memory and memory.summary(), "time": time and time.model_dump()}
+        print(json.dumps({**resolved.summary(), **known, "ds_config": ds_config or None}, indent=2))
     else:
-        _print_plan(resolved, Console())
+        _print_plan(resolved, Console(), memory)
+
+
+def _trace(plan: Plan) -> tuple[int, ...]:
+    """Bytes that each layer saves, from the model itself."""
+    from llmtrain.models.trace import traced_layers
+
+    return traced_layers(plan)
+
+
+def _search(declared: Recipe, cluster: Cluster, as_json: bool, write: Path | None) -> None:
+    """Prints the fastest legal plans."""
+    from llmtrain.plan.memory import lacking
+    from llmtrain.plan.search import search_plans
+    from llmtrain.plan.search_report import document, lines
+
+    if write:
+        message = "writes one plan, and --search finds many"
+        raise RecipeError(Problem("search.write", "--write", message, "write the one you choose, with its --set"))
+    result = search_plans(declared, cluster, lacking)
+    print(json.dumps(document(result), indent=2) if as_json else "\n".join(lines(result)))
 
 
 def _cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
     """The cluster of the options, which fall back on the recipe's own, then on this machine."""
     from pydantic import ValidationError
 
-    from llmtrain.cluster import DEVICES, Cluster, local_cluster
+    from llmtrain.cluster import known_devices, local_cluster
+    from llmtrain.recipe import recipe_problems
 
     base = written_for or local_cluster()
-    if device is not None and device.lower() not in DEVICES:
-        known = f"known: {', '.join(DEVICES)}"
+    known = known_devices(base.own_devices)
+    if device is not None and device.lower() not in known:
+        listing = f"known: {', '.join(known)}"
         raise RecipeError(
-            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), DEVICES)}", known)
+            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
         )
     try:
-        return Cluster(
-            nodes=nodes or base.nodes,
-            devices_per_node=per_node or base.devices_per_node,
-            device=(device or base.device).lower(),
-        )
-    except ValidationError as error:  # pragma: no cover  (typer has checked the numbers)
-        raise RecipeError(str(error)) from None
+        return base.resized(nodes, per_node, device)
+    except ValidationError as error:
+        options = {"nodes": "--nodes", "devices_per_node": "--gpus-per-node"}
+        raise RecipeError(
+            Problem("cluster.size", options.get(problem.field, problem.field), problem.message, "use fewer devices")
+            for problem in recipe_problems(error)
+        ) from None
 
 
-def _sharding(plan: Plan) -> str:
-    """What shares the work of data parallelism, if not DeepSpeed itself, and its stage."""
-    parallel = plan.recipe.parallel
-    stage = f"ZeRO-{plan.layout.zero_stage}"
-    if parallel.backend == "deepspeed":
-        return stage
-    return f"accelerate {parallel.strategy} {stage}" if parallel.backend == "accelerate" else parallel.backend
+def _print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
+    from llmtrain.plan.described import model_line, split_lines
+    from llmtrain.plan.time import described as described_time
+    from llmtrain.plan.time import predict
 
-
-def _print_plan(plan: Plan, console: Any) -> None:
-    from llmtrain.plan.stages import described
-
-    layout, batch, cluster, model = plan.layout, plan.batch, plan.cluster, plan.model
-    lines = [
-        f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters"
-        + (f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""),
-        f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} "
-        + (f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"),
-        f"layout   data {layout.dp} × pipeline {layout.pp} × tensor {layout.tp} × sequence {layout.sp}"
-        f", expert {layout.ep}, {_sharding(plan)}, {plan.recipe.parallel.precision}",
-        f"batch    {batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
-        f"{batch.gradient_accumulation_steps} × data {layout.dp}; {batch.tokens_per_step:,} tokens a step",
-        *described(plan.stages),
-    ]
+    lines = [model_line(plan), *split_lines(plan), *(memory.described() if memory else ())]
+    if time := predict(plan):
+        lines.append(described_time(time))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for one in plan.notes:
@@ -245,12 +455,13 @@ def _print_plan(plan: Plan, console: Any) -> None:
 def lint(
     config: Annotated[Path, typer.Argument(metavar="DS_CONFIG.json", help="Any DeepSpeed configuration.")],
     world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for so many workers.", min=1)] = None,
+    allow: Annotated[list[str], typer.Option(metavar="RULE", help="Let a rule pass; repeatable.")] = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
     """Find what DeepSpeed would refuse, ignore or misread in a configuration; exit 1 on errors."""
-    from llmtrain.plan.lint import lint_file
+    from llmtrain.plan.lint import allowed, lint_file
 
-    findings = lint_file(config, world_size)
+    findings = lint_file(config, world_size, allowed(allow))
     errors = [finding for finding in findings if finding.severity == "error"]
     if as_json:
         print(json.dumps({"file": str(config), "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -286,7 +497,9 @@ def data(
 def verify(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[int | None, typer.Option(help="Most workers; default all GPUs, else one.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Most workers; default all GPUs, else one.", min=1, max=MOST_WORKERS)
+    ] = None,
     plans: Annotated[str, typer.Option(help="all, or names and patterns with commas: dp2-*,dp1-zero3-*.")] = "all",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.", min=1)] = 10,
     run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME-verify.")] = None,
@@ -328,38 +541,14 @@ def verify(
     sys.exit(1 if certificate.deviating else Exit.DONE)
 
 
-@checkpoint_app.command("list")
-def list_checkpoints(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
-    """List the whole checkpoints of a run, oldest first."""
-    from llmtrain.checkpoint.folder import newest, whole
-
-    checkpoints = _checkpoints(run)
-    latest = newest(checkpoints)
-    for folder in whole(checkpoints):
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        print(f"{folder}  {size / 2**20:,.1f} MiB{'  latest' if folder == latest else ''}")
-
-
-@checkpoint_app.command("verify")
-def verify_checkpoint(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
-) -> None:
-    """Compare every file of a checkpoint with its manifest, and look into its pickles without loading them."""
-    folder = _checkpoint(path)
-    from llmtrain.checkpoint.state import check  # after the path is known to be one: this loads torch
-
-    check(folder)
-    print(f"{folder} is whole")
-
-
 @app.command()
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer."""
-    folder = _checkpoint(path)
-    from llmtrain.checkpoint.export import export as export_checkpoint  # as above
+    folder = one_checkpoint(path)
+    from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch
 
     export_checkpoint(folder, folder.parent.parent / "tokenizer", out)
     print(f"exported {folder} to {out}")
@@ -377,22 +566,3 @@ def generate(
     from llmtrain.generate import generate as continue_text
 
     print(prompt + continue_text(model, prompt, tokens, temperature, seed))
-
-
-def _checkpoints(run: Path) -> Path:
-    folder = run / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(Problem("checkpoint.run", str(run), "is no run directory (it has no checkpoints/)"))
-    return folder
-
-
-def _checkpoint(path: Path) -> Path:
-    """A checkpoint folder, or the newest one of a run directory."""
-    from llmtrain.checkpoint.folder import MANIFEST, newest
-
-    if (path / MANIFEST).is_file():
-        return path.resolve()
-    found = newest(_checkpoints(path))
-    if found is None:
-        raise CheckpointError(Problem("checkpoint.none", str(path), "has no whole checkpoint"))
-    return found.resolve()

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterable
 from functools import cache
+from typing import Annotated, Any
 
-from pydantic import field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from llmtrain.errors import nearest
-from llmtrain.recipe import Part, PositiveInt
+from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
 
 GIB = 2**30
+MOST_RANKS = 2**31 - 1
+"""Ranks that torch.distributed has numbers for: an `int` each."""
 
 
 class Device(Part):
     """One accelerator, by its datasheet."""
 
-    name: str
-    """Key in `DEVICES`."""
-    memory_bytes: PositiveInt | None
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    """Key in `DEVICES`, in lower case."""
+    memory_bytes: Annotated[int, Field(gt=0)] | None
     """Memory; None where it is the host's and unknown."""
-    peak_flops: dict[str, float]
+    peak_flops: dict[str, Annotated[float, Field(gt=0)]]
     """Dense peak by data type, FLOP/s; a type that is not listed has no published peak."""
+    memory_bandwidth: PositiveFloat | None = None
+    """Bytes per second to and from the device's memory; None where unknown, as in all that follow."""
+    node_bandwidth: PositiveFloat | None = None
+    """Bytes per second, each way, between a device and the others of its node."""
+    network_bandwidth: PositiveFloat | None = None
+    """Bytes per second, each way, between a device and those of other nodes: its share of the node's adapters."""
+    host_bandwidth: PositiveFloat | None = None
+    """Bytes per second, each way, between a device and its host's memory."""
 
     @property
     def on_cpu(self) -> bool:
@@ -30,21 +42,38 @@ class Device(Part):
         return self.name == "cpu"
 
 
-def _device(name: str, gib: int | None, **tflops: float) -> Device:
-    peaks = {dtype: value * 1e12 for dtype, value in tflops.items()}
-    return Device(name=name, memory_bytes=gib and gib * GIB, peak_flops=peaks)
+def _device(
+    name: str, gib: int | None, gigabytes: tuple[float, float, float, float] | None = None, **tflops: float
+) -> Device:
+    """gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
+    links: tuple[float | None, ...] = (None,) * 4 if gigabytes is None else tuple(rate * 1e9 for rate in gigabytes)
+    memory, node, network, host = links
+    return Device(
+        name=name,
+        memory_bytes=gib and gib * GIB,
+        peak_flops={dtype: value * 1e12 for dtype, value in tflops.items()},
+        memory_bandwidth=memory,
+        node_bandwidth=node,
+        network_bandwidth=network,
+        host_bandwidth=host,
+    )
 
 
 DEVICES = {
     device.name: device
     for device in (
-        # Dense, without sparsity, from the vendors' datasheets (SXM / OAM forms). fp32 on the
+        # Peaks are dense, without sparsity, from the vendors' datasheets (SXM / OAM forms). fp32 on the
         # NVIDIA parts is plain fp32, since torch leaves TF32 matrix products off by default.
-        _device("a100", 80, bf16=312, fp16=312, fp32=19.5),
-        _device("h100", 80, bf16=989, fp16=989, fp32=67),
-        _device("h200", 141, bf16=989, fp16=989, fp32=67),
-        _device("b200", 180, bf16=2250, fp16=2250, fp32=75),
-        _device("mi300x", 192, bf16=1307, fp16=1307, fp32=163.4),
+        # Memory and links are from the same datasheets: NVLink 3, 4 and 5 are 600, 900 and 1800 GB/s
+        # both ways together, Infinity Fabric 7 × 128. The network is that of the vendors' own systems,
+        # one adapter for each device: DGX A100 8 × 200 Gbit/s, DGX H100, H200 and B200 and the MI300X
+        # platform 8 × 400 Gbit/s. The host is PCIe 4.0 × 16 for the A100, 5.0 × 16 for the others.
+        _device("a100", 80, (2039, 300, 25, 32), bf16=312, fp16=312, fp32=19.5),
+        _device("h100", 80, (3350, 450, 50, 64), bf16=989, fp16=989, fp32=67),
+        _device("h200", 141, (4800, 450, 50, 64), bf16=989, fp16=989, fp32=67),
+        _device("b200", 180, (8000, 900, 50, 64), bf16=2250, fp16=2250, fp32=75),
+        _device("mi300x", 192, (5300, 448, 50, 64), bf16=1307, fp16=1307, fp32=163.4),
+        # What a CPU does depends on the host: whoever wants its times predicted describes it (`own_devices`).
         _device("cpu", None),
         # A GPU that is not in this table: trains, but has no MFU.
         _device("gpu", None),
@@ -52,22 +81,43 @@ DEVICES = {
 }
 
 
+def known_devices(own: Iterable[Device] = ()) -> dict[str, Device]:
+    """The catalogue and a user's own devices, which come before namesakes in it."""
+    return DEVICES | {device.name: device for device in own}
+
+
 class Cluster(Part):
     """Equal nodes, each with the same devices."""
 
-    nodes: PositiveInt = 1
+    nodes: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
     """Machines."""
     devices_per_node: PositiveInt = 1
-    """Devices, and so worker processes, on each."""
+    """Devices, and so worker processes, on each; at most `MOST_RANKS` in all."""
+    own_devices: Many[Device] = ()
+    """Devices that the catalogue lacks, or has other figures of."""
     device: str = "cpu"
-    """Name of the device in the catalogue."""
+    """Name of the device, in the catalogue or in `own_devices`."""
+    node_bandwidth: PositiveFloat | None = None
+    """Bytes per second, each way, between devices of a node; default the device's."""
+    network_bandwidth: PositiveFloat | None = None
+    """Bytes per second and device, each way, between nodes; default the device's."""
 
     @field_validator("device")
     @classmethod
-    def _known(cls, name: str) -> str:
-        if name.lower() not in DEVICES:
-            raise ValueError(f"unknown device{nearest(name.lower(), DEVICES)} (known: {', '.join(DEVICES)})")
-        return name.lower()
+    def _known(cls, device: str, info: ValidationInfo) -> str:
+        """In lower case. `own_devices` is declared before it, so it is read by then, or at fault itself."""
+        known = known_devices(info.data.get("own_devices", ()))
+        if device.lower() not in known:
+            raise ValueError(f"unknown device{nearest(device.lower(), known)} (known: {', '.join(known)})")
+        return device.lower()
+
+    @field_validator("devices_per_node")
+    @classmethod
+    def _numbered(cls, devices_per_node: int, info: ValidationInfo) -> int:
+        world = info.data.get("nodes", 1) * devices_per_node
+        if world > MOST_RANKS:
+            raise ValueError(f"{info.data['nodes']:,} nodes of it are {world:,} ranks, {MOST_RANKS:,} have numbers")
+        return devices_per_node
 
     @property
     def world_size(self) -> int:
@@ -76,8 +126,22 @@ class Cluster(Part):
 
     @property
     def spec(self) -> Device:
-        """The device's entry in the catalogue."""
-        return DEVICES[self.device]
+        """What the device can do, with the links of this cluster."""
+        device = known_devices(self.own_devices)[self.device] if self.own_devices else DEVICES[self.device]
+        links = {"node_bandwidth": self.node_bandwidth, "network_bandwidth": self.network_bandwidth}
+        changed = {name: value for name, value in links.items() if value is not None}
+        return device.model_copy(update=changed) if changed else device
+
+    def resized(self, nodes: int | None, devices_per_node: int | None, device: str | None) -> Cluster:
+        """A cluster of another size or device; with another device the links are that device's own.
+
+        Raises ValidationError for an unknown device and for sizes that are not positive.
+        """
+        fields: dict[str, Any] = self.model_dump()
+        if device is not None and device.lower() != self.device:
+            fields |= {"device": device, "node_bandwidth": None, "network_bandwidth": None}
+        fields |= {"nodes": nodes or self.nodes, "devices_per_node": devices_per_node or self.devices_per_node}
+        return Cluster.model_validate(fields)
 
 
 def local_cluster(nproc: int | None = None) -> Cluster:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.plan.buckets import MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE, bucket_elements, persistence_threshold
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.traffic import REUSE_DISTANCE
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
 Block = dict[str, Any]
@@ -117,16 +119,6 @@ def _precision(plan: Plan) -> Block:
     }
 
 
-def bucket_elements(plan: Plan) -> int:
-    """Elements per reduction, the same heuristic as Megatron-LM's: max(40e6, 1e6 × dp), so that each of
-    the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
-    model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
-    """
-    share = plan.model.parameters // (plan.layout.pp * plan.layout.tp)
-    elements = min(max(40_000_000, 1_000_000 * plan.layout.dp), share)
-    return max(elements + elements % 2, 2)
-
-
 def _zero(plan: Plan) -> Block:
     stage, parallel = plan.layout.zero_stage, plan.recipe.parallel
     if stage == 0:
@@ -167,12 +159,11 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
     return {
         "offload_param": offload_param,
         "leaf_module": {"classes": _leaf_classes(plan), "names": [], "name_suffixes": []},
-        "sub_group_size": 1_000_000_000,
+        "sub_group_size": SUB_GROUP_SIZE,
         "stage3_prefetch_bucket_size": bucket,
-        # Norms and biases stay whole; each is not worth a message of its own.
-        "stage3_param_persistence_threshold": 10 * plan.model.hidden_size,
-        "stage3_max_live_parameters": 1_000_000_000,
-        "stage3_max_reuse_distance": 1_000_000_000,
+        "stage3_param_persistence_threshold": persistence_threshold(plan),
+        "stage3_max_live_parameters": MAX_LIVE_PARAMETERS,
+        "stage3_max_reuse_distance": REUSE_DISTANCE,
         "stage3_module_granularity_threshold": 0,
         "stage3_allgather_sequential": False,
         # Weights are gathered for export from the engine, parameter by parameter.
@@ -215,7 +206,9 @@ def _parallelism(plan: Plan) -> Block:
     layout, blocks = plan.layout, Block()
     if layout.pp > 1:
         blocks["pipeline"] = {
-            "activation_checkpoint_interval": int(plan.recipe.parallel.activation_checkpointing == "full"),
+            # Counts what the engine takes for layers, which are stages here: each would run once more than its own
+            # layers' checkpoints make them.
+            "activation_checkpoint_interval": 0,
             "use_reentrant": False,  # re-entrant checkpoints fail on integer inputs
             "pipe_partitioned": False,
             "grad_partitioned": False,

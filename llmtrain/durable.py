@@ -1,10 +1,36 @@
-"""Files that are whole after a crash at any instant, and on the disk when we say so."""
+"""Files that are whole after a crash at any instant, and on the disk when we say so.
+
+Everything that a checkpoint does to the filesystem goes through here.
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import xxhash
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+BUFFER_BYTES = 1 << 20
+"""Small writes are gathered up to this, and files are read back in such pieces."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a file must be, to be what was written."""
+
+    bytes: int
+    xxh3_128: str
+    """Hexadecimal. Finds damage at the speed of memory; it is no proof against somebody who means harm."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -23,6 +49,80 @@ def write_atomically(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+@contextmanager
+def create(path: Path) -> Iterator[DurableFile]:
+    """A new file; when the context ends it is on the disk and has its `fingerprint`.
+
+    Raises OSError, but not before the context ends: a serializer that is half way through a file cannot
+    always be interrupted, so what comes after a failed write is dropped.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with DurableFile(path) as raw:
+        yield raw
+        raw.finish()
+
+
+class DurableFile(io.RawIOBase):
+    """A file for writing that takes the hash of what it writes, and keeps its first error to itself until `finish`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error: OSError | None = None
+        self._hash = xxhash.xxh3_128()
+        self._bytes = 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self.stream: BinaryIO = io.BufferedWriter(self, BUFFER_BYTES)
+        """What to write to: small writes are gathered."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of what was written so far."""
+        return Fingerprint(self._bytes, self._hash.hexdigest())
+
+    def writable(self) -> bool:
+        """It is for writing."""
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Writes all of `data`; returns how many bytes that are."""
+        view = memoryview(data).cast("B")
+        try:
+            left = view
+            while left and self.error is None:
+                done = os.write(self._descriptor, left)
+                self._hash.update(left[:done])
+                self._bytes += done
+                left = left[done:]
+        except OSError as error:
+            self.error = error
+        return len(view)
+
+    def finish(self) -> None:
+        """Waits until the file is on the disk. Raises OSError where any write has failed."""
+        self.stream.flush()
+        if self.error is not None:
+            raise self.error
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Lets the file go, as it is."""
+        if not self.closed:
+            super().close()
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """Of a file on the disk, read once. Raises OSError."""
+    digest, length = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            length += count
+    return Fingerprint(length, digest.hexdigest())
+
+
 def flush(path: Path) -> None:
     """Waits until a file's content, or a folder's list of names, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -37,3 +137,22 @@ def flush_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
         flush(path)
     flush(folder)
+
+
+def flush_folders(folder: Path, files: Iterable[str]) -> None:
+    """Flushes the lists of names that lead from `folder` to the files, which are given relative to it."""
+    parents = {parent for file in files for parent in Path(file).parents}
+    for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
+        flush(folder / parent)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Renames within a folder, on the disk when it returns. `new` must not be there."""
+    old.rename(new)
+    flush(new.parent)
+
+
+def remove_tree(folder: Path) -> None:
+    """Deletes a folder with all that is in it, if it is there."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)

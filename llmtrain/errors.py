@@ -7,6 +7,7 @@ command line promises. Anything else that escapes is a bug of ours and keeps its
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -53,7 +54,10 @@ class UserError(Exception):
 
     exit_code: Exit = Exit.USAGE
     nearest: tuple[str, ...] = ()
-    """Legal plans nearest to a refused one, as arguments to paste."""
+    """Legal plans nearest to a refused one, or the cheapest that fit, as arguments to paste."""
+    nearest_title: str = "nearest legal plans, with the same global batch"
+    nearest_figures: tuple[str, ...] = ()
+    """What is predicted of each of them; empty where nothing is."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
         if isinstance(problems, str):
@@ -63,13 +67,17 @@ class UserError(Exception):
 
     def report(self) -> str:
         """All that a user is told: the problems, and the nearest legal plans where there are any."""
-        plans = "\nnearest legal plans, with the same global batch:" if self.nearest else ""
-        return "".join((f"error: {self}", plans, *(f"\n    {one}" for one in self.nearest)))
+        lines = [f"error: {self}"]
+        if self.nearest:
+            lines.append(f"{self.nearest_title}:")
+        for plan, figures in itertools.zip_longest(self.nearest, self.nearest_figures):
+            lines += [f"    {plan}", *([f"        {figures}"] if figures else [])]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """A refusal as JSON data."""
         return {
-            "legal": False,
+            "legal": not isinstance(self, RecipeError),
             "problems": [problem.as_dict() for problem in self.problems],
             "nearest": list(self.nearest),
         }

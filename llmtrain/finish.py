@@ -10,6 +10,7 @@ from rich.panel import Panel
 
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.manifest import missing_parts, read_manifests
 from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Prepared
 from llmtrain.generate import generate
@@ -28,6 +29,11 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
         )
     checkpoint = newest(run_dir.checkpoints)
     if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
+        return
+    if elsewhere := missing_parts(read_manifests(checkpoint)):
+        console.print(
+            f"not exported: parts of {checkpoint} lie on {', '.join(elsewhere)}; copy them there", soft_wrap=True
+        )
         return
     with console.status("exporting"):
         if run_dir.export.exists():

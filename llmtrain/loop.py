@@ -15,6 +15,7 @@ from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.recipe import Recipe
+from llmtrain.signals import Agreement
 
 
 @dataclass
@@ -29,16 +30,21 @@ class Run:
     stop_step: int
     """Step to stop after; before `train.max_steps` where the user asked for that."""
     progress: TrainingProgress
+    stop: Agreement
     metrics: MetricsLogger | None
     """On rank 0 only."""
 
 
 def fit(run: Run) -> None:
-    """Trains from `run.state` to `run.stop_step`; evaluates, logs and saves as the recipe says, and at the end."""
+    """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
+
+    What it ends with is saved, by then or before.
+    """
     recipe, state = run.recipe, run.state
     meter = Meter()
+    saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
-        while state.step < run.stop_step:
+        while state.step < run.stop_step and not run.stop.agreed(state.step):
             asked = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - asked
@@ -55,9 +61,11 @@ def fit(run: Run) -> None:
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
-                if state.step == run.stop_step or _due(recipe.checkpoint.every_steps, state.step):
-                    with run.progress.busy("saving"):
-                        run.saver.save(state)
+                if _due(recipe.checkpoint.every_steps, state.step):
+                    _save(run)
+                    saved = state.step
+    if saved != state.step:
+        _save(run)
 
 
 def evaluate(run: Run) -> None:
@@ -70,6 +78,15 @@ def evaluate(run: Run) -> None:
     run.state.eval_loss, run.state.eval_step = total / targets, run.state.step
     if run.metrics:
         run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss))
+
+
+def _save(run: Run) -> None:
+    """Saves; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
+    signal = run.stop.stopped_by
+    with run.progress.busy(f"stopping on {signal.name}: saving" if signal else "saving"):
+        if run.metrics:
+            run.metrics.flush()
+        run.saver.save(run.state)
 
 
 def _weighted(engine: Engine, batch: StepBatch) -> float:

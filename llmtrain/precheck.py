@@ -13,7 +13,9 @@ from rich.console import Console
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import Plan, resolve
+from llmtrain.plan.cheapest import cheapest_ways
 from llmtrain.plan.enumerate import NamedPlan, Refused
+from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.nearest import nearest_plans
 from llmtrain.plan.runnable import check_runnable
 from llmtrain.recipe import Recipe
@@ -30,8 +32,21 @@ def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None =
     try:
         yield
     except RecipeError as error:
-        error.nearest = nearest_plans(recipe, cluster, forced)
+        _suggest(error, recipe, cluster, forced)
         raise
+
+
+def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None) -> None:
+    """What is nearest to a refused plan; where it is refused for its memory alone, what fits and is fastest."""
+    if forced or {problem.rule for problem in error.problems} != {"memory.fits"}:
+        error.nearest = nearest_plans(recipe, cluster, forced)
+        return
+    if ways := cheapest_ways(recipe, cluster, model_facts(recipe.model, recipe.vocab_size)):
+        error.nearest = tuple(way.arguments for way in ways)
+        error.nearest_figures = tuple(way.figures for way in ways)
+    else:
+        error.nearest = nearest_plans(recipe, cluster)
+    error.nearest_title = "cheapest ways to make it fit, with the same global batch"
 
 
 def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:

@@ -20,8 +20,10 @@ Many = Annotated[
     # A recipe may write [...] where the frozen model keeps a tuple.
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+LARGEST = 10**12
+"""Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
+PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -211,6 +213,10 @@ class CheckpointConfig(Part):
     """Steps between checkpoints; there is one more at the end. 0: only at the end."""
     keep_last: PositiveInt | None = None
     """Keep the newest so many checkpoints; default all."""
+    keep_every_steps: PositiveInt | None = None
+    """Beside those of `keep_last`, keep the checkpoints of the steps that this divides."""
+    keep_best: PositiveInt | None = None
+    """Beside those of `keep_last`, keep so many with the lowest loss of an evaluation after the same step."""
 
 
 class LoggingConfig(Part):
@@ -269,9 +275,12 @@ class Recipe(Part):
             raise RecipeError(problems)
         return parse_recipe(values)
 
-    def dotted(self) -> dict[str, Any]:
-        """Every value under its dotted field, as `with_` takes them; items of lists are numbered."""
-        return dict(_leaves(self.model_dump(mode="json")))
+    def dotted(self, exclude_defaults: bool = False) -> dict[str, Any]:
+        """Every value under its dotted field, as `with_` takes them; items of lists are numbered.
+
+        exclude_defaults: leave out what is as it would be if the recipe did not mention it.
+        """
+        return dict(_leaves(self.model_dump(mode="json", exclude_defaults=exclude_defaults)))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

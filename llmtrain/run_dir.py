@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -90,6 +92,11 @@ class RunDir:
         return self.path / "environment.json"
 
     @property
+    def id_file(self) -> Path:
+        """Identity of the run, made once: what its checkpoints are known by."""
+        return self.path / "run_id"
+
+    @property
     def metrics_file(self) -> Path:
         """A JSON object per logged step or evaluation."""
         return self.path / "metrics.jsonl"
@@ -154,6 +161,8 @@ class RunDir:
                 write_json(self.ds_config_file, dict(ds_config))
             else:
                 self.ds_config_file.unlink(missing_ok=True)
+            if not self.id_file.exists():
+                write_atomically(self.id_file, uuid.uuid4().hex[:12] + "\n")
             write_json(self.environment_file, environment())
             # Last, since a folder with a recipe is a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
@@ -179,6 +188,14 @@ class RunDir:
             return {}
         config: dict[str, Any] = json.loads(self.ds_config_file.read_text())
         return config
+
+    def read_id(self) -> str:
+        """Identity of the run. Raises RecipeError where the folder holds none."""
+        try:
+            return self.id_file.read_text().strip()
+        except OSError as error:
+            problem = Problem("run_dir.missing", str(self.path), f"is no run: {self.id_file}: {error.strerror}")
+        raise RecipeError(problem)
 
     def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
         """Records how the workers were started.
@@ -215,7 +232,7 @@ class RunDir:
 
     def _foreign(self) -> list[Problem]:
         """A folder without a recipe may hold only what an interrupted `create` leaves."""
-        ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file)}
+        ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
         ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
         entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         others = sorted(name for name in entries - ours if not name.startswith("."))
@@ -227,7 +244,8 @@ class RunDir:
     def _started(self) -> bool:
         """Whether training got so far that something could be continued or lost."""
         logged = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
-        return logged or (self.checkpoints.exists() and any(self.checkpoints.iterdir()))
+        # What a killed first save has left is hidden, and is lost anyway.
+        return logged or any(self.checkpoints.glob("[!.]*"))
 
     def _differences(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
         """Dotted field → (value of the run, value of the recipe), where they differ."""
@@ -241,11 +259,22 @@ class RunDir:
         return {field: (old.get(field), new.get(field)) for field in fields if old.get(field) != new.get(field)}
 
 
+def identity_of(recipe: Recipe) -> str:
+    """Digest of all that a run may not change.
+
+    Fields that have their defaults are left out, so that it stays the same where a later version adds some.
+    """
+    fields = {
+        name: value for name, value in recipe.dotted(exclude_defaults=True).items() if not MAY_CHANGE.fullmatch(name)
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What the run was started with: versions, machine, commit and the variables that matter."""
     env = os.environ if env is None else env
     return {
-        "packages": _versions(),
+        "packages": versions(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
@@ -258,14 +287,15 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Versions of the packages that a run's numbers may depend on, as far as they are installed."""
+    found = {}
     for package in PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _git() -> dict[str, Any] | None:

@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.console import WorkerOutput, take_over_output
+from llmtrain.errors import Exit
 from llmtrain.launch import Rank, discover
 from llmtrain.plan import Plan
-from llmtrain.run_dir import RunDir
+from llmtrain.run_dir import RunDir, identity_of
+from llmtrain.signals import StopSignals, leave
 
 if TYPE_CHECKING:
+    from llmtrain.checkpoint.resume import Choice
+    from llmtrain.checkpoint.save import Saver
     from llmtrain.checkpoint.state import TrainerState
+    from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import Schedule
     from llmtrain.engines import Engine
 
@@ -37,17 +42,19 @@ def main(run_dir: Path, resume: str = "auto", max_steps: Annotated[int | None, t
 def work(
     rank: Rank, run_dir: RunDir, plan: Plan, ds_config: dict[str, object], resume: str, max_steps: int | None
 ) -> None:
-    """Trains as `rank`; leaves the process with the exit code of its failure, if it has one.
+    """Trains as `rank`; leaves the process with the exit code of its failure, or 75 where a signal stopped it.
 
     resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after.
     """
+    signals = StopSignals()
     output = take_over_output(run_dir, rank)
     try:
-        _train(rank, run_dir, plan, ds_config, resume, max_steps, output)
+        code = _train(rank, run_dir, plan, ds_config, resume, max_steps, signals, output)
     except BaseException as error:
-        code = output.report_failure(error)
         # Not sys.exit: a process group whose other ranks wait in a collective cannot be torn down.
-        os._exit(code)
+        os._exit(output.report_failure(error))
+    if code != Exit.DONE:
+        leave(code)
 
 
 def _train(
@@ -57,31 +64,42 @@ def _train(
     ds_config: dict[str, object],
     resume: str,
     max_steps: int | None,
+    signals: StopSignals,
     output: WorkerOutput,
-) -> None:
+) -> Exit:
     from llmtrain.data import Progress, Schedule, prepare
 
     prepared = prepare(plan.recipe, Progress(output.console))
     with output.console.status("starting torch and DeepSpeed"):
         from torch import distributed as dist
 
+        from llmtrain.checkpoint.save import Saver
+        from llmtrain.checkpoint.storage import probe
         from llmtrain.engines import build_engine
         from llmtrain.engines.distributed import init_process_group
 
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
+        storage = probe(run_dir.checkpoints)
+        # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
+        choice = _choose(run_dir, plan, resume, storage, output)
         engine = build_engine(plan, ds_config, device)
-        state = _resume(run_dir, plan, engine, resume, prepared.key)
+        state = _start(run_dir, plan, engine, choice, prepared.key, storage)
     data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
     if rank.is_main:
         shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
         print(f"engine: {engine.describe()}")
     stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
-    _fit(rank, run_dir, plan, engine, data, state, stop_step, output)
+    saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage)
+    stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output)
     dist.destroy_process_group()
+    if stopped:
+        return Exit.RESUME
     if rank.is_main:
+        signals.leave_at_once()
         from llmtrain.finish import finish
 
         finish(run_dir, plan, state, prepared, output.console)
+    return Exit.DONE
 
 
 def _fit(
@@ -90,49 +108,75 @@ def _fit(
     plan: Plan,
     engine: Engine,
     data: Schedule,
+    saver: Saver,
     state: TrainerState,
     stop_step: int,
+    signals: StopSignals,
     output: WorkerOutput,
-) -> None:
-    from llmtrain.checkpoint.save import Saver
+) -> bool:
+    """Whether a signal stopped it."""
+    from llmtrain.engines.distributed import barrier
     from llmtrain.loop import Run, fit
     from llmtrain.metrics import MetricsLogger, TrainingProgress
+    from llmtrain.signals import Agreement
 
     if state.step:
         output.console.print(f"continuing after step {state.step:,}", highlight=False)
     metrics = MetricsLogger(run_dir, plan, state.step) if rank.is_main else None
     try:
         with TrainingProgress(output.console, stop_step, state.step) as progress:
-            saver = Saver(run_dir.checkpoints, plan, engine)
-            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, metrics))
+            stop = Agreement.of_group(signals)
+            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics))
             progress.summary()
     finally:
         if metrics:
             metrics.close()
+    if stop.stopped_by is None:
+        return False
+    barrier()  # rank 0 keeps the store that the others have just read the verdict from
+    told = f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues"
+    output.console.print(told, highlight=False)
+    return True
 
 
-def _resume(run_dir: RunDir, plan: Plan, engine: Engine, resume: str, data: str) -> TrainerState:
-    """The state to start from; the generators of a new run are seeded.
+def _run_id(run_dir: RunDir) -> str:
+    """Identity of the run; its file may lie on rank 0's node only."""
+    from llmtrain.checkpoint.agree import broadcast
+    from llmtrain.engines.distributed import rank
 
-    Tensor parallel ranks, which are neighbours, draw alike: what they hold whole they drop alike. All
-    others draw apart.
-    """
-    import torch
-    from torch import distributed as dist
+    return broadcast(run_dir.read_id() if rank() == 0 else "")
 
-    from llmtrain.checkpoint.folder import newest
-    from llmtrain.checkpoint.state import TrainerState, load
 
-    # Rank 0 decides, so that no two ranks continue from different checkpoints.
-    chosen: list[str | None] = [None]
-    if dist.get_rank() == 0 and resume != "never":
-        found = newest(run_dir.checkpoints) if resume == "auto" else Path(resume)
-        chosen = [str(found) if found else None]
-    dist.broadcast_object_list(chosen, src=0)
-    if chosen[0] is None:
-        torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.layout.tp)
-        return TrainerState(data=data)
-    return load(Path(chosen[0]), engine, plan, data)
+def _choose(run_dir: RunDir, plan: Plan, resume: str, storage: Storage, output: WorkerOutput) -> Choice | None:
+    """The verified checkpoint to go on from, and a word on newer ones that are not whole; None for a new run."""
+    from llmtrain.checkpoint.resume import choose_named, choose_newest
+
+    if resume == "never":
+        return None
+    with output.console.status("checking checkpoints"):
+        if resume != "auto":
+            return choose_named(Path(resume), _run_id(run_dir), identity_of(plan.recipe), storage)
+        choice = choose_newest(run_dir.checkpoints, _run_id(run_dir), storage)
+    if choice:
+        for problem in choice.rejected:
+            output.console.print(f"warning: {problem}", highlight=False, markup=False, soft_wrap=True)
+        if choice.rejected:
+            output.console.print(f"falling back to {choice.folder.name}", highlight=False)
+    return choice
+
+
+def _start(
+    run_dir: RunDir, plan: Plan, engine: Engine, choice: Choice | None, data: str, storage: Storage
+) -> TrainerState:
+    """The state to start from."""
+    from llmtrain.checkpoint.resume import go_on_from
+    from llmtrain.checkpoint.state import begin, restore
+
+    if choice is None:
+        return begin(plan, data)
+    state = restore(choice.folder, choice.manifests, storage, engine, plan, data)
+    go_on_from(choice, run_dir.checkpoints, storage)
+    return state
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Shared by all tests: a CPU world, quiet, offline."""
 
 import os
+import signal
 
 # Before torch or deepspeed is imported anywhere.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -8,3 +9,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["COLUMNS"] = "200"
+
+# A shell that starts the tests in the background, or nohup, ignores these, and children inherit that:
+# a test that sends them to a child would wait for nothing.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -55,7 +55,7 @@ def test_commands_in_the_documents_exist():
 
 def test_readme_shows_what_the_commands_print():
     blocks = re.findall(r"^```console\n\$ (.*?)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for command, shown in blocks:
         program, *arguments = command.split()
         assert program == "llmtrain"

@@ -1,5 +1,4 @@
-"""Checkpoints that are whole or not there, and what is made of them.
+"""Checkpoints that are whole or not there, and what is made of them (docs/checkpoints.md).
 
-Import from the modules: `folder` (what a checkpoint is; pure), `state`, `save`, `pickles` and `export`,
-which import torch and DeepSpeed.
+Import from the modules. `manifest`, `folder`, `retention` and `commands` load without torch.
 """

@@ -1,24 +1,38 @@
-"""A checkpoint as a folder: its name, its manifest, and the rename that makes it exist.
+"""A checkpoint as a folder: its name, and the renames that make it exist and vanish.
 
 A checkpoint is built under a temporary name, flushed to the disk, and renamed once; `latest` is
-replaced by a rename as well. So at any instant `latest` names a whole checkpoint or none.
+replaced by a rename as well. Deletion begins with a rename. So a folder with the name of a
+checkpoint is a whole one, unless somebody else has damaged it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.durable import flush, flush_tree, write_atomically
+from llmtrain.checkpoint.manifest import Manifest, read_manifests
+from llmtrain.durable import flush, flush_folders, remove_tree, rename, write_atomically
 from llmtrain.errors import CheckpointError, Problem
 
-MANIFEST = "MANIFEST.json"
 LATEST = "latest"
-_NAME = re.compile(r"step_(\d{8})")
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder with the name of a checkpoint, and what its manifests say."""
+
+    folder: Path
+    manifests: tuple[Manifest, ...]
+    """Empty where they are missing or cannot be read."""
+
+    @property
+    def written(self) -> str:
+        """When it was written; what cannot be read comes first."""
+        return self.manifests[0].written if self.manifests else ""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -26,103 +40,127 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
-def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Where that checkpoint is built; never read, and replaced by the next attempt."""
-    return checkpoints / f".step_{step:08d}.partial"
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
 
 
-def step_of(folder: Path) -> int:
-    """The step of a checkpoint folder's name. Raises CheckpointError for any other name."""
-    match = _NAME.fullmatch(folder.name)
-    if match is None:
-        raise CheckpointError(
-            Problem("checkpoint.name", str(folder), "is not a checkpoint folder", "give one such as step_00000500")
-        )
-    return int(match.group(1))
+def find(checkpoints: Path) -> list[Found]:
+    """Every folder with the name of a checkpoint, in the order they were written.
+
+    Not in the order of their steps: a run that was taken back to an older checkpoint writes on from there.
+    Raises CheckpointError where the folder cannot be read.
+    """
+    try:
+        folders = [path for path in checkpoints.iterdir() if is_checkpoint_name(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {error}")) from None
+    return sorted(map(_found, folders), key=lambda one: (one.written, one.folder.name))
 
 
 def whole(checkpoints: Path) -> list[Path]:
-    """The checkpoints that were renamed into place, in the order they were written.
-
-    Not in the order of their steps: a run that was taken back to an older checkpoint writes on from there.
-    """
-    if not checkpoints.is_dir():
-        return []
-    found = [path for path in checkpoints.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: ((path / MANIFEST).stat().st_mtime_ns, path.name))
+    """The checkpoints that have a manifest which can be read, in the order they were written."""
+    return [one.folder for one in find(checkpoints) if one.manifests]
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, else the newest whole one, else None."""
-    latest = checkpoints / LATEST
-    if latest.is_file():
-        named = checkpoints / latest.read_text().strip()
-        if _NAME.fullmatch(named.name) and (named / MANIFEST).is_file():
-            return named
+    """The checkpoint that `latest` names, else the newest one, else None."""
     found = whole(checkpoints)
+    named = read_latest(checkpoints)
+    if named is not None and checkpoints / named in found:
+        return checkpoints / named
     return found[-1] if found else None
 
 
-def publish(temporary: Path, step: int) -> Path:
-    """Writes the manifest of a finished folder, renames it into place and points `latest` at it. One rank only."""
-    checkpoints = temporary.parent
-    final = step_folder(checkpoints, step)
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = {"step": step, "files": {str(path.relative_to(temporary)): _fingerprint(path) for path in files}}
-    flush_tree(temporary)
-    write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))
-    if final.exists():
-        # Saved again after a rollback; the new one replaces the old one, which stays until here.
-        shutil.rmtree(final)
-    temporary.rename(final)
-    flush(checkpoints)
-    write_atomically(checkpoints / LATEST, final.name + "\n")
-    return final
-
-
-def verify(folder: Path) -> None:
-    """Compares every file with the manifest. Raises CheckpointError naming each one that is missing or damaged."""
-    manifest = _read_manifest(folder)
-    expected: dict[str, dict[str, str | int]] = manifest["files"]  # type: ignore[assignment]
-    with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(lambda item: _compare(folder / item[0], item[1]), expected.items()))
-    found = [problem for problem in problems if problem]
-    if found:
-        raise CheckpointError(found)
-
-
-def prune(checkpoints: Path, keep_last: int | None) -> None:
-    """Deletes all but the last `keep_last` whole checkpoints that were written."""
-    if keep_last is not None:
-        for folder in whole(checkpoints)[:-keep_last]:
-            shutil.rmtree(folder)
-
-
-def _fingerprint(path: Path) -> dict[str, str | int]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "blake2b": hashlib.file_digest(file, "blake2b").hexdigest()}
-
-
-def _compare(path: Path, expected: dict[str, str | int]) -> Problem | None:
-    if not path.is_file():
-        return Problem("checkpoint.missing", str(path), "is in the manifest but not there")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return Problem("checkpoint.size", str(path), f"has {size} bytes, the manifest says {expected['bytes']}")
-    if _fingerprint(path) != expected:
-        return Problem("checkpoint.hash", str(path), "was changed since it was written (its hash differs)")
-    return None
-
-
-def _read_manifest(folder: Path) -> dict[str, object]:
-    path = folder / MANIFEST
+def read_latest(checkpoints: Path) -> str | None:
+    """The name in `latest`; None where there is no such file. Raises CheckpointError where it cannot be read."""
     try:
-        manifest: dict[str, object] = json.loads(path.read_text())
-        if not isinstance(manifest["files"], dict):
-            raise TypeError("files is not an object")
+        return (checkpoints / LATEST).read_text().strip()
     except FileNotFoundError:
-        problem = Problem("checkpoint.incomplete", str(folder), "has no MANIFEST.json, so it was never finished")
-        raise CheckpointError(problem) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(Problem("checkpoint.manifest", str(path), f"cannot be read: {error}")) from None
-    return manifest
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            Problem("checkpoint.latest", str(checkpoints / LATEST), f"cannot be read: {error}")
+        ) from None
+
+
+def point_latest(checkpoints: Path, name: str) -> None:
+    """Has `latest` name a checkpoint. Raises OSError."""
+    write_atomically(checkpoints / LATEST, name + "\n")
+
+
+class Building:
+    """A checkpoint while it is built. The methods are for one rank of each filesystem, in their order.
+
+    All of them raise OSError.
+    """
+
+    def __init__(self, checkpoints: Path, step: int, run: str) -> None:
+        self.checkpoints = checkpoints
+        self.run = run
+        self.final = step_folder(checkpoints, step)
+        # With the name of the run, so that what is left of a killed save is known as ours.
+        self.folder = checkpoints / f".{self.final.name}.partial-{run}"
+
+    def start(self) -> None:
+        """Makes the temporary folder, and removes what killed saves and deletions have left."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        flush(self.checkpoints.parent)
+        run = re.escape(self.run)
+        for left in self.checkpoints.iterdir():
+            if re.fullmatch(rf"\.step_\d+\.((partial|deleted)-{run}|view-\w+)", left.name):
+                remove_tree(left)
+            elif re.fullmatch(rf"\.(probe-\w+-\d+|{LATEST}\.\w+)", left.name):
+                left.unlink(missing_ok=True)
+        self.folder.mkdir()
+
+    def seal(self, manifest: Manifest) -> None:
+        """Flushes the names of the files to the disk, then writes the manifest: the folder is whole."""
+        flush_folders(self.folder, manifest.files)
+        manifest.write(self.folder)
+
+    def publish(self) -> None:
+        """Gives the folder its name.
+
+        A run that was taken back finds an older checkpoint of the same step there, which is not what
+        `latest` names. It makes room and is deleted, or is kept beside it where it is not known as ours.
+        """
+        if not self.final.exists():
+            rename(self.folder, self.final)
+            return
+        manifests = _found(self.final).manifests
+        ours = bool(manifests) and manifests[0].run == self.run
+        name = self._doomed(self.final.name) if ours else f"{self.final.name}.replaced-{uuid.uuid4().hex[:8]}"
+        aside = self.final.with_name(name)
+        if ours:
+            remove_tree(aside)
+        rename(self.final, aside)
+        rename(self.folder, self.final)
+        if ours:
+            remove_tree(aside)
+
+    def abandon(self) -> None:
+        """Removes what a failed save has written, as far as that can be done."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def prune(self, names: list[str]) -> None:
+        """Deletes checkpoints of this run: renamed first, so that no half of one is ever found."""
+        for name in names:
+            folder = self.checkpoints / name
+            if folder.is_dir():
+                doomed = folder.with_name(self._doomed(name))
+                remove_tree(doomed)
+                rename(folder, doomed)
+                remove_tree(doomed)
+
+    def _doomed(self, name: str) -> str:
+        return f".{name}.deleted-{self.run}"
+
+
+def _found(folder: Path) -> Found:
+    try:
+        return Found(folder, tuple(read_manifests(folder)))
+    except CheckpointError:
+        return Found(folder, ())

@@ -1,4 +1,4 @@
-"""What a checkpoint's pickles may name. DeepSpeed loads them with `weights_only=False`, so this is asked first."""
+"""Pickles in a checkpoint: we write none, and loading one runs what it names, so one that is there is refused."""
 
 from __future__ import annotations
 
@@ -6,29 +6,17 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.errors import Problem
 
-ALLOWED = {
-    # What DeepSpeed 0.19.8 itself puts beside tensors in an optimizer shard.
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
+SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
+"""What libraries take for a pickle by its name."""
 
 
-def check_pickles(folder: Path) -> None:
-    """Raises CheckpointError naming every pickle that would call anything beyond tensors and ALLOWED."""
-    problems = [problem for path in sorted(folder.rglob("*.pt")) if (problem := _check(path))]
-    if problems:
-        raise CheckpointError(problems)
-
-
-def _check(path: Path) -> Problem | None:
+def pickle_problem(path: Path) -> Problem:
+    """Says what a pickle would call when somebody loads it. Runs none of it."""
     try:
-        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        named = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        would = f"; it would call {', '.join(named)} when loaded" if named else ""
     except (RuntimeError, ValueError, EOFError, OSError) as error:
-        return Problem("checkpoint.pickle", str(path), f"cannot be read: {error}")
-    if unknown := sorted(named - ALLOWED):
-        return Problem("checkpoint.pickle", str(path), f"would run {', '.join(unknown)} when loaded; refused")
-    return None
+        would = f"; what it would call when loaded cannot be told ({error})"
+    return Problem("checkpoint.pickle", str(path), f"is a pickle, of which a checkpoint has none{would}", "remove it")

@@ -7,14 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import distributed as dist
+from pydantic import ValidationError
+from safetensors.torch import load_file
 
-from llmtrain.checkpoint.folder import verify
-from llmtrain.checkpoint.pickles import check_pickles
+from llmtrain.checkpoint.agree import world_size
+from llmtrain.checkpoint.check import verify_together
+from llmtrain.checkpoint.exchange import complete
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
+from llmtrain.engines.distributed import rank
+from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.plan import Layout, Plan
+from llmtrain.plan import Plan
+
+STATE_FILE = "trainer.json"
+PLAN_FILE = "plan.json"
 
 
 @dataclass
@@ -34,28 +42,54 @@ class TrainerState:
     eval_step: int | None = None
     """Step of that evaluation."""
 
-    def write(self, folder: Path) -> None:
+    def write(self, writer: Writer) -> None:
         """Writes `trainer.json`."""
-        (folder / "trainer.json").write_text(json.dumps(asdict(self), indent=1))
+        writer.text(STATE_FILE, json.dumps(asdict(self), indent=1))
 
 
-def save_random_state(folder: Path, rank: int) -> None:
+def save_random_state(writer: Writer) -> None:
     """Writes the generators of this rank to `rng/rank_NNNNN.safetensors`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    (folder / "rng").mkdir(exist_ok=True)
-    save_file(states, _random_state_file(folder, rank))
+    writer.tensors(_random_state_file(), states, private=True)
+
+
+def begin(plan: Plan, data: str) -> TrainerState:
+    """The state of a new run; seeds the generators of this rank.
+
+    data: key of the prepared data. Tensor parallel ranks, which are neighbours, draw alike: what they hold
+    whole they drop alike. All others draw apart.
+    """
+    _seed(plan, 0)
+    return TrainerState(data=data)
+
+
+def _seed(plan: Plan, samples: int) -> None:
+    """Each place of a run has numbers of its own: after another number of samples nothing is drawn again."""
+    torch.manual_seed(plan.recipe.train.seed + rank() // plan.layout.tp + (samples << 20))
 
 
 def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
-    """Continues from a checkpoint that was written under the same layout; called by all ranks.
+    """Checks a checkpoint and continues from it; called by all ranks.
 
-    data: key of the prepared data. Raises CheckpointError where a file is missing or damaged, where
-    a pickle names anything but tensors and DeepSpeed's own records, or where the layout or the data
-    differ.
+    Raises CheckpointError as `check.verify` and `restore` do.
     """
-    check(folder, plan)
+    storage = probe(folder.parent)
+    manifests, problems = verify_together(folder, storage)
+    if problems:
+        raise CheckpointError(problems)
+    return restore(folder, manifests, storage, engine, plan, data)
+
+
+def restore(
+    folder: Path, manifests: list[Manifest], storage: Storage, engine: Engine, plan: Plan, data: str
+) -> TrainerState:
+    """Continues from a checkpoint that has been verified; called by all ranks.
+
+    data: key of the prepared data. The plan may be another one than it was written under; its ranks then draw
+    other random numbers. Raises CheckpointError where the data differ, before anything is loaded.
+    """
     state = read_state(folder)
     if state.data != data:
         problem = Problem(
@@ -65,73 +99,52 @@ def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
             "bring the data back, or start anew with another --run-dir",
         )
         raise CheckpointError(problem)
-    engine.load(folder)
-    _load_random_state(folder, dist.get_rank())
+    is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
+    with complete(folder, manifests, storage, privately=is_same) as files:
+        engine.load(files)
+        if is_same:
+            _load_random_state(files)
+        else:
+            _seed(plan, state.samples)
     return state
 
 
-def check(folder: Path, plan: Plan | None = None) -> None:
-    """Everything that is known about a checkpoint before one byte of it is unpickled. Rank 0 reads, all learn."""
-    problems: list[Problem] = []
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            verify(folder)
-            check_pickles(folder)
-            if plan is not None:
-                _check_layout(folder, plan)
-        except CheckpointError as error:
-            problems = list(error.problems)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        shared = [problems]
-        dist.broadcast_object_list(shared, src=0)
-        problems = shared[0]
-    if problems:
-        raise CheckpointError(problems)
-
-
 def read_state(folder: Path) -> TrainerState:
-    """The position that a checkpoint holds."""
-    return TrainerState(**json.loads((folder / "trainer.json").read_text()))
+    """The position that a checkpoint holds. Raises CheckpointError where it cannot be read."""
+    try:
+        return TrainerState(**json.loads((folder / STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        problem = Problem("checkpoint.state", str(folder / STATE_FILE), f"cannot be read: {error}")
+    raise CheckpointError(problem)
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan that a checkpoint was written under."""
-    return Plan.model_validate_json((folder / "plan.json").read_text())
+    """The plan that a checkpoint was written under. Raises CheckpointError where it cannot be read."""
+    try:
+        return Plan.model_validate_json((folder / PLAN_FILE).read_text())
+    except (OSError, ValidationError) as error:
+        problem = Problem("checkpoint.plan", str(folder / PLAN_FILE), f"cannot be read: {error}")
+    raise CheckpointError(problem)
 
 
-def _check_layout(folder: Path, plan: Plan) -> None:
-    saved = read_plan(folder)
-    wanted = _layout_of(plan.layout, plan)
-    written = _layout_of(saved.layout, saved)
-    differences = [f"{name} {written[name]} → {wanted[name]}" for name in wanted if wanted[name] != written[name]]
-    if differences:
-        raise CheckpointError(
-            Problem(
-                "checkpoint.layout",
-                str(folder),
-                f"was written under another layout ({', '.join(differences)}); "
-                "this version continues only under the same one",
-                "use the same --nproc and parallel fields, or start anew with another --run-dir",
-            )
-        )
-
-
-def _layout_of(layout: Layout, plan: Plan) -> dict[str, object]:
+def layout_of(plan: Plan) -> dict[str, int | str | bool]:
+    """What decides which pieces each rank of a plan holds, and what it draws."""
     parallel = plan.recipe.parallel
-    offload = {
+    return {
+        **plan.layout.model_dump(),
         "strategy": parallel.strategy,
         "precision": parallel.precision,
         "offload_optimizer": parallel.offload_optimizer,
+        "offload_param": parallel.offload_param,
     }
-    return {**layout.model_dump(), **offload, "offload_param": parallel.offload_param}
 
 
-def _random_state_file(folder: Path, rank: int) -> Path:
-    return folder / "rng" / f"rank_{rank:05d}.safetensors"
+def _random_state_file() -> str:
+    return f"rng/rank_{rank():05d}.safetensors"
 
 
-def _load_random_state(folder: Path, rank: int) -> None:
-    states = load_file(_random_state_file(folder, rank))
+def _load_random_state(folder: Path) -> None:
+    states = load_file(folder / _random_state_file())
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -3,7 +3,7 @@
 Importing it loads neither `torch`, `transformers` nor `datasets`; each is imported where it is used.
 """
 
-from llmtrain.data.prepare import Prepared, PreparedSource, prepare
+from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import report, summary
 from llmtrain.data.sampler import MicroBatch, Schedule, StepBatch
@@ -17,6 +17,7 @@ __all__ = [
     "Schedule",
     "StepBatch",
     "TokenStore",
+    "find_prepared",
     "prepare",
     "report",
     "summary",

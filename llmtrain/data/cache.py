@@ -35,6 +35,10 @@ def key_of(*parts: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
+class NotPreparedError(Exception):
+    """Something is not in a cache that is only looked into."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A finished folder of the cache."""
@@ -47,11 +51,15 @@ class Entry:
 
 
 class Cache:
-    """Folders `KIND/KEY` below one folder, which any number of processes share."""
+    """Folders `KIND/KEY` below one folder, which any number of processes share.
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    read_only: only look; whatever would have to be made or hashed first raises NotPreparedError.
+    """
+
+    def __init__(self, folder: Path, progress: Progress, *, read_only: bool = False) -> None:
         self.folder = folder
         self.progress = progress
+        self.read_only = read_only
 
     def entry(self, kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
         """The entry of a key, made by `build(folder) -> meta` if it is not there.
@@ -64,11 +72,17 @@ class Cache:
         """
         final = self.folder / kind / key
         if not (final / META).exists():
+            self.require_making(str(final))
             with self._writing(final.parent), self._lock(final):
                 if not (final / META).exists():
                     self._sweep(final.parent, keep=final)
                     return Entry(final, self._make(final, build), made=True)
         return Entry(final, json.loads((final / META).read_text(encoding="utf-8")), made=False)
+
+    def require_making(self, what: str) -> None:
+        """Raises NotPreparedError in a cache that is only looked into."""
+        if self.read_only:
+            raise NotPreparedError(what)
 
     def _make(self, final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         partial = _partial(final)

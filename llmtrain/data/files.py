@@ -126,6 +126,7 @@ class Fingerprints:
         found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
         unknown = [name for name in stamps if name not in found]
         if unknown:
+            self._cache.require_making(unknown[0])
             with self._cache.progress.task("Hashing the files") as task:
                 for number, name in enumerate(unknown):
                     found[name] = Fingerprint(*stamps[name], _hash(Path(name)))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmtrain.data import packing
-from llmtrain.data.cache import Cache, cache_folder, key_of
+from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
 from llmtrain.data.corpus import Corpus, open_corpora
 from llmtrain.data.evaluation import EvalOrder
 from llmtrain.data.mixture import integer_weights
@@ -109,9 +109,20 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     Raises DataError for sources or a tokenizer that cannot be used, a tokenizer larger than the
     model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
     """
+    return _prepare(recipe, Cache(cache_folder(recipe.data), progress or Progress()))
+
+
+def find_prepared(recipe: Recipe) -> Prepared | None:
+    """What `prepare` would open, where all of it is in the cache; else None. Makes nothing."""
+    try:
+        return _prepare(recipe, Cache(cache_folder(recipe.data), Progress(), read_only=True))
+    except (NotPreparedError, DataError):
+        return None
+
+
+def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data = recipe.data
-    cache = Cache(cache_folder(data), progress or Progress())
     corpora = open_corpora(data.sources, cache)
     tokenizer = prepare_tokenizer(data, corpora, cache)
     _check_vocabulary(recipe, tokenizer)
@@ -131,7 +142,7 @@ def _prepare_sources(
     for number, (source, corpus) in enumerate(zip(data.sources, corpora, strict=True)):
         try:
             store = token_store(corpus, f"data.sources.{number}.name", tokenizer, data.eval_fraction, cache)
-            sources.append(_packed(data, source, store, tokenizer, cache))
+            sources.append(packed_source(data, source, store, tokenizer, cache))
         except DataError as error:
             problems += error.problems
             if any(problem.rule in ("data.disk", "data.cache") for problem in error.problems):
@@ -141,7 +152,7 @@ def _prepare_sources(
     return tuple(sources)
 
 
-def _packed(
+def packed_source(
     data: DataConfig, source: Source, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """The sequences of a source, over its tokens."""

@@ -55,12 +55,17 @@ class StepBatch:
     """Number of its first sequence."""
 
 
-class Schedule:
-    """The batches of one rank.
+def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
+    """The samples of a global batch that a rank reads in a micro step.
 
-    Sample j of a global batch goes to micro step m and row k of the rank where
-    j = (m · dp_size + dp_rank) · micro_batch_size + k.
+    Sample j goes to micro step m and row k of the rank where j = (m · dp_size + dp_rank) · micro_batch_size + k.
     """
+    start = (micro_step * dp_size + dp_rank) * micro_batch_size
+    return slice(start, start + micro_batch_size)
+
+
+class Schedule:
+    """The batches of one rank, dealt as `rows_of` says."""
 
     def __init__(
         self,
@@ -143,8 +148,7 @@ class Schedule:
 
     def _rows(self, step: int) -> slice:
         """This rank's samples of a micro step, within the global batch."""
-        start = (step * self._size + self._rank) * self._micro
-        return slice(start, start + self._micro)
+        return rows_of(step, self._rank, self._size, self._micro)
 
     def _micro_batch(self, views: list[Samples], sources: Index, sequences: Index) -> MicroBatch:
         """Reads sequences into tensors; rows that are lacking are padding."""

@@ -25,17 +25,20 @@ from accelerate.utils import (
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import StepBatch
-from llmtrain.engines import rank_files
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.forward import forward
+from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
+from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.stages import decoder_layers
@@ -113,29 +116,36 @@ class AcceleratedDataParallel:
         for micro_batch in batch.micro_batches:
             with self._autocast():
                 total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
+        self._reshard()
         return self._mean(total, batch)
 
-    def save(self, folder: Path) -> None:
-        """Writes `folder/engine/rank_NNNNN.pt`: each rank its shards, or the first one everything."""
-        if self.is_sharded or dist.get_rank() == 0:
-            rank_files.write(
-                folder,
-                dist.get_rank(),
-                {
-                    "weights": {name: rank_files.local(value) for name, value in self.model.named_parameters()},
-                    "optimizer": rank_files.optimizer_state(self.optimizer),
-                    "scheduler": self.scheduler.state_dict(),
-                },
-            )
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the pieces."""
+        save_state(self, writer)
 
-    @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote on as many ranks."""
-        state = rank_files.read(folder, dist.get_rank() if self.is_sharded else 0, self.device)
-        for name, parameter in self.model.named_parameters():
-            rank_files.local(parameter).copy_(state["weights"][name])
-        rank_files.load_optimizer_state(self.optimizer, state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        """Reads what any engine wrote."""
+        load_state(self, folder)
+
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Live pieces of everything that is trained, and copies of what is not."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        everywhere = (dist.get_rank(), dist.get_world_size())
+        copy = (0, 1) if self.is_sharded else everywhere
+
+        def place(parameter: nn.Parameter) -> Place:
+            return names[parameter], Region.whole(parameter.shape), copy
+
+        yield from pieces_of(held(self.optimizer), place)
+        yield untrained_pieces(self.model, _whole, everywhere)
+
+    def progress(self) -> dict[str, Any]:
+        """Where the schedule stands."""
+        return {"schedule": self.scheduler.last_epoch}
+
+    def resumed(self, progress: dict[str, Any]) -> None:
+        """Goes on from written pieces."""
+        resume_schedule(self.scheduler, progress["schedule"])
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name, as the forward pass reads it; tied ones once."""
@@ -150,6 +160,12 @@ class AcceleratedDataParallel:
             "device": str(self.device),
             "backend": dist.get_backend(),
         }
+
+    def _reshard(self) -> None:
+        """FSDP2 keeps what a forward pass has gathered for a backward pass, and would save that for the shards."""
+        for module in self.engine.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _mean(self, total: Tensor, batch: StepBatch) -> Tensor:
         dist.all_reduce(total)

@@ -16,14 +16,17 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines import deepspeed_state
 from llmtrain.engines.forward import forward
+from llmtrain.engines.held import held
+from llmtrain.engines.leaves import gather_experts_together
 from llmtrain.engines.optim import parameter_groups, schedule
+from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
+from llmtrain.engines.state import Place, load_state, pieces_of, save_state, untrained_pieces
+from llmtrain.engines.writer import Writer
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
-
-TAG = "engine"
-"""Folder of DeepSpeed's files in a checkpoint."""
 
 WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of the weights that the forward pass reads; fp32 for the precisions that are not listed."""
@@ -39,6 +42,8 @@ class DeepSpeedDataParallel:
         model = self._build_model(ds_config)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if plan.layout.zero_stage == 3:
+            gather_experts_together(model)
         self.model = model
         self.engine = self._initialise(model, ds_config)
 
@@ -98,13 +103,27 @@ class DeepSpeedDataParallel:
             total += self._forward(micro_batch)[0]
         return self._sum_over_replicas(total) / batch.target_tokens
 
-    def save(self, folder: Path) -> None:
-        """Writes DeepSpeed's files to `folder/engine`."""
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the pieces."""
+        save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads DeepSpeed's files from `folder/engine`, written under the same layout."""
-        self.engine.load_checkpoint(str(folder), tag=TAG)
+        """Reads what any engine wrote."""
+        load_state(self, folder)
+
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Live pieces of everything that is trained, and copies of what is not."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
+        yield untrained_pieces(self.model, self._whole, self._equal_ranks)
+
+    def progress(self) -> dict[str, Any]:
+        """DeepSpeed's counters."""
+        return deepspeed_state.progress(self.engine)
+
+    def resumed(self, progress: dict[str, Any]) -> None:
+        """Goes on from written pieces."""
+        deepspeed_state.resumed(self.engine, progress)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
@@ -173,6 +192,30 @@ class DeepSpeedDataParallel:
         """The ranks that hold other parts of a weight than this one; None where it lies here whole, ZeRO aside."""
         return None
 
+    def _place(self, name: str, parameter: nn.Parameter) -> Place:
+        return self._hugging_face_name(name), self._region(name, parameter), self._copy(parameter)
+
+    def _hugging_face_name(self, name: str) -> str:
+        """Of a parameter of `model`."""
+        return name
+
+    def _region(self, name: str, parameter: nn.Parameter) -> Region:
+        """Where what this rank holds of a parameter lies, ZeRO aside."""
+        return Region.whole(shape_of(parameter))
+
+    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Which copy of what it holds this rank has, of how many: this one's number, and all."""
+        return self._copy_in(self._replicas)
+
+    def _copy_in(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
+        """As `_copy`, of a part that the ranks of a group have in common. ZeRO's shards of it are no copies."""
+        return (0, 1) if self.plan.layout.zero_stage else (dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def _equal_ranks(self) -> tuple[int, int]:
+        """This rank's number among those that hold what is neither split nor sharded; their number."""
+        return dist.get_rank(), dist.get_world_size()
+
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """What DeepSpeed's optimizer is made of."""
         return parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
@@ -180,6 +223,12 @@ class DeepSpeedDataParallel:
     def _engine_grad_norm(self) -> Tensor:
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Of a parameter that ZeRO-3 may have partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

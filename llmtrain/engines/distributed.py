@@ -7,7 +7,9 @@ import os
 
 import torch
 from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from llmtrain.engines.devices import check_distinct, device_index, gpu_identity
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.discovery import HOROVODRUN, Rank
 
@@ -24,10 +26,12 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
         from llmtrain.engines.horovod_ranks import meeting_place
 
         master_addr, master_port = meeting_place()
-    # DeepSpeed and accelerate read these; a launcher may have set some of them only.
+    index = rank.local_rank if on_cpu else device_index(rank, torch.cuda.device_count())
+    # DeepSpeed and accelerate read these; a launcher may have set some of them only. To them the local
+    # rank is the number of the device, which it is not where a worker sees its own alone.
     os.environ.update(
         RANK=str(rank.rank),
-        LOCAL_RANK=str(rank.local_rank),
+        LOCAL_RANK=str(index),
         WORLD_SIZE=str(rank.world_size),
         MASTER_ADDR=master_addr,
         MASTER_PORT=str(master_port),
@@ -35,7 +39,7 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", rank.local_rank)
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", index)
     if on_cpu:
         # Compiling DeepSpeed's shared-memory collective takes a minute at the first start; gloo needs none.
         __compatible_ops__["deepspeed_shm_comm"] = False
@@ -54,7 +58,19 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
                 "start the recipe with `llmtrain train`, torchrun or deepspeed",
             )
         )
+    if not on_cpu and rank.world_size > 1:
+        check_distinct(rank.rank, rank.world_size, gpu_identity(index), store("devices"))
     return device
+
+
+def store(prefix: str) -> Store:
+    """The key-value store that the ranks met at, for the keys of one purpose: nobody waits for a device there."""
+    return PrefixStore(f"llmtrain/{prefix}", _get_default_store())
+
+
+def rank() -> int:
+    """This rank; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def barrier() -> None:

@@ -7,6 +7,7 @@ Each rank reads its own samples. A token travels to the rank that holds its expe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel
-from llmtrain.engines.expert_names import hugging_face_weights
+from llmtrain.engines.deepspeed import DeepSpeedDataParallel, shape_of
+from llmtrain.engines.expert_names import hugging_face_weights, own_name, region_of_experts
 from llmtrain.engines.optim import parameter_groups
+from llmtrain.engines.pieces import Region
 from llmtrain.plan import Plan
 
 
@@ -33,19 +35,23 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
-        blocks = {
+        parameters = dict(self.model.named_parameters())
+        for name, weight in hugging_face_weights(parameters, self._blocks, lambda name: self._whole(parameters[name])):
+            yield name, weight.cpu()
+
+    @cached_property
+    def _blocks(self) -> dict[str, str]:
+        """Paths of DeepSpeed's blocks of experts, and their presets."""
+        return {
             path: module.model_family
             for path, module in self.model.named_modules()
             if isinstance(module, AutoEPMoELayer)
         }
-        parameters = dict(self.model.named_parameters())
-        for name, weight in hugging_face_weights(parameters, blocks, lambda name: self._whole(parameters[name])):
-            yield name, weight.cpu()
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """Of experts, those of all ranks."""
         own = super()._whole(parameter)
-        if getattr(parameter, "allreduce", True):
+        if not is_expert(parameter):
             return own
         parts = [torch.empty_like(own) for _ in range(self.plan.layout.ep)]
         dist.all_gather(parts, own, group=self._group)
@@ -56,8 +62,21 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
         made = parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
         return [{"name": f"decay {group['weight_decay']}", **group} for group in made]
 
+    def _hugging_face_name(self, name: str) -> str:
+        return own_name(name, self._blocks)
+
+    def _region(self, name: str, parameter: nn.Parameter) -> Region:
+        if not is_expert(parameter):
+            return super()._region(name, parameter)
+        return region_of_experts(name, shape_of(parameter), dist.get_rank(self._group), self.plan.layout.ep)
+
+    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
+        if not is_expert(parameter):
+            return super()._copy(parameter)
+        return self._copy_in(groups._get_expert_data_parallel_group(parameter.group_name))  # type: ignore[attr-defined]
+
     def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        return super()._holders(parameter) if getattr(parameter, "allreduce", True) else self._group
+        return super()._holders(parameter) if not is_expert(parameter) else self._group
 
     def _gradient_norm(self) -> Tensor:
         self._norm = super()._gradient_norm()
@@ -66,3 +85,8 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
     def _clip(self) -> None:
         """Clips by the norm that was taken just before the step."""
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self.plan.recipe.optim.clip_grad_norm, self._norm)
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed has spread a parameter: it marks those that not all ranks reduce together."""
+    return not getattr(parameter, "allreduce", True)

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset
 from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 from torch import Tensor
+
+from llmtrain.engines.pieces import Box, Region
 
 GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 
@@ -39,10 +41,28 @@ def hugging_face_weights(
         yield f"{path}.{_own_name(part, preset)}", whole
 
 
+def own_name(name: str, blocks: Mapping[str, str]) -> str:
+    """The Hugging Face name of a weight of DeepSpeed's; gate and up projections have one in common."""
+    path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+    return name if path is None else f"{path}.{_own_name(name.removeprefix(f'{path}.'), get_preset(blocks[path]))}"
+
+
+def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
+    """Where a tensor of experts lies in that of the Hugging Face block.
+
+    local: its shape on this rank, [experts, rows, columns]; each of `ranks` holds as many experts.
+    """
+    experts, rows, columns = local
+    first = (rank * experts, rows if name.endswith(UP) else 0, 0)
+    height = rows if name.endswith(DOWN) else 2 * rows
+    return Region((ranks * experts, height, columns), (Box(first, (experts, rows, columns)),))
+
+
 def _own_name(part: str, preset: MoEModelPreset) -> str:
-    """The name within a Hugging Face block of a weight of DeepSpeed's; the joined one's for GATE."""
+    """The name within a Hugging Face block of a weight of DeepSpeed's; the joined one's for GATE and UP."""
     prefixes = {
         GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
+        UP: f"{preset.experts_pattern}.{preset.expert_w1}",
         DOWN: f"{preset.experts_pattern}.{preset.expert_w2}",
         "router.gate.": f"{preset.router_pattern}.",
         "router.": f"{preset.router_pattern}.",

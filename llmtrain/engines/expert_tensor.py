@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.expert import DeepSpeedExpertParallel
+from llmtrain.engines.expert import DeepSpeedExpertParallel, is_expert
 from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.plan import Plan
 
@@ -37,6 +37,10 @@ class DeepSpeedExpertTensor(DeepSpeedTensorParallel, DeepSpeedExpertParallel):
             for parameter in self.model.parameters():
                 clear_autoep_folding_gradient_corrected(parameter)
         return super()._backward(loss, is_last)
+
+    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
+        # Of experts the ranks of a tensor parallel group have no copies: they are ranks like any other.
+        return DeepSpeedExpertParallel._copy(self, parameter) if is_expert(parameter) else super()._copy(parameter)
 
     def _count_all_experts(self, norms: list[Tensor]) -> None:
         """Replaces the norm of each group of experts: each rank holds gradients that no other has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import horovod
@@ -44,11 +43,6 @@ class HorovodDataParallel(ReferenceEngine):
         """Every rank is a replica."""
         return dist.get_rank()
 
-    def save(self, folder: Path) -> None:
-        """Writes one file, from rank 0: replicas are equal."""
-        if dist.get_rank() == 0:
-            super().save(folder)
-
     def describe(self) -> dict[str, Any]:
         """Horovod's version and what reduces, the optimizer and the device."""
         backend = "nccl" if self.device.type == "cuda" and hvd.nccl_built() else "gloo"
@@ -70,6 +64,10 @@ class HorovodDataParallel(ReferenceEngine):
             backward_passes_per_step=self.accumulation,
         )
         return wrapped
+
+    @property
+    def _copy(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """As the plain loop's; the auxiliary loss is a mean over the ranks' micro-batches too."""

@@ -20,16 +20,21 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import StepBatch
-from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES
+from llmtrain.engines import deepspeed_state
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule
+from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.sequence import sequence_group
 from llmtrain.engines.sequence_check import check_sequence
+from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.ulysses import Ulysses
+from llmtrain.engines.writer import Writer
 from llmtrain.models import model_configuration, stage_builder, target_loss_sum
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor import GroupRanks, shard_of
+from llmtrain.models.tensor import GroupRanks, Shard, shard_of
 from llmtrain.plan import Layout, Plan
 
 Micro = tuple[tuple[Tensor, Tensor], Tensor]
@@ -122,7 +127,7 @@ class DeepSpeedPipeline:
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss)
         if recipe.parallel.activation_checkpointing == "full":
-            # The layers of a stage, as everywhere; DeepSpeed's interval counts stages, the only layers it sees.
+            # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
             self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.engine = deepspeed.initialize(
             model=self.module,
@@ -167,13 +172,29 @@ class DeepSpeedPipeline:
             self.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
         return self._mean(batch)
 
-    def save(self, folder: Path) -> None:
-        """Writes DeepSpeed's files to `folder/engine`."""
-        self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the pieces."""
+        save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads DeepSpeed's files from `folder/engine`, written under the same layout."""
-        self.engine.load_checkpoint(str(folder), tag=TAG)
+        """Reads what any engine wrote."""
+        load_state(self, folder)
+
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Live pieces of the own stage's parameters, and copies of what is not trained in it."""
+        paths = {parameter: path for path, parameter in self.module.stage.named_parameters()}
+        yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(paths[one], one))
+        slices = self.engine.grid.get_slice_parallel_group()
+        equal = multiplied(self._replica, (dist.get_rank(slices), dist.get_world_size(slices)))
+        yield untrained_pieces(self.module.stage.model, lambda one: one, equal)
+
+    def progress(self) -> dict[str, Any]:
+        """DeepSpeed's counters."""
+        return deepspeed_state.progress(self.engine)
+
+    def resumed(self, progress: dict[str, Any]) -> None:
+        """Goes on from written pieces."""
+        deepspeed_state.resumed(self.engine, progress)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight of this rank's replica, under its name in the whole model; tied ones once."""
@@ -201,6 +222,25 @@ class DeepSpeedPipeline:
             "device": str(self.device),
             "backend": dist.get_backend(),
         }
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """This rank's number among those with the same part of the model, and their number."""
+        group = self.engine.grid.get_data_parallel_group()
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def _place(self, path: str, parameter: nn.Parameter) -> Place:
+        name = self.module.stage.hf_names()[path]
+        slices = self.engine.grid.get_slice_parallel_group()
+        rank, size = dist.get_rank(slices), dist.get_world_size(slices)
+        copy = (0, 1) if self.plan.layout.zero_stage else self._replica
+        tied = self.module.tied_comms.get(name)
+        if tied is not None:
+            copy = multiplied(copy, (tied["ranks"].index(dist.get_rank()), len(tied["ranks"])))
+        shard = shard_of(parameter)
+        if shard is not None:
+            return name, region_of(shard, parameter.shape, rank, size), copy
+        return name, Region.whole(parameter.shape), multiplied(copy, (rank, size))
 
     def _take_grad_norm(self) -> None:
         """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
@@ -247,6 +287,13 @@ class DeepSpeedPipeline:
         """The cross-entropy of all replicas over the target tokens; every rank of a last stage has its replica's."""
         dist.all_reduce(self._total)
         return self._total / (batch.target_tokens * self.plan.layout.tp)
+
+
+def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
+    """Where a rank's slice of shape `local` lies in the whole."""
+    width = local[shard.dim] // shard.blocks
+    shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
+    return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
 
 
 def _joined(parameter: torch.nn.Parameter, slices: GroupRanks) -> Tensor:

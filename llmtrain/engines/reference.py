@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.forward import forward
+from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
+from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.writer import Writer
 from llmtrain.recipe import Recipe
-
-FILE = "reference.pt"
-"""What the engine writes into a checkpoint."""
 
 
 class ReferenceEngine:
@@ -90,18 +91,32 @@ class ReferenceEngine:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().cpu()
 
-    def save(self, folder: Path) -> None:
-        """Writes one file, `reference.pt`."""
-        torch.save(self._state(), folder / FILE)
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the pieces."""
+        save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads `reference.pt`."""
-        state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-        self.model.load_state_dict(state["model"])
-        for master, value in zip(self.masters.values(), state["masters"], strict=True):
-            master.data.copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        """Reads what any engine wrote."""
+        load_state(self, folder)
+
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Live pieces of everything that is trained, and copies of what is not."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+
+        def place(parameter: nn.Parameter) -> Place:
+            return names[parameter], Region.whole(parameter.shape), self._copy
+
+        yield from pieces_of(held(self.optimizer, self.masters), place)
+        yield untrained_pieces(self.model, lambda one: one, self._copy)
+
+    def progress(self) -> dict[str, Any]:
+        """Where the schedule stands."""
+        return {"schedule": self.scheduler.last_epoch}
+
+    def resumed(self, progress: dict[str, Any]) -> None:
+        """Goes on from written pieces."""
+        self._round_masters()
+        resume_schedule(self.scheduler, progress["schedule"])
 
     def describe(self) -> dict[str, Any]:
         """Optimizer class and device."""
@@ -140,22 +155,11 @@ class ReferenceEngine:
         for weight, master in self.masters.items():
             weight.copy_(master)
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "masters": [master.detach() for master in self.masters.values()],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
+    @property
+    def _copy(self) -> tuple[int, int]:
+        """This rank's number among those that hold the same, and their number."""
+        return 0, 1
 
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}.get(self.recipe.parallel.precision)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
-
-
-def saved_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint of this engine, under their Hugging Face names."""
-    weights: dict[str, Tensor] = torch.load(checkpoint / FILE, map_location="cpu", mmap=True, weights_only=True)[
-        "model"
-    ]
-    return weights

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from llmtrain.data import StepBatch
+from llmtrain.engines.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class Engine(Protocol):
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""
 
-    def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and schedule below `folder`, each rank its part."""
+    def save(self, writer: Writer) -> None:
+        """Gives weights, optimizer and schedule to `writer`, each rank its part."""
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` wrote under the same plan."""
+        """Reads what `save` of any engine wrote, under any plan of the same model."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from llmtrain.engines.pieces import Region
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,13 @@ class Split:
         ordered = [piece for part in zip(*pieces, strict=True) for piece in part]
         return torch.cat(ordered, dim=self.dim).reshape(self.shape)
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Split:
-        """What `to_json` wrote."""
-        return cls(
-            dim=values["dim"],
-            logical=tuple(values["logical"]),
-            shape=tuple(values["shape"]),
-            widths=tuple(tuple(part) for part in values["widths"]),
-        )
+    def region(self, rank: int) -> Region:
+        """What a rank holds."""
+        ranges, first = [], 0
+        for part in self.widths:
+            ranges.append((first + sum(part[:rank]), part[rank]))
+            first += sum(part)
+        return Region.ranges(self.logical, self.dim, ranges)
 
 
 def split_of(parameter: nn.Parameter) -> Split | None:

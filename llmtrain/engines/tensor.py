@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,14 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from llmtrain.engines.deepspeed import TAG, WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
-from llmtrain.engines.shards import Split, gather_whole, split_of
+from llmtrain.engines.pieces import Region
+from llmtrain.engines.shards import gather_whole, split_of
+from llmtrain.engines.state import multiplied
 from llmtrain.engines.tensor_check import check_split
 from llmtrain.models import build_model, model_configuration
 from llmtrain.plan import Plan
-
-SPLITS_FILE = "tensor_splits.json"
-"""In a checkpoint, beside DeepSpeed's files: how each cut weight lies on the tensor parallel ranks."""
 
 
 class DeepSpeedTensorParallel(DeepSpeedDataParallel):
@@ -43,13 +40,15 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
         # would then be averaged and counted in one of two ways. Here there is one.
         return data_group()
 
-    def save(self, folder: Path) -> None:
-        """As the base class, and how the weights are cut."""
-        super().save(folder)
-        if dist.get_rank() == 0:
-            splits = {name: split_of(parameter) for name, parameter in self.model.named_parameters()}
-            cut = {name: split.to_json() for name, split in splits.items() if split}
-            (folder / TAG / SPLITS_FILE).write_text(json.dumps(cut, indent=1))
+    def _region(self, name: str, parameter: nn.Parameter) -> Region:
+        split = split_of(parameter)
+        return split.region(dist.get_rank(tensor_group())) if split else super()._region(name, parameter)
+
+    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
+        copy = super()._copy(parameter)
+        if split_of(parameter):
+            return copy
+        return multiplied(copy, (dist.get_rank(tensor_group()), dist.get_world_size(tensor_group())))
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return gather_whole(super()._whole(parameter), split_of(parameter), tensor_group())
@@ -73,14 +72,3 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
     def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         return tensor_group() if split_of(parameter) else super()._holders(parameter)
-
-
-def join_shards(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint's engine folder, from what each tensor parallel rank holds."""
-    if len(shards) == 1:
-        return shards[0]
-    splits = {name: Split.from_json(values) for name, values in json.loads((folder / SPLITS_FILE).read_text()).items()}
-    return {
-        name: splits[name].join([shard[name] for shard in shards]) if name in splits else first
-        for name, first in shards[0].items()
-    }

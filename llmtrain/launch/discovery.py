@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch import slurm_step
+
+T = TypeVar("T")
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
+ENVIRONMENT = "environment"
+"""Variables that no launcher set, but a user or a template."""
+SLURM = "slurm"
+"""Tasks of one step of `srun`, one for each device."""
 HOROVODRUN = "horovodrun"
 """Name of a launcher that tells where Horovod's ranks meet, and not where torch's do."""
 
@@ -26,6 +34,17 @@ class Rank:
     master_port: int
     launcher: str
     """Name of the `Launcher` it was read from."""
+    nodes: int | None = None
+    """Machines; None where the launcher does not tell."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Nodes and workers of each, the same for all ranks. Where nodes differ, each worker counts as a node."""
+        if self.nodes is None:
+            return self.world_size // self.local_world_size, self.local_world_size
+        if self.world_size % self.nodes:
+            return self.world_size, 1
+        return self.nodes, self.world_size // self.nodes
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +88,7 @@ LAUNCHERS = (
         master_port="HOROVOD_GLOO_RENDEZVOUS_PORT",
     ),
     # Set by hand or by a job template, in the names that `torch.distributed` reads.
-    Launcher("environment", markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
+    Launcher(ENVIRONMENT, markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
 )
 
 
@@ -85,9 +104,11 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     """
     env = os.environ if env is None else env
     launcher = next((one for one in LAUNCHERS if any(env.get(marker) for marker in one.markers)), None)
+    reader = _Reader(env)
+    if slurm_step.is_worker(env) and (launcher is None or (launcher.name == ENVIRONMENT and not _own_ranks(env))):
+        return _in_slurm(reader)
     if launcher is None:
         return None
-    reader = _Reader(env)
     rank = Rank(
         rank=reader.number(launcher.rank),
         local_rank=reader.number(launcher.local_rank),
@@ -103,6 +124,46 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     return rank
 
 
+def _own_ranks(env: Mapping[str, str]) -> bool:
+    """Whether RANK counts something larger than tasks of Slurm: each of them started workers of its own."""
+    world = env.get("WORLD_SIZE", "")
+    return world.isdecimal() and int(world) > int(env[slurm_step.MARKER])
+
+
+def _in_slurm(reader: _Reader) -> Rank:
+    """A task of a Slurm step. Raises RecipeError for what is missing, and for a RANK that says otherwise."""
+    names, env = slurm_step.NAMES, reader.env
+    node = reader.number("SLURM_NODEID")
+    counts = reader.parsed(names["LOCAL_WORLD_SIZE"], slurm_step.tasks_per_node) or [1]
+    nodes = reader.parsed(names["MASTER_ADDR"], slurm_step.hosts) or [""]
+    if node >= len(counts) and not reader.problems:
+        reader.refuse("SLURM_NODEID", f"{node} is not among the {len(counts)} nodes of {names['LOCAL_WORLD_SIZE']}")
+    rank = Rank(
+        rank=reader.number(names["RANK"]),
+        local_rank=reader.number(names["LOCAL_RANK"]),
+        world_size=reader.number(names["WORLD_SIZE"], least=1),
+        local_world_size=counts[min(node, len(counts) - 1)],
+        # slurm/train.sbatch sets both: the address that Slurm knows the node by, and a port nobody listens on.
+        master_addr=env.get("MASTER_ADDR") or nodes[0],
+        master_port=(
+            reader.number("MASTER_PORT", least=1, most=65535) if env.get("MASTER_PORT") else slurm_step.port_of(env)
+        ),
+        launcher=SLURM,
+        nodes=len(counts),
+    )
+    for name, told in (("RANK", rank.rank), ("LOCAL_RANK", rank.local_rank), ("WORLD_SIZE", rank.world_size)):
+        if env.get(name, str(told)) != str(told):
+            reader.refuse(name, f"{env[name]} disagrees with {names[name]}={told}")
+    problems = reader.problems or _contradictions(rank, Launcher(SLURM, (), **_launcher_names(names)), env, ())
+    if problems:
+        raise RecipeError(problems)
+    return rank
+
+
+def _launcher_names(names: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): variable for name, variable in names.items()}
+
+
 class _Reader:
     """Reads variables and collects what is wrong with them."""
 
@@ -113,8 +174,9 @@ class _Reader:
     def text(self, name: str) -> str:
         value = self.env.get(name, "").strip()
         if not value:
-            present = ", ".join(known for known in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if self.env.get(known))
-            self._refuse(name, f"is not set, although {present or 'its launcher'} is")
+            known_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", slurm_step.MARKER)
+            present = ", ".join(known for known in known_names if self.env.get(known))
+            self.refuse(name, f"is not set, although {present or 'its launcher'} is")
         return value
 
     def number(self, name: str, least: int = 0, most: int | None = None) -> int:
@@ -122,14 +184,23 @@ class _Reader:
         if not text:
             self.text(name)
         elif not text.isascii() or not text.isdecimal():
-            self._refuse(name, f"'{text}' is not a number")
+            self.refuse(name, f"'{text}' is not a number")
         elif int(text) < least or (most is not None and int(text) > most):
-            self._refuse(name, f"{text} is not in {least}..{'' if most is None else most}")
+            self.refuse(name, f"{text} is not in {least}..{'' if most is None else most}")
         else:
             return int(text)
         return least
 
-    def _refuse(self, name: str, message: str) -> None:
+    def parsed(self, name: str, parse: Callable[[str], list[T]]) -> list[T]:
+        """What a parser makes of a variable; nothing where that is missing or raises ValueError."""
+        text = self.text(name)
+        try:
+            return parse(text) if text else []
+        except ValueError as error:
+            self.refuse(name, str(error))
+            return []
+
+    def refuse(self, name: str, message: str) -> None:
         self.problems.append(Problem("launch.environment", name, message, _FIX))
 
 

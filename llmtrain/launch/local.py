@@ -34,16 +34,17 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Signals that strike a worker out of the blue, so that it dies before it can write an error file.
 # SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What tells a run to save and stop, the launcher and the workers alike."""
 
 
 def run_workers(command: list[str], world_size: int, run_dir: RunDir, env: Mapping[str, str] | None = None) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes where the launcher does; the others write to their logs. When one dies, the others
-    get SIGTERM, and SIGKILL `GRACE_S` later. Ctrl-C, SIGTERM and SIGHUP are passed on once; a second
-    one kills. No worker outlives the launcher, even if that is killed. Must be called from the main
-    thread, and `run_dir` must exist.
+    get SIGTERM, and SIGKILL `GRACE_S` later. The first of `STOPS` is passed on. A Ctrl-C after it kills; the
+    others change nothing then, since batch systems repeat them. No worker outlives the launcher, even if that
+    is killed. Must be called from the main thread, and `run_dir` must exist.
 
     env: variables for the workers, over those of this process.
     Returns the exit code: 0, 75 (stopped after saving), or 128 + the signal that stopped the launcher.
@@ -195,7 +196,7 @@ class _Pool:
                 stderr=output,
                 start_new_session=True,
                 # Safe beside threads, as it takes no lock; `prctl` is looked up before the fork.
-                preexec_fn=partial(_die_with, os.getpid(), ctypes.CDLL(None).prctl),
+                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
             )
         finally:
             if output is not None:
@@ -220,7 +221,7 @@ class _Pool:
             elif stopped_by is None:
                 stopped_by = event
                 self.send(event)
-            else:
+            elif event == signal.SIGINT:
                 self.kill()
         return stopped_by
 
@@ -271,7 +272,7 @@ def _null() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
+def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
     """Runs in the forked child: the kernel will kill it when the launcher dies, however that happens."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -74,6 +75,10 @@ class MetricsLogger:
     def log_eval(self, step: int, eval_loss: float) -> Record:
         """Writes an evaluation after `step` steps; returns its record."""
         return self._write({"step": step, "eval_loss": eval_loss, "perplexity": perplexity(eval_loss)}, "eval")
+
+    def flush(self) -> None:
+        """Waits until every line is on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Ends the run in the trackers."""

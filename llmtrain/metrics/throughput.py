@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
-
-# Type of the matrix products, whose peak a device is measured against. Autocast runs them in the
-# lower type although the weights are fp32.
-PEAK_DTYPE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "autocast_bf16": "bf16", "autocast_fp16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -86,5 +83,5 @@ def rates(plan: Plan, window: Window) -> Rates:
     per_second = window.tokens / window.seconds
     per_device = per_second / plan.cluster.world_size
     flops = plan.flops_per_token * per_device
-    peak = plan.cluster.spec.peak_flops.get(PEAK_DTYPE[plan.recipe.parallel.precision])
+    peak = plan.cluster.spec.peak_flops.get(COMPUTE_DTYPE[plan.recipe.parallel.precision])
     return Rates(per_second, per_device, flops / 1e12, flops / peak if peak else None)

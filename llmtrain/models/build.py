@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
@@ -60,6 +66,8 @@ def build_model(
     config = model_configuration(recipe)
     if recipe.model.pretrained is not None and partitioned is None:
         return _load_whole(recipe.model, config, dtype, device)
+    # Defines the model's classes: within ZeRO-3's context their constructors would lose their decorators at its end.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,

@@ -29,20 +29,36 @@ def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[end]: (costliest stage, beginning of the last stage) of layers [0, end) in the stages so far.
-    best = {end: (sums[end], 0) for end in range(1, layers + 1)}
-    tables = [best]
+    # Of layers [0, end) in the stages so far.
+    tables: list[Best] = [{end: (sums[end], 0) for end in range(1, layers + 1)}]
     for stage in range(2, stages + 1):
-        previous = tables[-1]
-        tables.append(
-            {
-                end: min((max(previous[cut][0], sums[end] - sums[cut]), cut) for cut in range(stage - 1, end))
-                for end in range(stage, layers + 1)
-            }
-        )
+        tables.append(_one_more(stage, tables[-1], sums))
     bounds, end = [], layers
     for table in reversed(tables):
         cut = table[end][1]
         bounds.append(StageBounds(cut, end))
         end = cut
     return bounds[::-1]
+
+
+Best = dict[int, tuple[float, int]]
+"""Number of layers → costliest stage, and where the last stage begins."""
+
+
+def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
+    """The best cuts into `stage` stages, from those into one fewer; of equal ones that with the longest last stage.
+
+    With the place of the last cut, the stages before it cost more and the last one less: the best cut lies
+    where the two meet, and moves on with the end. So all ends take one walk along the layers.
+    """
+    best: Best = {}
+    cut = stage - 1
+    for end in range(stage, len(sums)):
+        while cut < end - 1 and previous[cut][0] < sums[end] - sums[cut]:
+            cut += 1
+        candidates = [cut - 1, cut] if cut > stage - 1 else [cut]
+        cost, chosen = min((max(previous[one][0], sums[end] - sums[one]), one) for one in candidates)
+        while chosen > stage - 1 and max(previous[chosen - 1][0], sums[end] - sums[chosen - 1]) == cost:
+            chosen -= 1
+        best[end] = cost, chosen
+    return best

@@ -17,6 +17,15 @@ WEIGHT_DTYPE: dict[Precision, str] = {
 }
 """Type that the engine holds the weights of the forward pass in."""
 
+COMPUTE_DTYPE: dict[Precision, str] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "autocast_bf16": "bf16",
+    "autocast_fp16": "fp16",
+}
+"""Type of the matrix products, whose peak a device is measured against: autocast runs them in the lower type."""
+
 
 @dataclass(frozen=True)
 class Draft:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from llmtrain.plan.weights import Weights, gpt2_weights, rotary_weights
 
 # Keys of every configuration: `transformers.PreTrainedConfig`, those that do not change a causal LM left out.
 COMMON_KEYS = frozenset({"architectures", "dtype", "model_type", "name_or_path", "transformers_version", "use_cache"})
@@ -51,6 +53,18 @@ class Count:
     """Largest single parameter."""
     experts: int = 0
     """Experts per layer."""
+    experts_per_token: int = 0
+    """Experts that a token meets in a layer."""
+
+
+class Decoder(Protocol):
+    """Counts the parameters of a configuration with its defaults filled in."""
+
+    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
+        """Parameters by part."""
+
+    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
+        """The parameters that are counted, one by one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,7 @@ class Family:
 
     defaults: dict[str, Any]
     """Default of every key that the family declares."""
-    count: Callable[[dict[str, Any], Shape], Count]
+    count: Decoder
     """Counts the parameters of a configuration with its defaults filled in."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Standard name → the family's own (`attribute_map` of `transformers`)."""
@@ -79,20 +93,27 @@ class Family:
         return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
 
 
-def count_gpt2(config: dict[str, Any], shape: Shape) -> Count:
+class Gpt2Decoder:
     """GPT-2: learned positions, biases everywhere, a two-matrix feed-forward, LayerNorms with a bias."""
-    width, inner = shape.width, shape.inner
-    attention = width * 3 * width + 3 * width + width * width + width
-    feed_forward = width * inner + inner + inner * width + width
-    tables = (shape.vocab * width, (shape.positions or 0) * width)
-    return Count(
-        embedding=sum(tables),
-        head=0 if shape.tied else shape.vocab * width,
-        norm=2 * width,
-        layers=(attention + feed_forward + 4 * width,) * shape.layers,
-        idle=(0,) * shape.layers,
-        largest=max(*tables, width * 3 * width, width * inner),
-    )
+
+    def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
+        """Parameters of a whole model."""
+        width, inner = shape.width, shape.inner
+        attention = width * 3 * width + 3 * width + width * width + width
+        feed_forward = width * inner + inner + inner * width + width
+        tables = (shape.vocab * width, (shape.positions or 0) * width)
+        return Count(
+            embedding=sum(tables),
+            head=0 if shape.tied else shape.vocab * width,
+            norm=2 * width,
+            layers=(attention + feed_forward + 4 * width,) * shape.layers,
+            idle=(0,) * shape.layers,
+            largest=max(*tables, width * 3 * width, width * inner),
+        )
+
+    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
+        """The parameters that are counted, one by one."""
+        return gpt2_weights(shape)
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,8 @@ class RotaryDecoder:
     norms: int = 2
     """RMSNorms per layer over the residual stream."""
     experts: Callable[[dict[str, Any]], Experts] | None = None
+    router_first: bool = False
+    """Whether a block of experts declares its router before them."""
 
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
         """Parameters of a whole model."""
@@ -134,6 +157,18 @@ class RotaryDecoder:
             idle=tuple((experts.number - experts.per_token) * expert if one else 0 for one in sparse),
             largest=largest,
             experts=experts.number if any(sparse) else 0,
+            experts_per_token=experts.per_token if any(sparse) else 0,
+        )
+
+    def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
+        """The parameters that are counted, one by one."""
+        return rotary_weights(
+            shape,
+            biases=(_on(self.qkv_bias, config), _on(self.output_bias, config), _on(self.mlp_bias, config)),
+            query_key_norm=self.query_key_norm,
+            norms=self.norms,
+            experts=self.experts(config) if self.experts else Experts(),
+            router_first=self.router_first,
         )
 
     def _attention(self, config: dict[str, Any], shape: Shape) -> int:
@@ -320,7 +355,7 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
     "mixtral": Family(
         _MIXTRAL,
-        RotaryDecoder(experts=_mixtral_experts),
+        RotaryDecoder(experts=_mixtral_experts, router_first=True),
         aliases={"num_experts": "num_local_experts"},
         moe_block="transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     ),
@@ -338,7 +373,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         _GPT2,
-        count_gpt2,
+        Gpt2Decoder(),
         aliases={
             "hidden_size": "n_embd",
             "max_position_embeddings": "n_positions",

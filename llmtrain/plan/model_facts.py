@@ -8,7 +8,7 @@ on the meta device: its shapes exist, its weights do not.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
 from llmtrain.plan.own_code import has_own_code, pretrained_configuration
 from llmtrain.plan.plan import ModelFacts
+from llmtrain.plan.weights import Weight, Weights, runs_of
 from llmtrain.recipe import ModelConfig
 
 _SIZES = {
@@ -24,6 +25,13 @@ _SIZES = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
 }
+LARGEST_SIZE = 2**31 - 1
+"""Of any size of a model: beyond it a matrix has more elements than torch counts (63 bits)."""
+ANSWER_S = 3.0
+"""Seconds that the hub has to answer."""
+MOST_LAYERS = 1_000
+"""Decoder layers: each is looked at by itself."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 
 
@@ -100,7 +108,9 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         max_positions=shape.positions,
         learned_positions=family.learned_positions,
         experts=count.experts,
+        experts_per_token=count.experts_per_token,
         tied_embeddings=shape.tied,
+        weights=family.count.weights(config, shape),
         source="arithmetic",
     )
 
@@ -132,6 +142,17 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
             problems.append(
                 Problem("model.size", f"model.config.{key}", f"{value!r} was given: must be a positive integer")
             )
+    return problems or _too_large(config)
+
+
+def _too_large(config: dict[str, Any]) -> list[Problem]:
+    """Sizes that no machine computes with, before anything is built or counted of them."""
+    problems = []
+    for key, value in config.items():
+        most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
+        if isinstance(value, int) and value > most:
+            message = f"{value:,} was given: {most:,} is the most{' layers' if key in _LAYERS else ''}"
+            problems.append(Problem("model.size", f"model.config.{key}", message, "give the size that the model has"))
     return problems
 
 
@@ -200,17 +221,41 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _hub_config(model: ModelConfig) -> dict[str, Any]:
-    """Configuration of a hub model, from the local cache or the hub."""
-    from transformers.utils import cached_file
+    """Configuration of a hub model, from the hub, or from its local cache where the hub does not answer."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    name = model.pretrained
+    assert name is not None
+    fix = f"download it where the hub is reached (hf download {name}), or name a folder: --set model.pretrained=FOLDER"
+    if _answers(name, model.revision):
+        from transformers.utils import cached_file
+
+        try:
+            return _read_config(Path(cached_file(name, "config.json", revision=model.revision)))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            message = f"'{name}' is neither a folder nor a model that the hub or its cache gives: {reason}"
+    else:
+        kept = try_to_load_from_cache(name, "config.json", revision=model.revision)
+        if isinstance(kept, str):
+            return _read_config(Path(kept))
+        message = f"'{name}' is no folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
+    raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
+
+
+def _answers(name: str, revision: str | None) -> bool:
+    """Whether the hub is there. Asked once: to fetch a file, its client would try for minutes."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        path = cached_file(model.pretrained, "config.json", revision=model.revision)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        message = f"'{model.pretrained}' is neither a folder nor a model that the hub or its cache gives: {reason}"
-        fix = f"download it where the hub is reached: hf download {model.pretrained}"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix)) from None
-    return _read_config(Path(path))
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=ANSWER_S)
+    except (HfHubHTTPError, ValueError):
+        return True  # an answer, if not the one that was hoped for
+    except Exception:  # whatever the HTTP library of the hub's client raises
+        return False
+    return True
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
@@ -227,6 +272,8 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
     config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS
     if problems := _unknown_keys(model.config, known | COMMON_KEYS | {"head_dim", "num_key_value_heads"}, model_type):
+        raise RecipeError(problems)
+    if problems := _too_large(given):
         raise RecipeError(problems)
     return _built_facts(model_type, lambda: config_class(**given))
 
@@ -276,8 +323,35 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         vocab_size=embedding.shape[0],
         max_positions=_int(config, "max_position_embeddings"),
         experts=experts,
+        experts_per_token=met if experts else 0,
         tied_embeddings=head is not None and head.weight is embedding,
+        weights=_weights_of(built, layers) if layers else None,
         source="meta device",
+    )
+
+
+def _weights_of(built: Any, layers: list[Any]) -> Weights:
+    """The parameters of a model object, by part; what several parts share counts in the first."""
+    seen: set[int] = set()
+
+    def new(named: Iterable[tuple[str, Any]]) -> list[Weight]:
+        found = []
+        for name, parameter in named:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append(Weight(name=name, shape=tuple(parameter.shape)))
+        return found
+
+    embedding = new(built.get_input_embeddings().named_parameters())
+    runs = runs_of(new(layer.named_parameters()) for layer in layers)
+    projection = built.get_output_embeddings()
+    head = new(projection.named_parameters()) if projection is not None else []
+    return Weights(
+        embedding=tuple(embedding),
+        runs=runs,
+        outside=tuple(new(built.named_parameters())),
+        head=tuple(head or embedding),
+        tied=not head,
     )
 
 

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -24,6 +25,8 @@ MOST = 3
 """Suggestions."""
 TRIALS = 1_500
 """Variants that are looked at, some 50 µs each."""
+PATIENCE_S = 1.5
+"""Seconds after which no further variant is looked at: a model of thousands of layers takes long for each."""
 
 WIDTH = 8
 """Other values of one field that are looked at."""
@@ -38,6 +41,7 @@ WEIGHTS = {
     MICRO_BATCH: 0.5,
     "parallel.zero_stage": 0.75,
     **dict.fromkeys(DEGREES, 1.0),
+    "parallel.activation_checkpointing": 1.0,
     "parallel.nvme_path": 0.5,
     "parallel.offload_optimizer": 1.5,
     "parallel.offload_param": 1.5,
@@ -47,6 +51,15 @@ WEIGHTS = {
 }
 """Fields that may be changed → how far one change is."""
 RELATED = {
+    # What lowers the memory of a rank.
+    "parallel": (
+        MICRO_BATCH,
+        "parallel.zero_stage",
+        "parallel.activation_checkpointing",
+        *DEGREES,
+        "parallel.offload_optimizer",
+        "parallel.offload_param",
+    ),
     "batch.global_batch_size": (MICRO_BATCH, *DEGREES[:3]),
     "parallel.grad_accum_dtype": ("parallel.precision", "parallel.offload_optimizer"),
     "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
@@ -66,7 +79,7 @@ def nearest_plans(
         facts = model_facts(recipe.model, recipe.vocab_size)
     except RecipeError:
         return ()
-    return tuple(_as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {}), most))
+    return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {}), most))
 
 
 def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
@@ -80,13 +93,14 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
     queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
     seen: set[frozenset[tuple[str, Any]]] = set()
     found: list[Fields] = []
+    deadline = time.monotonic() + PATIENCE_S
     for _ in range(TRIALS):
-        if not queue or len(found) == most:
+        if not queue or len(found) == most or time.monotonic() > deadline:
             break
         distance, _, changes = heapq.heappop(queue)
         if any(one.items() <= changes.items() for one in found):
             continue  # a legal plan, changed further for nothing
-        draft = Draft(_changed(recipe, changes), cluster, facts)
+        draft = Draft(changed(recipe, changes), cluster, facts)
         named = _named(draft)
         if not named and changes and _resolves(recipe, cluster, facts, changes):
             found.append(changes)
@@ -155,7 +169,7 @@ def _distance(field: str, present: Any, value: Any) -> float:
     return WEIGHTS[field] * steps
 
 
-def _changed(recipe: Recipe, fields: Fields) -> Recipe:
+def changed(recipe: Recipe, fields: Fields) -> Recipe:
     """A variant without asking the types again, which is what `with_` takes its time for."""
     parts: dict[str, Fields] = {}
     for field, value in fields.items():
@@ -180,12 +194,14 @@ def _value(recipe: Recipe, field: str) -> Any:
     return getattr(getattr(recipe, part), name)
 
 
-def _as_arguments(fields: Fields) -> str:
+def as_arguments(fields: Fields) -> str:
+    """Changes as `--set` arguments to paste."""
     return " ".join(f"--set {field}={_text(value)}" for field, value in _sorted(fields))
 
 
 def _sorted(fields: Fields) -> Iterator[tuple[str, Any]]:
-    return iter(sorted(fields.items(), key=lambda item: list(WEIGHTS).index(item[0])))
+    order = list(WEIGHTS)
+    return iter(sorted(fields.items(), key=lambda item: order.index(item[0]) if item[0] in WEIGHTS else len(order)))
 
 
 def _text(value: Any) -> str:

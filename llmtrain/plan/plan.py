@@ -8,6 +8,7 @@ from pydantic import Field
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem
+from llmtrain.plan.weights import Weights
 from llmtrain.recipe import Part, Recipe
 
 
@@ -87,8 +88,12 @@ class ModelFacts(Part):
     """Whether positions are a table, which no sequence may run past."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token meets in a layer; 0 for a dense model, and where the configuration does not say."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
+    weights: Weights | None = None
+    """The parameters one by one; None for a model that is no chain of layers."""
     source: str
     """`arithmetic` or `meta device`."""
 
@@ -134,7 +139,7 @@ class Plan(Part):
             "workers": self.workers,
             "layout": self.layout.model_dump() | self._stages(),
             "batch": self.batch.model_dump(),
-            "model": self.model.model_dump(),
+            "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,
             "notes": list(self.notes),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 
 from llmtrain.plan.bounds import StageBounds, balance
@@ -30,6 +31,7 @@ def stage_bounds(facts: ModelFacts, stages: int, sequence_length: int) -> list[S
     return balance(layer_costs(facts, sequence_length), stages)
 
 
+@lru_cache(maxsize=4096)  # a search asks for the same few again and again
 def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[StagePlan, ...]:
     """All stages; empty without a pipeline. Raises as `stage_bounds`.
 

@@ -18,9 +18,10 @@ from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Part, Recipe
 
 PROBES = ("recipe", "sgd")
-"""Runs of each plan. `recipe`: as declared. `sgd`: with plain SGD, a clipping that bites at every step and a
-decay that shows. Adam's update does not change when all gradients are scaled, so a wrong clipping, or a loss
-divided by a wrong number, leaves its weights as they are; those of SGD follow the scale at once."""
+"""Runs of each plan. `recipe`: as declared. `sgd`: with plain SGD, a clipping that bites at every step, if the
+recipe clips at all, and a decay that shows. Adam's update does not change when all gradients are scaled, so a
+wrong clipping, or a loss divided by a wrong number, leaves its weights as they are; those of SGD follow the
+scale at once."""
 
 COMPARABLE = ("fp32", "bf16", "autocast_bf16")
 """Precisions that the reference computes too."""

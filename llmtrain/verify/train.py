@@ -40,7 +40,7 @@ from llmtrain.verify.job import (
 )
 
 SGD_STEP = 0.05
-"""Learning rate times the clipped gradient norm in the SGD probe: the length of its first full step. A matrix
+"""Learning rate times the (clipped) gradient norm in the SGD probe: the length of its first full step. A matrix
 of a small model measures some units, so it moves by percents and stays where it can be trained."""
 ORDERS = 8
 """References in other orders and micro-batches, for the spread of a low precision."""
@@ -97,12 +97,17 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
 
 
 def sgd_fields(recipe: Recipe, grad_norms: Any) -> dict[str, Any]:
-    """The SGD probe: clipped to half of the smallest norm seen, and decayed in any case."""
+    """The SGD probe: clipped to half of the smallest norm seen, and decayed in any case.
+
+    Where the recipe does not clip, neither does the probe: some plans are legal without clipping only.
+    """
     clip = min(grad_norms) / 2 or 1.0
+    longest = max(grad_norms) or 1.0
+    is_clipped = recipe.optim.clip_grad_norm > 0
     return {
         "optim.name": "sgd",
-        "optim.lr": SGD_STEP / clip,
-        "optim.clip_grad_norm": clip,
+        "optim.lr": SGD_STEP / (clip if is_clipped else longest),
+        "optim.clip_grad_norm": clip if is_clipped else 0.0,
         "optim.weight_decay": recipe.optim.weight_decay or 0.1,
     }
 

@@ -1,5 +1,17 @@
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 # The recipes and batches of the engine tests serve here as well.
 sys.path.append(str(Path(__file__).parent.parent / "engines"))
+
+
+@pytest.fixture
+def quick_disk(tmp_path) -> Iterator[Path]:
+    """A folder in memory where there is such a filesystem: to flush is quick there, and nothing else differs."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield Path(folder)

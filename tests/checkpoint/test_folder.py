@@ -1,118 +1,133 @@
-"""A checkpoint is whole, or it is not there, or it says what is wrong with it."""
+"""A checkpoint is whole, or it is not there; what is deleted is ours, and what is kept is what the recipe says."""
 
 from __future__ import annotations
 
 import json
-import pickle
-import zipfile
 
 import pytest
-import torch
+from small_saves import save, saver_of
 
 from llmtrain.checkpoint import folder
-from llmtrain.checkpoint.pickles import check_pickles
-from llmtrain.errors import CheckpointError, Exit
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.manifest import read_manifests
+from llmtrain.errors import CheckpointError
 
 
-def _checkpoint(checkpoints, step: int = 5):
-    temporary = folder.temporary_folder(checkpoints, step)
-    (temporary / "engine").mkdir(parents=True)
-    torch.save({"module": torch.arange(10)}, temporary / "engine" / "model.pt")
-    (temporary / "trainer.json").write_text("{}")
-    return folder.publish(temporary, step)
+def _names(checkpoints):
+    return sorted(path.name for path in checkpoints.iterdir())
 
 
 def test_a_published_checkpoint_is_whole_and_the_newest(tmp_path):
-    made = _checkpoint(tmp_path)
-    folder.verify(made)
-    assert made.name == "step_00000005"
+    made = save(saver_of(tmp_path), 5)
+    (manifest,) = verify(made)
     assert folder.newest(tmp_path) == made
     assert (tmp_path / "latest").read_text() == "step_00000005\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000005"]
+    assert _names(tmp_path) == ["latest", "step_00000005"]
+    # All that is there, and the manifest.
+    files = {path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()}
+    assert files == {*manifest.files, "MANIFEST.json"}
+    assert (manifest.step, manifest.samples, manifest.run, manifest.world_size) == (5, 40, "small", 1)
 
 
 def test_a_half_made_checkpoint_is_never_found(tmp_path):
-    made = _checkpoint(tmp_path)
-    (folder.temporary_folder(tmp_path, 6) / "engine").mkdir(parents=True)
+    made = save(saver_of(tmp_path), 5)
+    building = folder.Building(tmp_path, 6, "small")
+    building.start()
+    (building.folder / "engine").mkdir()
+    assert folder.whole(tmp_path) == [made]
     unfinished = folder.step_folder(tmp_path, 7)
     unfinished.mkdir()
     assert folder.newest(tmp_path) == made
-    with pytest.raises(CheckpointError, match="never finished"):
-        folder.verify(unfinished)
+    with pytest.raises(CheckpointError, match="not whole"):
+        verify(unfinished)
 
 
 def test_latest_that_names_nothing_falls_back_on_the_newest(tmp_path):
-    made = _checkpoint(tmp_path)
+    made = save(saver_of(tmp_path), 5)
     (tmp_path / "latest").write_text("step_00000099\n")
     assert folder.newest(tmp_path) == made
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
-def test_damage_is_named_by_file(tmp_path, damage):
-    made = _checkpoint(tmp_path)
-    file = made / "engine" / "model.pt"
-    content = bytearray(file.read_bytes())
-    if damage == "cut":
-        file.write_bytes(content[:-1])
-    elif damage == "flip":
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    else:
-        file.unlink()
-    with pytest.raises(CheckpointError) as raised:
-        folder.verify(made)
-    assert "engine/model.pt" in str(raised.value)
-    assert raised.value.exit_code == Exit.CHECKPOINT
-
-
-def test_a_damaged_manifest_is_a_message(tmp_path):
-    made = _checkpoint(tmp_path)
-    for text in ("", "{", "[]", json.dumps({"files": 3})):
-        (made / folder.MANIFEST).write_text(text)
+def test_a_manifest_that_cannot_be_read_is_a_message(tmp_path):
+    made = save(saver_of(tmp_path), 5)
+    whole = json.loads((made / "MANIFEST.json").read_text())
+    for text in ("", "{", "[]", json.dumps({"files": 3}), json.dumps({**whole, "schema_version": 2})):
+        (made / "MANIFEST.json").write_text(text)
         with pytest.raises(CheckpointError, match="cannot be read"):
-            folder.verify(made)
+            read_manifests(made)
+
+
+def test_a_save_removes_what_killed_ones_left_and_nothing_else(tmp_path):
+    for name in (
+        ".step_00000001.view-0123abcd",
+        ".step_00000003.partial-small",
+        ".step_00000002.deleted-small",
+        ".step_00000003.partial-other",
+        "mine",
+    ):
+        (tmp_path / name).mkdir()
+    for name in (".probe-0123abcd-17", ".latest.x1_y2"):
+        (tmp_path / name).touch()
+    save(saver_of(tmp_path), 5)
+    assert _names(tmp_path) == [".step_00000003.partial-other", "latest", "mine", "step_00000005"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path):
+    saver = saver_of(tmp_path)
+    first = verify(save(saver, 5))[0].save
+    save(saver, 4)
+    assert verify(save(saver, 5))[0].save != first
+    assert _names(tmp_path) == ["latest", "step_00000004", "step_00000005"]
+
+
+def test_a_folder_that_is_in_the_way_and_not_ours_is_kept(tmp_path):
+    save(saver_of(tmp_path, run="other"), 5)
+    save(saver_of(tmp_path), 5)
+    (kept,) = tmp_path.glob("step_00000005.replaced-*")
+    assert verify(kept)[0].run == "other"
+    assert folder.whole(tmp_path) == [tmp_path / "step_00000005"]
 
 
 def test_old_checkpoints_are_removed_and_nothing_else(tmp_path):
+    (tmp_path / "step_00000000_mine").mkdir(parents=True)
+    (tmp_path / "step_00000000").mkdir()
+    save(saver_of(tmp_path, run="other"), 9)
+    saver = saver_of(tmp_path, **{"checkpoint.keep_last": 2})
     for step in (1, 2, 3):
-        _checkpoint(tmp_path, step)
-    (tmp_path / "step_00000000_mine").mkdir()
-    folder.prune(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == [
-        "step_00000000_mine",
-        "step_00000002",
-        "step_00000003",
-    ]
+        save(saver, step)
+    # No manifest, and the manifest of another run: not ours.
+    kept = ["step_00000000", "step_00000000_mine", "step_00000002", "step_00000003", "step_00000009"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
 def test_a_run_that_went_back_keeps_what_it_writes_now(tmp_path):
+    saver = saver_of(tmp_path, **{"checkpoint.keep_last": 2})
     for step in (100, 200, 300, 150):
-        made = _checkpoint(tmp_path, step)
-    folder.prune(tmp_path, 2)
+        made = save(saver, step)
     assert {path.name for path in folder.whole(tmp_path)} == {"step_00000300", "step_00000150"}
     assert folder.newest(tmp_path) == made
 
 
-class _Canary:
-    def __reduce__(self):
-        return (open, ("/nonexistent/canary", "w"))
+def test_milestones_and_the_best_are_kept(tmp_path):
+    policy = {"checkpoint.keep_last": 1, "checkpoint.keep_every_steps": 4, "checkpoint.keep_best": 2}
+    saver = saver_of(tmp_path, **policy, **{"checkpoint.every_steps": 1, "evaluation.every_steps": 1})
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 1.5, 6: None, 7: 9.0}
+    for step, loss in losses.items():
+        save(saver, step, loss)
+    assert [int(path.name[5:]) for path in folder.whole(tmp_path)] == [2, 4, 5, 7]
 
 
-def test_a_pickle_that_would_run_something_is_refused(tmp_path):
-    torch.save({"state": torch.ones(2), "bad": _Canary()}, tmp_path / "shard.pt")
-    with pytest.raises(CheckpointError, match="open"):
-        check_pickles(tmp_path)
+def test_a_deletion_that_fails_costs_nothing(tmp_path, capsys, monkeypatch):
+    saver = saver_of(tmp_path, **{"checkpoint.keep_last": 1})
+    save(saver, 1)
 
+    def stuck(*_):
+        raise PermissionError(13, "Permission denied", "x")
 
-def test_a_file_that_is_no_checkpoint_is_a_message(tmp_path):
-    (tmp_path / "shard.pt").write_bytes(b"\x80\x04nonsense")
-    with pytest.raises(CheckpointError, match=r"shard\.pt"):
-        check_pickles(tmp_path)
-
-
-def test_the_legacy_format_is_refused(tmp_path):
-    """A bare pickle is not looked into by torch's scanner, so it does not pass."""
-    (tmp_path / "shard.pt").write_bytes(pickle.dumps({"a": 1}))
-    assert not zipfile.is_zipfile(tmp_path / "shard.pt")
-    with pytest.raises(CheckpointError):
-        check_pickles(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "rename", lambda old, new: stuck() if "deleted" in new.name else old.rename(new))
+        save(saver, 2)
+    assert "cannot delete an old checkpoint: Permission denied" in capsys.readouterr().out
+    assert [path.name for path in folder.whole(tmp_path)] == ["step_00000001", "step_00000002"]
+    save(saver, 3)
+    assert [path.name for path in folder.whole(tmp_path)] == ["step_00000003"]

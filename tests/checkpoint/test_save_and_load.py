@@ -60,7 +60,7 @@ def _step(engine, step, shape):
     engine.train_step(step_batch(step, *shape))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_continued_is_uninterrupted_bit_for_bit(ranks, tmp_path):
     for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
         for case, (whole, continued) in zip(CASES, results, strict=True):

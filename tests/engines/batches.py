@@ -11,6 +11,14 @@ VOCAB = 256
 T = 32
 GLOBAL_BATCH = 8
 
+MIXTRAL = {
+    "model.architecture": "mixtral",
+    "model.config.num_local_experts": 4,
+    "model.config.output_router_logits": True,
+    "model.config.router_aux_loss_coef": 0.5,
+}
+"""Fields that make the tiny recipe's model a mixture of experts with a router's loss."""
+
 
 def tiny_recipe(**fields) -> Recipe:
     recipe = Recipe(
@@ -37,7 +45,7 @@ def tiny_recipe(**fields) -> Recipe:
     return recipe.with_(**fields)
 
 
-def global_batch(step: int) -> list[MicroBatch]:
+def global_batch(step: int, size: int = GLOBAL_BATCH, length: int = T, vocab: int = VOCAB) -> list[MicroBatch]:
     """The samples of a step, one per micro-batch: two documents each, then padding."""
     generator = torch.Generator().manual_seed(1000 + step)
 
@@ -45,21 +53,38 @@ def global_batch(step: int) -> list[MicroBatch]:
         return torch.randint(low, high, size, generator=generator)
 
     samples = []
-    for _ in range(GLOBAL_BATCH):
-        first, second = (int(n) for n in integers(3, T // 2, (2,)))
-        positions = torch.cat([torch.arange(first), torch.arange(second), torch.arange(T - first - second)])
+    for _ in range(size):
+        first, second = (int(n) for n in integers(3, length // 2, (2,)))
+        positions = torch.cat([torch.arange(first), torch.arange(second), torch.arange(length - first - second)])
         # Low tokens are likelier, so that there is something to learn.
-        tokens = (integers(0, VOCAB, (T + 1,)) * integers(0, VOCAB, (T + 1,))) // VOCAB
+        tokens = (integers(0, vocab, (length + 1,)) * integers(0, vocab, (length + 1,))) // vocab
         labels = tokens[1:].clone()
         labels[first + second :] = -100
         samples.append(MicroBatch(input_ids=tokens[None, :-1], position_ids=positions[None], labels=labels[None]))
     return samples
 
 
-def step_batch(step: int, micro_batch: int, accumulation: int, dp_rank: int = 0, dp: int = 1) -> StepBatch:
-    """The part of a rank: sample (m·dp + rank)·micro_batch + k in row k of micro-batch m."""
-    assert micro_batch * accumulation * dp == GLOBAL_BATCH
-    samples = global_batch(step)
+def step_batch(
+    step: int,
+    micro_batch: int,
+    accumulation: int,
+    dp_rank: int = 0,
+    dp: int = 1,
+    size: int = GLOBAL_BATCH,
+    **shape: int,
+) -> StepBatch:
+    """The part of a rank: sample (m·dp + rank)·micro_batch + k in row k of micro-batch m.
+
+    size: of the global batch; shape: `length` and `vocab` of its samples.
+    """
+    assert micro_batch * accumulation * dp == size
+    return part_of(global_batch(step, size, **shape), step, micro_batch, accumulation, dp_rank, dp)
+
+
+def part_of(
+    samples: list[MicroBatch], step: int, micro_batch: int, accumulation: int, dp_rank: int, dp: int
+) -> StepBatch:
+    """The part of a rank of the samples of a step."""
     micro_batches = []
     for m in range(accumulation):
         start = (m * dp + dp_rank) * micro_batch
@@ -73,5 +98,5 @@ def step_batch(step: int, micro_batch: int, accumulation: int, dp_rank: int = 0,
         )
     targets = sum(int((row.labels != -100).sum()) for row in samples)
     return StepBatch(
-        micro_batches=micro_batches, target_tokens=targets, samples=GLOBAL_BATCH, first_sample=step * GLOBAL_BATCH
+        micro_batches=micro_batches, target_tokens=targets, samples=len(samples), first_sample=step * len(samples)
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from torch import nn
 from traces import Trace, trace, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.engines.writer import Writer
 from llmtrain.models import build_model
 from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe
@@ -21,17 +22,7 @@ FP32 = 1e-5
 """The bound of the project for fp32; see test_parity.py."""
 CPU = torch.device("cpu")
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
-MOE = {
-    "model.architecture": "mixtral",
-    "model.config": {
-        **tiny_recipe().model.config,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.5,
-    },
-}
-VARIANTS = ({}, SGD, {**SGD, "parallel.activation_checkpointing": "full"}, {**SGD, **MOE})
+VARIANTS = ({}, SGD, {**SGD, "parallel.activation_checkpointing": "full"}, {**SGD, **MIXTRAL})
 
 
 class InTurn(nn.Module):
@@ -86,7 +77,7 @@ def test_it_goes_on_from_what_it_saved(tmp_path):
     first, second = (_engine(1, CPU, micro_batch=2) for _ in range(2))
     for step in range(3):
         first.train_step(step_batch(step, *first.shape))
-    first.save(tmp_path)
+    first.save(Writer(tmp_path))
     second.load(tmp_path)
     whole, continued = (trace(engine, range(3, STEPS), *engine.shape) for engine in (first, second))
     assert continued.losses == whole.losses

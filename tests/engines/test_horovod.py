@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, plan_of, trace, trace_plan, worst
 
@@ -30,16 +30,6 @@ FP32 = 1e-5
 """The bound of the project for fp32; see test_parity.py."""
 
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
-MOE = {
-    "model.architecture": "mixtral",
-    "model.config": {
-        **tiny_recipe().model.config,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "output_router_logits": True,
-        "router_aux_loss_coef": 0.5,
-    },
-}
 VARIANTS = (
     {},
     SGD,
@@ -89,7 +79,7 @@ def test_the_run_is_that_of_the_plain_loop(ranks):
 
 
 def test_the_load_balance_of_experts_is_a_mean_over_ranks():
-    fields = {**MOE, **SGD}
+    fields = {**MIXTRAL, **SGD}
     run = run_ranks(2, _train, [_recipe(2, 2, **fields)], 2)[0][0]
     # The same micro-batches, since the loss of a router is a mean within each.
     expected = _reference(tiny_recipe(**fields), micro_batch=2)

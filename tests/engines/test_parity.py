@@ -65,7 +65,7 @@ def reference() -> Trace:
     return _reference()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fp32_is_the_plain_loop(ranks, reference):
     for name, run in _runs(ranks, _cases(range(4))):
         assert worst(run.losses, reference.losses) < FP32, name
@@ -108,7 +108,8 @@ def test_optimizers_schedules_and_checkpointing_are_the_plain_loop():
             assert run.rates == expected.rates, variant
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_bf16_stays_near_the_fp32_loop(ranks, reference):
     # bf16 has 8 bits of precision: a logit of size about 1 carries an error of 2⁻⁹ relative, and a
     # mean over hundreds of tokens much less. The bound is one unit in the last place of the loss

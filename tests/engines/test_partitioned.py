@@ -71,21 +71,20 @@ def test_partitioning_does_not_round_the_rotary_frequencies():
     assert partitioned == whole
 
 
-def _seed(rank: int, folder):
+def _seed(rank: int):
     import torch
 
-    from llmtrain import worker
-    from llmtrain.run_dir import RunDir
+    from llmtrain.checkpoint.state import begin
 
     plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 4}), 2)
-    state = worker._resume(RunDir(folder), plan, None, "auto", "key")
+    state = begin(plan, "key")
     return state.step, state.data, torch.initial_seed()
 
 
-def test_a_new_run_seeds_each_rank_its_own_way(tmp_path):
+def test_a_new_run_seeds_each_rank_its_own_way():
     """Else dropout would drop the same on every rank, or not depend on the recipe."""
     seed = tiny_recipe().train.seed
-    assert run_ranks(2, _seed, tmp_path) == [(0, "key", seed), (0, "key", seed + 1)]
+    assert run_ranks(2, _seed) == [(0, "key", seed), (0, "key", seed + 1)]
 
 
 def _joined_as_if_alone(rank: int):

@@ -47,7 +47,7 @@ def _train(rank: int, cases) -> list[Trace]:
     return [_run(engine_of(plan), plan, range(STEPS)) for plan in plans]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_pipeline_is_the_plain_loop(ranks):
     cases = [case for case in CASES if case[0] * case[1] == ranks]
     for results in run_ranks(ranks, _train, cases):
@@ -87,3 +87,21 @@ def test_bf16_stays_near_the_fp32_loop():
     for run in run_ranks(4, _train, [(2, 2, {"parallel.precision": "bf16"})]):
         assert worst(run[0].losses, expected.losses) < 2**-8
         assert worst(run[0].grad_norms, expected.grad_norms) < 2**-6
+
+
+def _forward_passes(rank: int, recipe) -> float:
+    """How often a decoder layer of this rank's stage runs for each micro-batch of a step."""
+    plan = plan_of(recipe, 2)
+    engine = engine_of(plan)
+    calls = []
+    layers = engine.module.stage.model.model.layers
+    own = next(layer for layer in layers if next(layer.parameters(), None) is not None)
+    own.register_forward_pre_hook(lambda *_: calls.append(1))
+    _run(engine, plan, range(1))
+    return len(calls) / plan.batch.gradient_accumulation_steps
+
+
+def test_checkpointing_runs_each_layer_twice():
+    """DeepSpeed's own interval would checkpoint the stage around its layers: three times. The last pass evaluates."""
+    recipe = _recipe(2, 1, {"parallel.activation_checkpointing": "full"})
+    assert run_ranks(2, _forward_passes, recipe) == [2 + 1, 2 + 1]

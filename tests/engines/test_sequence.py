@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, T, global_batch, step_batch, tiny_recipe
+from batches import GLOBAL_BATCH, MIXTRAL, T, global_batch, step_batch, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 from transformers import masking_utils
@@ -35,12 +35,6 @@ THREE_KEY_HEADS = {
     "model.config.num_key_value_heads": 3,
 }
 """Key heads that two ranks can neither share nor copy once each."""
-EXPERTS = {
-    "model.architecture": "mixtral",
-    "model.config.num_local_experts": 4,
-    "model.config.output_router_logits": True,
-    "model.config.router_aux_loss_coef": 0.5,
-}
 GPT2 = {
     "model.architecture": "gpt2",
     "model.config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": T}
@@ -90,8 +84,8 @@ PAIR = [
     (0, 1, {"data.mask_documents": False}),
     (1, 1, {"model.architecture": "mistral", "model.config.sliding_window": 5}),
     (1, 1, GPT2),
-    (1, 1, EXPERTS),
-    (3, 1, EXPERTS),
+    (1, 1, MIXTRAL),
+    (3, 1, MIXTRAL),
 ]
 
 
@@ -101,15 +95,15 @@ def test_two_slices_are_the_plain_loop():
     for index, case in enumerate(PAIR):
         fields = {name: value for name, value in case[2].items() if not name.startswith("parallel.")}
         # A router's loss is a mean within a micro-batch, so that its size is part of the run.
-        size = GLOBAL_BATCH if fields == EXPERTS else 1
+        size = GLOBAL_BATCH if fields == MIXTRAL else 1
         theirs = expected.setdefault(str(fields), _reference(size, **fields))
         for rank in range(2):
             _assert_equal(runs[rank][index], theirs, (*case, rank))
 
 
 def test_the_routers_loss_shows():
-    silent = _reference(GLOBAL_BATCH, **{**EXPERTS, "model.config.router_aux_loss_coef": 0.0})
-    assert worst(silent.grad_norms, _reference(GLOBAL_BATCH, **EXPERTS).grad_norms) > 10 * FP32
+    silent = _reference(GLOBAL_BATCH, **{**MIXTRAL, "model.config.router_aux_loss_coef": 0.0})
+    assert worst(silent.grad_norms, _reference(GLOBAL_BATCH, **MIXTRAL).grad_norms) > 10 * FP32
 
 
 QUADS = [(2, 1, 1, {}), (2, 3, 2, {}), (2, 1, 2, SGD), (2, 3, 1, SGD), (2, 0, 2, SGD), (4, 2, 2, {}), (4, 3, 1, SGD)]

@@ -233,4 +233,3 @@ def test_fused_and_uneven_shards_become_whole():
     shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
     assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
     assert torch.equal(split.join(shards), whole)
-    assert Split.from_json(split.to_json()) == split

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import TrainerState, begin, load
 
 STEPS = 10
 FP32 = 1e-5  # as in test_parity.py
@@ -90,7 +90,7 @@ def test_with_data_parallel_replicas():
 def _interrupted(rank: int, folder):
     """The seed of this rank; an uninterrupted run; what another had saved, and how a third went on."""
     plan = _plan(1, DROPOUT)
-    seed = _seed(folder / "new")
+    seed = _seed()
     torch.manual_seed(rank // 2)  # as a worker does: tensor parallel ranks drop alike
     whole = _run(engine_of(plan), plan, range(6))
     torch.manual_seed(rank // 2)
@@ -104,11 +104,8 @@ def _interrupted(rank: int, folder):
     return seed, whole, saved, _run(second, plan, range(3, 6))
 
 
-def _seed(folder) -> int:
-    from llmtrain import worker
-    from llmtrain.run_dir import RunDir
-
-    worker._resume(RunDir(folder), _plan(1, {}), None, "auto", "key")
+def _seed() -> int:
+    begin(_plan(1, {}), "key")
     return torch.initial_seed()
 
 

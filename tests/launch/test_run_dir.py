@@ -5,7 +5,7 @@ import pytest
 
 from llmtrain.durable import write_atomically
 from llmtrain.errors import RecipeError
-from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment
+from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, identity_of
 
 DS_CONFIG = {"train_batch_size": 8}
 
@@ -35,7 +35,8 @@ def test_what_is_written_can_be_read(run, plan):
     assert json.loads(run.recipe_file.read_text())["name"] == "small"
     assert {"torch", "pydantic"} <= set(json.loads(run.environment_file.read_text())["packages"])
     assert sorted(entry.name for entry in run.path.iterdir()) == [
-        *("checkpoints", "ds_config.json", "environment.json", "logs", "plan.json", "recipe.json", "tensorboard"),
+        *("checkpoints", "ds_config.json", "environment.json", "logs", "plan.json", "recipe.json", "run_id"),
+        "tensorboard",
     ]
     assert stat.S_IMODE(run.recipe_file.stat().st_mode) == 0o644
 
@@ -106,10 +107,30 @@ def test_what_may_change_is_decided_field_by_field(plan):
     assert {field for field in free if not field.startswith("parallel.")} == {
         *("name", "model.attention", "model.trust_remote_code", "data.cache_dir", "batch.micro_batch_size"),
         *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences"),
-        *("checkpoint.every_steps", "checkpoint.keep_last"),
+        *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
         *("logging.every_steps", "logging.trackers.0", "logging.project"),
         *("export.at_end", "export.sample_prompt", "export.sample_tokens"),
     }
+
+
+def test_a_run_keeps_its_identity(run, plan, tmp_path):
+    run.create(plan, DS_CONFIG)
+    first = run.read_id()
+    run.create(plan, DS_CONFIG)
+    assert run.read_id() == first
+    other = RunDir(tmp_path / "other")
+    other.create(plan, DS_CONFIG)
+    assert other.read_id() != first
+
+
+def test_the_identity_of_a_recipe_is_what_a_run_may_not_change(plan):
+    recipe = plan.recipe
+    identity = identity_of(recipe)
+    assert identity_of(recipe.with_(**{"train.max_steps": 10, "parallel.zero_stage": 2, "name": "x"})) == identity
+    assert identity_of(recipe.with_(**{"optim.lr": 0.5})) != identity
+    default = type(recipe.optim).model_fields["weight_decay"].default
+    # A field that is spelled out is not another recipe: one that a later version adds is not, either.
+    assert identity_of(recipe.with_(**{"optim.weight_decay": default})) == identity
 
 
 def test_a_folder_of_something_else_is_left_alone(run, plan):

@@ -83,15 +83,22 @@ class OwnForCausalLM(PreTrainedModel):
 """
 
 
-def write_folder(folder: Path, **config: object) -> Path:
-    """Code, configuration and weights."""
+def write_folder(folder: Path, replaced: dict[str, str] | None = None, **config: object) -> Path:
+    """Code, configuration and weights. replaced: pieces of the code, and what is there instead."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    declared = {"model_type": "own_of_the_tests", "auto_map": code, **config}
-    (folder / "config.json").write_text(json.dumps(declared))
-    (folder / "configuration_own.py").write_text(CONFIGURATION)
-    (folder / "modeling_own.py").write_text(MODEL)
+    files = {
+        "config.json": json.dumps({"model_type": "own_of_the_tests", "auto_map": code, **config}),
+        "configuration_own.py": CONFIGURATION,
+        "modeling_own.py": MODEL,
+    }
+    for old in replaced or {}:
+        assert any(old in text for text in files.values()), old
+    for name, text in files.items():
+        for old, new in (replaced or {}).items():
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     AutoModelForCausalLM.from_config(loaded, trust_remote_code=True).save_pretrained(folder)
     return folder

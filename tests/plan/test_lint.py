@@ -5,30 +5,36 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.plan.lint import lint_file, lint_text
-from llmtrain.plan.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, TOP_LEVEL_KEYS
+from llmtrain.errors import RecipeError
+from llmtrain.plan.lint import RULES, allowed, lint_file, lint_text
+from llmtrain.plan.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
 
+TOP_LEVEL_KEYS = set(schema().root.keys or {})
 GOOD = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
 
 def rules(values: dict, world_size: int | None = None) -> list[str]:
-    return [finding.rule for finding in lint_text(json.dumps(values), world_size)]
+    return [finding.rule for finding in lint_text(json.dumps(values), world_size) if finding.severity == "error"]
+
+
+def errors(text: str) -> list:
+    return [finding for finding in lint_text(text) if finding.severity == "error"]
 
 
 def test_what_is_right_passes():
     assert rules({**GOOD, "bf16": {"enabled": True}}, 4) == []
     assert rules({**GOOD, "sequence_parallel_size": 2}, 8) == []
-    assert lint_text("{ # a comment\n  train_batch_size: 8\n}") == []  # Hjson, as DeepSpeed reads it
+    assert errors("{ # a comment\n  train_batch_size: 8\n}") == []  # Hjson, as DeepSpeed reads it
 
 
 def test_rendered_files_pass():
     files = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
     assert files
-    assert [finding for file in files for finding in lint_file(file)] == []
+    assert [finding for file in files for finding in lint_file(file) if finding.severity == "error"] == []
 
 
 def test_misspelt_keys_have_a_place():
-    (finding,) = lint_text('{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}')
+    (finding,) = errors('{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}')
     assert (finding.rule, finding.severity, finding.field) == ("lint.unknown_key", "error", "zero_optimisation")
     assert "did you mean 'zero_optimization'" in finding.message
     assert (finding.line, finding.column) == (3, 3)
@@ -36,17 +42,18 @@ def test_misspelt_keys_have_a_place():
 
 def test_removed_keys_say_how_to_migrate():
     for key in REMOVED_KEYS:
-        (finding,) = lint_text(json.dumps({**GOOD, key: {}}))
+        (finding,) = errors(json.dumps({**GOOD, key: {}}))
         assert (finding.rule, finding.field) == ("lint.removed_key", key)
         assert finding.fix
-    (finding,) = lint_text(json.dumps({**GOOD, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}))
+    (finding,) = errors(json.dumps({**GOOD, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}))
     assert (finding.field, finding.line) == ("zero_optimization.mics_shard_size", 1)
 
 
 def test_auto_and_duplicates():
     text = '{"train_batch_size": 8,\n "optimizer": {"params": {"lr": "auto",\n  "lr": "auto"}}}'
     found = {finding.rule: finding for finding in lint_text(text)}
-    assert set(found) == {"lint.auto", "lint.duplicate"}
+    assert {"lint.auto_trainer", "lint.duplicate"} <= set(found)
+    assert rules({**GOOD, "zero_optimization": {"stage": "auto"}}) == ["lint.auto"]
     assert found["lint.duplicate"].field == "optimizer.params.lr"
     assert (found["lint.duplicate"].line, found["lint.duplicate"].column) == (3, 3)
     # Objects in a list repeat their keys rightly.
@@ -56,10 +63,14 @@ def test_auto_and_duplicates():
 def test_batch():
     assert rules({}) == ["lint.batch_missing"]
     assert rules({"train_batch_size": "8"}) == ["lint.batch_value"]
+    assert rules({**GOOD, "train_batch_size": 10}) == ["lint.batch_triangle"]  # with no number of ranks
     assert rules(GOOD, 3) == ["lint.batch_triangle"]
     assert rules({"train_batch_size": 10}, 4) == ["lint.batch_triangle"]
     assert rules({"train_batch_size": 8}, 4) == []
-    assert rules({**GOOD, "sequence_parallel_size": 3}, 4) == ["lint.batch_triangle"]
+    assert rules({**GOOD, "sequence_parallel_size": 3}, 4) == ["lint.world_divides"]
+    (finding,) = lint_text(json.dumps({**GOOD, "gradient_clipping": 1, "tensor_parallel": {"autotp_size": 2}}), 8)
+    assert finding.rule == "lint.batch_tensor"
+    assert "2 × 2 × 4 = 16" in finding.message
 
 
 def test_any_file_is_answered(tmp_path):
@@ -75,7 +86,7 @@ def test_any_file_is_answered(tmp_path):
     for path in (large, tmp_path, tmp_path / "gone.json"):
         assert [finding.rule for finding in lint_file(path)] == ["lint.unreadable"]
     (tmp_path / "bom.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
-    assert lint_file(tmp_path / "bom.json") == []
+    assert [finding.rule for finding in lint_file(tmp_path / "bom.json")] == ["lint.clipping_default"]
 
 
 def test_damaged_files_never_crash():
@@ -107,6 +118,31 @@ def test_keys_are_those_that_deepspeed_reads():
     names = {getattr(config, constant) for constant in looked_up if constant}
     assert len(names) >= 15
     assert names <= TOP_LEVEL_KEYS
+
+
+def test_rules_are_let_pass():
+    text = json.dumps({**GOOD, "zero_optimisation": {}})
+    assert [finding.rule for finding in lint_text(text, allow=allowed(["unknown_key", "lint.clipping_default"]))] == []
+    with pytest.raises(RecipeError, match=r"did you mean 'lint\.unknown_key'"):
+        allowed(["lint.unknown_keys"])
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+def test_misplaced_keys_are_told_their_place():
+    (finding,) = errors('{"train_batch_size": 8, "grad_accum_dtype": "fp32"}')
+    assert finding.fix == "move it to data_types.grad_accum_dtype"
+    (finding,) = errors(
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3,\n "offload_param": {"devise": "cpu"}}}'
+    )
+    assert (finding.field, finding.line, finding.column) == ("zero_optimization.offload_param.devise", 2, 20)
+    assert "did you mean 'device'" in finding.message
+
+
+def test_hjson_is_read_as_deepspeed_reads_it():
+    (finding,) = errors("train_batch_size: 8\nzero_optimization: {\n  # none\n  stage: 7\n}")  # no outermost braces
+    assert (finding.rule, finding.line, finding.column) == ("lint.range", 4, 3)
+    (finding,) = errors('{"train_batch_size": 8,\n "steps_per_print": Infinity\n}')  # a text to Hjson
+    assert (finding.rule, finding.field) == ("lint.type", "steps_per_print")
 
 
 @pytest.mark.parametrize("key", sorted(TOP_LEVEL_KEYS))

@@ -86,6 +86,10 @@ def test_arithmetic_counts_what_transformers_builds(family):
             assert facts.active_parameters == facts.parameters - experts + met, config
         assert (facts.experts > 0) == (experts > 0)
         assert facts.source == "arithmetic"
+        # One by one too, in the model's order; GPT-2 holds its matrices transposed.
+        ours = list(facts.weights.of_layers(0, facts.layers, first=True, last=True))
+        shapes = [(sorted(one.shape), one.is_expert) for one in ours]
+        assert shapes == [(sorted(p.shape), ".experts." in name) for name, p in built.items()], config
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

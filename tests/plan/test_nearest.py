@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from random_plans import cases
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
@@ -122,3 +123,22 @@ def test_a_large_cluster_is_answered_at_once(tiny):
     nearest_plans(recipe, Cluster(nodes=10**6, devices_per_node=7, device="h100"))
     # A search without an end would take minutes; this one takes some 0.2 s.
     assert time.process_time() - started < 5
+
+
+def test_neighbours_of_legal_plans_find_a_way_back():
+    """Over every field that the rules speak of, backends and models among them."""
+    tried = helped = 0
+    for one in cases(11, 160, [1, 2, 4]):
+        recipe, cluster = one.draft.recipe, one.draft.cluster
+        if not one.rules:
+            assert nearest_plans(recipe, cluster) == ()
+            continue
+        suggestions = nearest_plans(recipe, cluster)
+        tried += 1
+        helped += bool(suggestions)
+        for arguments in suggestions:
+            other = pasted(recipe, arguments)
+            assert not refused(other, cluster), (one.told, arguments)
+            assert other.batch.global_batch_size == recipe.batch.global_batch_size
+            assert (other.model, other.data, other.optim) == (recipe.model, recipe.data, recipe.optim)
+    assert helped > 0.9 * tried, (helped, tried)

@@ -6,6 +6,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import resolve
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.model_facts import MOST_LAYERS
 from llmtrain.plan.rules import RULES, broken
 from llmtrain.plan.rules.table import markdown
 from llmtrain.recipe import parse_assignments
@@ -106,7 +107,7 @@ DEEPSEEK = {"model.architecture": "deepseek_v3", "model.config": {"num_hidden_la
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
-    ({**TENSOR, **PIPELINE}, Cluster(devices_per_node=12, device="h100")),
+    ({**TENSOR, **PIPELINE, "model.config.intermediate_size": 384}, Cluster(devices_per_node=12, device="h100")),
     (EVEN_HEADS, GPUS),
     (SEQUENCE, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
@@ -130,6 +131,8 @@ REFUSED = [
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 2}),
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 0}),
     ("pipeline.layers", {**PIPELINE, "parallel.pipeline": 8}),
+    ("pipeline.tensor_divides", {**PIPELINE, **EVEN_HEADS, "model.config.intermediate_size": 385}),
+    ("model.experts_aligned", {**MOE, "model.config.intermediate_size": 385}),
     (
         "pipeline.tied_accumulation",
         {**PIPELINE, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
@@ -149,6 +152,17 @@ def test_legal_layouts(tiny, fields, cluster):
     plan = resolve(tiny.with_(**{"batch.global_batch_size": 64, **fields}), cluster)
     layout = plan.layout
     assert layout.dp * layout.pp * layout.tp * layout.sp == cluster.world_size
+
+
+def test_groups_across_nodes_are_told_with_their_links(tiny):
+    recipe = tiny.with_(**EVEN_HEADS, **{"batch.global_batch_size": 64})
+    for device, told in (
+        ("h100", "50 GB/s between nodes, where a node has 450 GB/s (9 times that)"),
+        ("cpu", "the network"),
+    ):
+        (note,) = resolve(recipe, Cluster(nodes=4, devices_per_node=1, device=device)).notes
+        assert note["rule"] == "layout.tensor_node"
+        assert told in note["message"]
 
 
 @pytest.mark.parametrize(("rule", "fields"), REFUSED)
@@ -207,9 +221,9 @@ def test_rules_have_ids_of_their_own_and_are_documented(pytestconfig):
 
 
 def test_absurd_sizes_neither_overflow_nor_hang(tiny):
-    huge = {"model.config.hidden_size": 6 * 10**9, "model.config.num_hidden_layers": 10**6}
+    huge = {"model.config.hidden_size": 2 * 10**9 - 2, "model.config.num_hidden_layers": MOST_LAYERS}
     plan = resolve(tiny.with_(**huge), Cluster())
-    assert plan.model.parameters > 10**25
+    assert plan.model.parameters > 10**22
     problem = refusals(tiny, Cluster(nodes=10**6, devices_per_node=7))["batch.divides"]
     assert "7000000" in problem.message
 

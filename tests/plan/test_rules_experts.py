@@ -1,6 +1,6 @@
 """The rules of expert parallelism against the engine's own blocks, which it puts in the place of the model's.
 
-One rank that holds all experts is enough: what a block computes does not depend on where the experts are.
+One rank that holds all experts is enough for most: what a block computes does not depend on where the experts are.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # the tiny mixtures of experts
 
+from batches import GLOBAL_BATCH, step_batch
+from harness import run_ranks
 from moe import CONFIGS, moe_recipe
+from traces import engine_of
 
 from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.resolve import assemble
 from llmtrain.plan.rules import broken
 
 CPU = torch.device("cpu")
@@ -104,3 +108,26 @@ def test_routers_in_fp32_become_bf16(architecture):
         logits = ours.get_submodule(path).router.gate(tokens)
     rounds = not torch.equal(expected.float(), logits.float())
     assert rounds == ("expert.router_precision" in refusals(recipe))
+
+
+def planned(recipe):
+    """On two ranks, past the rules."""
+    return assemble(Draft(recipe, Cluster(devices_per_node=2), model_facts(recipe.model, recipe.vocab_size)))
+
+
+def _norm_after_an_overflow(rank: int, recipe) -> list[float]:
+    """A weight that both ranks hold, after a step in which gradients of the second one's experts overflowed."""
+    engine = engine_of(planned(recipe))
+    if rank == 1:
+        expert = next(one for one in engine.model.parameters() if not getattr(one, "allreduce", True))
+        expert.register_hook(lambda gradient: gradient * float("inf"))
+    engine.train_step(step_batch(0, 1, GLOBAL_BATCH // 2, rank, 2))
+    return engine.model.model.norm.weight.detach().tolist()
+
+
+def test_an_overflow_of_one_ranks_experts_is_skipped_by_that_rank_alone():
+    recipe = moe_recipe(**{"parallel.precision": "autocast_fp16", "optim.name": "sgd", "optim.lr": 0.1})
+    assert refusals(recipe) == {"expert.loss_scale"}
+    first, second = run_ranks(2, _norm_after_an_overflow, recipe)
+    assert second == [1.0] * len(second)
+    assert first != second

@@ -185,6 +185,32 @@ def test_plan_in_json_has_what_was_promised(small_recipe):
     assert answer["ds_config"]["gradient_clipping"] == 0.5
 
 
+def test_the_time_of_a_plan_in_json(small_recipe):
+    told = json.loads(llmtrain("plan", small_recipe, "--json", "--device", "h100").stdout)["time"]
+    assert {"compute_s", "communication_s", "bubble", "update_s", "step_s", "tokens_per_second", "mfu"} <= set(told)
+    assert (
+        json.loads(llmtrain("plan", small_recipe, "--json").stdout)["time"] is None
+    )  # a CPU, of which nothing is known
+
+
+def test_search_as_text_and_in_json(small_recipe, tmp_path):
+    node = ("plan", small_recipe, "--device", "h100", "--gpus-per-node", "4", "--search")
+    told = json.loads(llmtrain(*node, "--json").stdout)
+    first = told["best"][0]
+    assert first["set"] in llmtrain(*node).stdout
+    pasted = json.loads(llmtrain(*node[:-1], *first["set"].split(), "--json").stdout)
+    assert pasted["time"] == first["time"]
+    _refused(llmtrain(*node, "--write", tmp_path), USAGE, "--write", "[search.write]")
+    _refused(llmtrain("plan", small_recipe, "--search"), USAGE, "nothing is known of cpu", "[search.device]")
+
+
+def test_write_leaves_a_picture_of_the_pipeline(small_recipe, tmp_path):
+    assert llmtrain("plan", small_recipe, "--gpus-per-node", "2", *PIPELINE, "--write", tmp_path).returncode == 0
+    assert "1F1B, 2 stages" in (tmp_path / "schedule.svg").read_text()
+    assert llmtrain("plan", small_recipe, "--write", tmp_path / "whole").returncode == 0
+    assert not (tmp_path / "whole/schedule.svg").exists()
+
+
 def test_plan_without_deepspeed_has_no_configuration_of_it(small_recipe):
     answer = json.loads(llmtrain("plan", small_recipe, "--json", "--set", "parallel.backend=accelerate").stdout)
     assert (answer["legal"], answer["backend"], answer["strategy"]) == (True, "accelerate", "ddp")

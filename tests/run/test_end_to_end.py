@@ -70,7 +70,14 @@ def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_pa
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("launcher", [name for name in COMMANDS if name != "llmtrain"])
+QUICK = "deepspeed"
+"""The launcher that differs most from our own."""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in COMMANDS if name != "llmtrain"],
+)
 def test_every_launcher_trains_the_same_losses(launcher, small_recipe, two_workers, tmp_path):
     run_dir, _ = _launch(launcher, small_recipe, tmp_path / "run")
     assert losses(run_dir) == losses(two_workers[0])

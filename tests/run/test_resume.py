@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from commands import llmtrain, losses, metrics
 
-from llmtrain.checkpoint.folder import newest, verify
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.folder import newest
 
 ZERO = ("--set", "parallel.zero_stage=1", "--nproc", "2")
+TENSORBOARD = ("--set", 'logging.trackers=["tensorboard"]')
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +81,6 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_another_layout_is_refused_before_anything_is_loaded(small_recipe, uninterrupted):
-    before = losses(uninterrupted)
-    other = ("--set", "parallel.zero_stage=2", "--set", "train.max_steps=20", "--nproc", "2")
-    result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *other)
-    assert result.returncode == 4
-    assert "zero_stage 1 → 2" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert losses(uninterrupted) == before
-
-
 def test_another_recipe_is_refused(small_recipe, uninterrupted):
     result = llmtrain("train", small_recipe, "--run-dir", uninterrupted, *ZERO, "--set", "optim.lr=0.5")
     assert result.returncode == 2
@@ -100,14 +93,117 @@ def test_never_does_not_replace_checkpoints(small_recipe, uninterrupted):
     assert "--run-dir" in result.stderr
 
 
+def _damage(checkpoint):
+    """Flips a bit in the middle of an optimizer shard."""
+    shard = sorted((checkpoint / "engine").glob("rank_*.safetensors"))[-1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return shard
+
+
+@pytest.fixture(scope="module")
+def stopped(small_recipe, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *ZERO, "--max-steps", "10", *TENSORBOARD)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+@pytest.fixture
+def interrupted(stopped, tmp_path):
+    """A run that was stopped after step 10."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
+    other = ("--nproc", "2", "--set", "parallel.zero_stage=3", "--set", "batch.micro_batch_size=1")
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *other)
+    assert result.returncode == 0, result.stderr
+    assert "continuing after step 10" in result.stdout
+    for ours, theirs in zip(losses(interrupted), losses(uninterrupted), strict=True):
+        assert ours[:2] == pytest.approx(theirs[:2], rel=1e-6)  # step and loss
+        assert ours[2:] == pytest.approx(theirs[2:], rel=1e-5)  # gradient norm, rate, tokens, samples
+
+
 @pytest.mark.slow
-def test_checkpoints_are_listed_verified_and_exported(uninterrupted, tmp_path):
-    listed = llmtrain("checkpoint", "list", uninterrupted)
-    assert [line.split()[0].rpartition("/")[2] for line in listed.stdout.splitlines()] == [
-        "step_00000004",
-        "step_00000008",
-        "step_00000012",
+def test_a_damaged_checkpoint_costs_one_interval_and_is_told(small_recipe, uninterrupted, interrupted):
+    shard = _damage(interrupted / "checkpoints" / "step_00000010")
+    listed = llmtrain("checkpoint", "verify", interrupted, "--json")
+    assert listed.returncode == 4
+    checked = {Path(one["folder"]).name: one for one in json.loads(listed.stdout)["checkpoints"]}
+    assert {name: one["whole"] for name, one in checked.items()} == {
+        "step_00000004": True,
+        "step_00000008": True,
+        "step_00000010": False,
+    }
+    assert [problem["field"] for problem in checked["step_00000010"]["problems"]] == [str(shard)]
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, *TENSORBOARD)
+    assert result.returncode == 0, result.stderr
+    assert shard.name in result.stdout
+    assert "falling back to step_00000008" in result.stdout
+    # No line is missing, none is there twice, and each one says what it would have said.
+    assert losses(interrupted) == losses(uninterrupted)
+    assert _weights(interrupted) == _weights(uninterrupted)
+    assert _tracked(interrupted) == {line["step"]: line["loss"] for line in metrics(uninterrupted) if "loss" in line}
+
+
+def _tracked(run_dir) -> dict[int, float]:
+    """Step → loss as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload().Scalars("train/loss")
+    assert len({event.step for event in events}) == len(events)
+    return {event.step: pytest.approx(event.value, rel=1e-6) for event in events}
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_anew(small_recipe, interrupted):
+    before = losses(interrupted)
+    for folder in (interrupted / "checkpoints").glob("step_*"):
+        _damage(folder)
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, *TENSORBOARD)
+    assert result.returncode == 4
+    assert "holds no whole checkpoint" in result.stderr
+    assert result.stderr.count("its hash differs") == 3
+    assert "Traceback" not in result.stderr
+    assert losses(interrupted) == before
+
+
+def test_checkpoints_are_listed(uninterrupted):
+    rows = json.loads(llmtrain("checkpoint", "list", uninterrupted, "--json").stdout)["checkpoints"]
+    assert [(row["step"], row["samples"], row["latest"], row["world_size"]) for row in rows] == [
+        (4, 32, False, 2),
+        (8, 64, False, 2),
+        (12, 96, True, 2),
     ]
+    # The last one was evaluated, after the same step.
+    evaluated = next(
+        line["eval_loss"] for line in metrics(uninterrupted) if line.get("eval_loss") and line["step"] == 12
+    )
+    assert [row["eval_loss"] for row in rows] == [None, None, evaluated]
+    table = llmtrain("checkpoint", "list", uninterrupted).stdout.splitlines()
+    assert len(table) == 4
+    assert table[-1].startswith("step_00000012")
+    assert table[-1].rstrip().endswith("latest")
+
+
+@pytest.mark.slow
+def test_another_runs_checkpoint_starts_a_branch_and_replaces_nothing(
+    small_recipe, uninterrupted, interrupted, tmp_path
+):
+    named = uninterrupted / "checkpoints" / "step_00000008"
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, "--resume", named)
+    assert result.returncode == 4
+    assert "checkpoints of its own" in result.stderr
+    branch = tmp_path / "branch"
+    result = llmtrain("train", small_recipe, "--run-dir", branch, *ZERO, "--resume", named)
+    assert result.returncode == 0, result.stderr
+    assert losses(branch) == [line for line in losses(uninterrupted) if line[0] > 8]
+    assert _weights(branch) == _weights(uninterrupted)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_verified_and_exported(uninterrupted, tmp_path):
     assert llmtrain("checkpoint", "verify", uninterrupted).returncode == 0
     assert llmtrain("export", uninterrupted, tmp_path / "out").returncode == 0
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (

@@ -1,4 +1,4 @@
-"""The batch script as bash runs it. `srun` and `scontrol` stand in for Slurm, which is not there."""
+"""The job scripts as bash runs them, with stand-ins for `srun` and `scontrol`; tests/launch has a real Slurm."""
 
 import os
 import signal
@@ -8,83 +8,240 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "slurm" / "train.sbatch"
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.launch.slurm import Job, committed, parse_options, render_job
+
+FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash
-printf '%s\\0' "$@" > "$CALLS/srun"
+if [ "${@: -1}" = true ]; then echo asked >> "$CALLS/nodes"; exit "$(cat "$CALLS/node")"; fi
+printf '%s\\0' "$@" "$MASTER_ADDR:$MASTER_PORT" > "$CALLS/srun.new"
+trap 'echo USR1 >> "$CALLS/forwarded"; echo 75 > "$CALLS/end.new"; mv "$CALLS/end.new" "$CALLS/end"' USR1
+mv "$CALLS/srun.new" "$CALLS/srun"
 while [ ! -e "$CALLS/end" ]; do sleep 0.02; done
 exit "$(cat "$CALLS/end")"
 """
 SCONTROL = """#!/bin/bash
-case "$1" in
-show) printf 'node-7\\nnode-8\\n' ;;
-requeue) echo "$2" > "$CALLS/requeued"; echo 143 > "$CALLS/end.new"; mv "$CALLS/end.new" "$CALLS/end" ;;
+case "$1 $2" in
+"show hostnames") printf 'node-7\\nnode-8\\n' ;;
+"show node") echo "NodeName=$3 Gres=gpu:8 NodeAddr=127.0.0.1 NodeHostName=$3" ;;
+requeue*) echo "$2" > "$CALLS/requeued" ;;
 esac
 """
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts the script with arguments, as a job of two nodes would."""
+    """Starts a script with arguments, as a job of two nodes would."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    env = {**os.environ, **slurm, "SLURM_GPUS_ON_NODE": "8", "CALLS": str(tmp_path)}
-    env["PATH"] = f"{programs}:{env['PATH']}"
+    env = {**os.environ, **slurm, "CALLS": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}"}
+    env.pop("SLURM_CPUS_PER_TASK", None)
+    (tmp_path / "node").write_text("0")
 
-    def start(*arguments):
-        return subprocess.Popen(["bash", str(SCRIPT), *arguments], env=env, text=True, stderr=subprocess.PIPE)
+    def start(*arguments, script=FOLDER / "train.sbatch", **more):
+        command = ["bash", str(script), *arguments]
+        return subprocess.Popen(
+            command, env={**env, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+        )
 
     return start
 
 
+def finished(process):
+    output, errors = process.communicate(timeout=30)
+    return process.returncode, output + errors
+
+
 def wait_for(path):
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPT.parent.glob("*.sbatch")), ids=lambda path: path.name)
+def called(tmp_path):
+    return (tmp_path / "srun").read_text().split("\0")[:-1]
+
+
+def a_job(*options, command=("recipes/tiny.py",), device="h100"):
+    cluster = Cluster(nodes=2, devices_per_node=8, device=device)
+    return Job("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parse_options(options))
+
+
+def directives(script):
+    return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_committed_scripts_are_rendered():
+    assert {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")} == committed()
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.glob("*.sbatch")), ids=lambda path: path.name)
 def test_syntax(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_one_torchrun_per_node_with_the_arguments_as_given(job, tmp_path):
+def test_one_task_for_each_device_with_the_arguments_as_given(job, tmp_path):
     (tmp_path / "end").write_text("0")
     arguments = ["recipes/tiny.py", "--run-dir", "a b $(touch x)", "--set", 'export.sample_prompt="it\'s"', ""]
-    assert job(*arguments).wait(timeout=15) == 0
-    called = (tmp_path / "srun").read_text().split("\0")[:-1]
-    assert called[:2] == ["--kill-on-bad-exit=1", "torchrun"]
-    assert called[-len(arguments) :] == arguments
-    options = dict(zip(called[2 : -len(arguments) : 2], called[3 : -len(arguments) : 2], strict=True))
-    assert options == {
-        "--nnodes": "2",
-        "--nproc_per_node": "8",
-        "--rdzv_id": "123456",
-        "--rdzv_backend": "c10d",
-        "--rdzv_endpoint": "node-7:23456",
-    }
+    assert finished(job(*arguments, SLURM_CPUS_PER_TASK="4"))[0] == 0
+    words = ["--kill-on-bad-exit=1", "--cpus-per-task=4", "python", "-m", "llmtrain", "train", *arguments]
+    assert called(tmp_path) == [*words, "127.0.0.1:23456"]
+    assert not (tmp_path / "x").exists()
 
 
-def test_a_failure_is_the_failure_of_the_job(job, tmp_path):
-    (tmp_path / "end").write_text("5")
-    assert job("recipes/tiny.py").wait(timeout=15) == 5
+def test_a_port_that_somebody_listens_on_is_left_to_them(job, tmp_path):
+    import socket
+
+    (tmp_path / "end").write_text("0")
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 23457))
+        other.listen()
+        assert finished(job("recipes/tiny.py", SLURM_JOB_ID="123457"))[0] == 0
+    assert called(tmp_path)[-1] == "127.0.0.1:23458"
 
 
-def test_the_warning_puts_the_job_back_into_the_queue(job, tmp_path):
+@pytest.mark.parametrize(
+    ("code", "node", "asked", "requeued"),
+    [
+        (0, 0, False, False),
+        (2, 1, False, False),  # a mistake, whatever the nodes do
+        (5, 0, True, False),  # the run's own failure
+        (5, 1, True, True),  # a node does not answer
+        (137, 1, True, True),
+    ],
+)
+def test_what_ends_a_job_and_what_starts_it_again(job, tmp_path, code, node, asked, requeued):
+    (tmp_path / "end").write_text(str(code))
+    (tmp_path / "node").write_text(str(node))
+    assert finished(job("recipes/tiny.py"))[0] == code
+    assert (tmp_path / "nodes").exists() == asked
+    assert (tmp_path / "requeued").exists() == requeued
+
+
+def test_the_warning_reaches_the_ranks_and_then_puts_the_job_back_into_the_queue(job, tmp_path):
     process = job("recipes/tiny.py")
     wait_for(tmp_path / "srun")
-    time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=15) == 143
+    assert finished(process)[0] == 75
+    assert (tmp_path / "forwarded").read_text() == "USR1\n"
     assert (tmp_path / "requeued").read_text() == "123456\n"
 
 
-def test_without_a_recipe_it_says_how(job):
-    process = job()
-    _, message = process.communicate(timeout=15)
-    assert process.returncode == 2
-    assert message.startswith("usage: sbatch")
+def test_a_job_is_not_started_again_for_ever(job, tmp_path):
+    process = job("recipes/tiny.py", SLURM_RESTART_COUNT="20")
+    wait_for(tmp_path / "srun")
+    process.send_signal(signal.SIGUSR1)
+    code, told = finished(process)
+    assert code == 75
+    assert "submit it again to continue" in told
+    assert not (tmp_path / "requeued").exists()
+
+
+def test_who_is_cancelled_stays_so(job, tmp_path):
+    process = job("recipes/tiny.py")
+    wait_for(tmp_path / "srun")
+    process.terminate()
+    time.sleep(0.2)
+    (tmp_path / "end").write_text("75")
+    assert finished(process)[0] == 75
+    assert not (tmp_path / "requeued").exists()
+    assert not (tmp_path / "nodes").exists()
+
+
+def test_a_task_of_an_array_trains_its_choice_and_requeues_itself(job, tmp_path):
+    (tmp_path / "end").write_text("5")
+    (tmp_path / "node").write_text("1")
+    words = ["runs/a sweep", "optim.lr=1e-3", "data.tokenizer=a/b c", "--", "recipes/tiny.py", "--max-steps", "3"]
+    array = {"SLURM_ARRAY_JOB_ID": "123400", "SLURM_ARRAY_TASK_ID": "1"}
+    assert finished(job(*words, script=FOLDER / "train_array.sbatch", **array))[0] == 5
+    choice = ["--set", "data.tokenizer=a/b c", "--run-dir", "runs/a sweep/data.tokenizer=a_b c"]
+    assert called(tmp_path)[5:-1] == ["train", "recipes/tiny.py", "--max-steps", "3", *choice][1:]
+    assert (tmp_path / "requeued").read_text() == "123400_1\n"
+
+
+def test_a_rendered_sweep_does_the_same(job, tmp_path):
+    (tmp_path / "end").write_text("0")
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_job(a_job("sweep=optim.lr=1e-3", "sweep=optim.lr=$(touch x)")))
+    array = {"SLURM_ARRAY_JOB_ID": "123400", "SLURM_ARRAY_TASK_ID": "1"}
+    assert finished(job(script=script, **array))[0] == 0
+    choice = ["--set", "optim.lr=$(touch x)", "--run-dir", "/runs/a b/optim.lr=$(touch x)"]
+    assert called(tmp_path)[5:-1] == ["recipes/tiny.py", *choice]
+    assert "--array=0-1" in directives(script.read_text())
+
+
+@pytest.mark.parametrize("name", ["train", "train_array", "prepare_data", "verify"])
+def test_without_a_recipe_it_says_how(job, name):
+    code, told = finished(job(script=FOLDER / f"{name}.sbatch", SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="1"))
+    assert code == 2
+    assert told.startswith("usage: sbatch")
+
+
+def test_the_directives_of_a_plan():
+    options = ("partition=long", "time=2-00:00:00", "warn_s=600", "directives=--constraint=ib&h100", "account=my lab")
+    wanted = ["--job-name=tiny", "--chdir=/home/me", "--output=%x-%j.log", "--partition=long", '--account="my lab"']
+    wanted += ["--time=2-00:00:00", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--signal=B:USR1@600"]
+    assert directives(render_job(a_job(*options))) == [
+        *wanted,
+        *("--open-mode=append", "--requeue", "--constraint=ib&h100"),
+    ]
+
+
+def test_a_plan_on_cpus_asks_for_no_gpu():
+    assert not [line for line in directives(render_job(a_job(device="cpu"))) if "gpu" in line]
+
+
+def test_nodes_with_different_numbers_of_devices():
+    lines = directives(render_job(a_job("tasks=12")))
+    assert {"--nodes=2", "--ntasks=12", "--gpus-per-task=1"} <= set(lines)
+    assert not [line for line in lines if "per-node" in line]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("container=/img/a b.sqsh", "mounts=/data:/data"), "'--container-image=/img/a b.sqsh'"),
+        (("container=a.sif", "runtime=apptainer", "mounts=/d:/d"), "apptainer exec --nv --bind /d:/d a.sif python"),
+    ],
+)
+def test_containers(options, line):
+    script = render_job(a_job(*options))
+    assert line in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (("tim=1",), ["--slurm tim"]),
+        (("time",), ["--slurm time"]),
+        (("time=1", "time=2"), ["--slurm time"]),
+        (("warn_s=x", "cpus_per_task=0"), ["--slurm cpus_per_task", "--slurm warn_s"]),
+        (("warn_s=70000",), ["--slurm warn_s"]),
+        (("max_requeues=-1",), ["--slurm max_requeues"]),
+        (("partition=a\nb",), ["--slurm partition"]),
+        (("setup=a\nb",), ["--slurm setup"]),
+        (("mounts=/a:/b",), ["--slurm mounts"]),
+        (("directives=constraint=x",), ["--slurm directives"]),
+        (("runtime=docker", "nodes=3"), ["--slurm nodes", "--slurm runtime"]),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, fields):
+    with pytest.raises(RecipeError) as error:
+        parse_options(options)
+    assert [problem.field for problem in error.value.problems] == fields
+    assert {problem.rule for problem in error.value.problems} == {"slurm.option"}
+
+
+def test_a_path_that_no_script_can_hold_is_refused():
+    job = a_job()
+    broken = Job(job.name, job.cluster, 2, job.command, job.run_dir, Path("/home/me\nme"), job.options)
+    with pytest.raises(RecipeError, match="no #SBATCH line can hold"):
+        render_job(broken)

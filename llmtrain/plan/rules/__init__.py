@@ -1,12 +1,16 @@
 """The table of all rules of legality."""
 
+from collections.abc import Sequence
+
 from llmtrain.errors import Problem
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules import (
     backends,
     batch,
+    checkpoint,
     expert,
     layout,
+    memory,
     model,
     pipeline,
     precision,
@@ -26,20 +30,24 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 )
 """What DeepSpeed does not run right; other engines have rules of their own."""
 
-RULES: tuple[Rule, ...] = (
+LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
     *layout.RULES,
     *batch.RULES,
+    *checkpoint.RULES,
     *DEEPSPEED_RULES,
     *backends.RULES,
 )
+"""What does not depend on how much memory there is."""
+
+RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]
 
 
-def broken(draft: Draft) -> tuple[list[Problem], list[Problem]]:
+def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
     """What a draft breaks: refusals, and notes on what is legal but worth knowing."""
-    asked = [rule for rule in RULES if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]
+    asked = [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]
     refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
     notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]
     return refusals, notes

@@ -28,7 +28,7 @@ STRATEGIES = {
 _DEEPSPEED = assignment(parallel__backend="deepspeed")
 
 
-@rule("backend.accelerate", "What accelerate would run says nothing where another backend runs.", "arithmetic")
+@rule("backend.accelerate", "What accelerate would run says nothing where another backend runs.", "run")
 def accelerate(draft: Draft) -> Iterator[Fault]:
     """`parallel.accelerate` under another backend."""
     parallel = draft.parallel
@@ -38,7 +38,7 @@ def accelerate(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.accelerate", message, fix)
 
 
-@rule("backend.degrees", "Other backends are handed the whole model: each device holds a replica.", "read")
+@rule("backend.degrees", "Other backends are handed the whole model: each device holds a replica.", "run")
 def degrees(draft: Draft) -> Iterator[Fault]:
     """Degrees other than that of data parallelism (`Accelerator.prepare`)."""
     parallel = draft.parallel
@@ -51,7 +51,7 @@ def degrees(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"parallel.{name}", message, f"{assignment(**{f'parallel__{name}': 1})}, or {_DEEPSPEED}")
 
 
-@rule("backend.zero_stage", "FSDP2 always shards parameters; the others keep all of them on each device.", "read")
+@rule("backend.zero_stage", "FSDP2 always shards parameters; the others keep all of them on each device.", "run")
 def zero_stage(draft: Draft) -> Iterator[Fault]:
     """Stages that a strategy does not have."""
     strategy, stage = draft.parallel.strategy, draft.parallel.zero_stage
@@ -84,7 +84,7 @@ def precision(draft: Draft) -> Iterator[Fault]:
     yield Fault("parallel.precision", message, f"{assignment(parallel__precision='autocast_bf16')}, or {other}")
 
 
-@rule("backend.grad_accum", "Other backends sum gradients in fp32; another type would be ignored.", "read")
+@rule("backend.grad_accum", "Other backends sum gradients in fp32; another type would be ignored.", "run")
 def grad_accum(draft: Draft) -> Iterator[Fault]:
     """Accumulators below fp32."""
     parallel = draft.parallel
@@ -97,7 +97,7 @@ def grad_accum(draft: Draft) -> Iterator[Fault]:
     "backend.offload",
     "Of the other backends only FSDP2 has offload: of parameters, gradients and optimizer together, which has not been "
     "compared with the reference.",
-    "read",
+    "run",
 )
 def offload(draft: Draft) -> Iterator[Fault]:
     """Offload, which would be ignored."""
@@ -112,7 +112,7 @@ def offload(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"parallel.{name}", message, f"{fix}, or {_DEEPSPEED}")
 
 
-@rule("data_parallel.devices", "nn.DataParallel is one process, and spreads its work over that machine's GPUs.", "read")
+@rule("data_parallel.devices", "nn.DataParallel is one process, and spreads its work over that machine's GPUs.", "run")
 def devices(draft: Draft) -> Iterator[Fault]:
     """Several machines, or several CPU devices."""
     cluster = draft.cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
@@ -38,9 +39,8 @@ def _nearest_micro(total: int, micro: int, dp: int) -> list[int]:
     if total % dp:
         return []
     share = total // dp
-    smaller = next((size for size in range(min(micro, share), 0, -1) if share % size == 0), None)
-    larger = next((size for size in range(micro, share + 1) if share % size == 0), None)
-    return [size for size in (smaller, larger) if size is not None]
+    sizes = divisors(share)
+    return [*[size for size in sizes if size <= micro][-1:], *[size for size in sizes if size >= micro][:1]]
 
 
 def _or(values: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmtrain.cluster import Device
 from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.families import EXPERT_PRESETS
@@ -42,7 +43,12 @@ def world(draft: Draft) -> Iterator[Fault]:
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule("layout.tensor_divides", "A tensor parallel rank holds whole heads.", "arithmetic")
+@rule(
+    "layout.tensor_divides",
+    "A tensor parallel rank holds whole heads. Where they do not divide, AutoTP gives some ranks more than others, "
+    "or none at all, and all wait for the fullest.",
+    "arithmetic",
+)
 def tensor_divides(draft: Draft) -> Iterator[Fault]:
     """Heads that tensor parallel ranks cannot share evenly."""
     degree, facts = draft.parallel.tensor, draft.facts
@@ -99,10 +105,21 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
     parallel, cluster = draft.parallel, draft.cluster
     if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
         message = (
-            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: slow links in each layer"
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: every layer waits for "
         )
+        message += _links(cluster.spec)
         fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
         yield Fault("parallel.tensor", message, fix)
+
+
+def _links(device: Device) -> str:
+    """What is between nodes, and within them where both are known."""
+    node, network = device.node_bandwidth, device.network_bandwidth
+    if node is None or network is None:
+        return "the network"
+    return (
+        f"{network / 1e9:g} GB/s between nodes, where a node has {node / 1e9:g} GB/s ({node / network:.0f} times that)"
+    )
 
 
 RULES = (

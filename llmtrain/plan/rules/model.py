@@ -8,6 +8,9 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 
+EXPERT_ROW_BYTES = 16
+"""Rows of experts' matrices are multiples of this."""
+
 
 @rule("model.vocabulary", "A token without a row in the embedding is an index out of range.", "arithmetic")
 def vocabulary(draft: Draft) -> Iterator[Fault]:
@@ -66,4 +69,28 @@ def flash_documents(draft: Draft) -> Iterator[Fault]:
         yield Fault("batch.micro_batch_size", message, ", or ".join(fixes))
 
 
-RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents)
+@rule(
+    "model.experts_aligned",
+    "torch's products over groups of tokens, which experts run by, take rows of whole 16 bytes only.",
+    "run",
+)
+def experts_aligned(draft: Draft) -> Iterator[Fault]:
+    """Experts whose width, or a tensor parallel rank's part of it, ends within 16 bytes (`torch._grouped_mm`)."""
+    facts, parallel = draft.facts, draft.parallel
+    if facts is None or facts.weights is None:
+        return
+    step = EXPERT_ROW_BYTES // (4 if draft.weight_dtype == "fp32" else 2)
+    # Only within pipeline stages do tensor parallel ranks share the experts' widths.
+    ranks = parallel.tensor if parallel.pipeline > 1 else 1
+    weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
+    widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
+    uneven = sorted(width for width in widths if width % step)
+    if uneven:
+        told = " and ".join(str(width) for width in uneven)
+        message = (
+            f"experts of width {told} are no multiple of {step} {draft.weight_dtype} numbers, {EXPERT_ROW_BYTES} bytes"
+        )
+        yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
+
+
+RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents, experts_aligned)

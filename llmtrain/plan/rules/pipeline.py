@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
@@ -108,7 +109,7 @@ def _less_idle(draft: Draft) -> str:
     stages, batch = draft.parallel.pipeline, draft.recipe.batch
     needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
     share = batch.global_batch_size // draft.dp
-    smaller = next((size for size in range(share // needed, 0, -1) if share % size == 0), None)
+    smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
     if smaller is not None:
         return f"{assignment(batch__micro_batch_size=smaller)} makes {share // smaller} of them"
     larger = assignment(batch__global_batch_size=needed * draft.dp, batch__micro_batch_size=1)

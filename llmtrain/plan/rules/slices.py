@@ -38,4 +38,25 @@ def family(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 
 
-RULES = (family,)
+@rule(
+    "pipeline.tensor_divides",
+    "Within stages each tensor parallel rank holds an equal part of every split weight; the engine's own AutoTP, "
+    "without stages, takes uneven ones.",
+    "run",
+)
+def divides(draft: Draft) -> Iterator[Fault]:
+    """Feed-forward layers, experts' included, whose width the ranks cannot share evenly."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None or facts.weights is None:
+        return
+    rows = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
+    uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
+    if uneven:
+        widths = " and ".join(str(width) for width in uneven)
+        message = f"{parallel.tensor} was given: feed-forward layers of width {widths} do not divide by it"
+        yield Fault(
+            "parallel.tensor", message, f"{assignment(parallel__tensor=1)}, or {assignment(parallel__pipeline=1)}"
+        )
+
+
+RULES = (family, divides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
@@ -40,7 +39,7 @@ def nvme_stage(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.offload_optimizer", message, fix)
 
 
-@rule("zero.nvme_path", "A path without a use, or a use without a path, is a mistake.", "read")
+@rule("zero.nvme_path", "A path without a use, or a use without a path, is a mistake.", "run")
 def nvme_path(draft: Draft) -> Iterator[Fault]:
     """NVMe offload without its folder, and the folder without it."""
     parallel = draft.parallel
@@ -56,7 +55,7 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
 @rule(
     "zero.expert",
     "Only the engine for whole models spreads experts, and it refuses offload together with tensor parallelism.",
-    "read",
+    "run",
 )
 def expert(draft: Draft) -> Iterator[Fault]:
     """What expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
@@ -73,24 +72,4 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-@rule(
-    "zero.expert_leaf",
-    "ZeRO 3 gathers a module's parameters when it runs. Where ranks reach experts in different orders they wait for "
-    "each other for ever, unless the block is gathered as a whole.",
-    "read",
-    refuses=False,
-)
-def expert_leaf(draft: Draft) -> Iterator[Fault]:
-    """Notes mixtures of experts at ZeRO 3 whose block this package cannot name to the engine."""
-    facts, parallel = draft.facts, draft.parallel
-    if facts is None or not facts.experts or parallel.zero_stage < 3:
-        return
-    family = FAMILIES.get(facts.model_type)
-    if family is None or family.moe_block is None:
-        message = (
-            f"the experts of '{facts.model_type}' are gathered one module at a time: watch the first steps for a hang"
-        )
-        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=2))
-
-
-RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert, expert_leaf)
+RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert)

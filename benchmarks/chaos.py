@@ -1,0 +1,155 @@
+"""Kills saves and runs, and counts what was lost: `python benchmarks/chaos.py --kills 500`.
+
+Saves are killed before and after each of their filesystem calls, in the midst of each write, and at random
+instants, on one rank and on several, of a stand-in and of DeepSpeed's engine (`tests/checkpoint/killing.py` has the
+campaigns). Then whole runs are: the same run is started again and again and killed, and what it leaves at the end is
+compared bit for bit with a run that was left alone. Writes `benchmarks/chaos.json`; a kill that costs more than the
+save that it hits ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+for folder in ("tests", "tests/checkpoint", "tests/engines", "tests/run"):
+    sys.path.append(str(ROOT / folder))
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+import killing  # noqa: E402
+from commands import llmtrain, losses, metrics  # noqa: E402
+from small_runs import write_small_recipe  # noqa: E402
+
+from llmtrain.run_dir import environment  # noqa: E402
+
+MEMORY = Path("/dev/shm")
+TRAIN = (
+    "--set",
+    "parallel.zero_stage=1",
+    "--nproc",
+    "2",
+    "--set",
+    "checkpoint.every_steps=2",
+    "--set",
+    "train.max_steps=400",
+)
+DELAY_S = 3.0
+"""Longest time between the first checkpoint of an attempt and its kill."""
+
+
+def main() -> None:
+    """Runs the campaigns until there were so many kills, and writes what they found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--runs", type=int, default=8, help="of these kills, so many of whole runs")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
+        campaigns = [_timed(what, campaign) for what, campaign in _campaigns(Path(name), options.runs, options.seed)]
+        missing = max(0, options.kills - sum(one["kills"] for one in campaigns))
+        rest = Path(name) / "rest" / "checkpoints"
+        campaigns.append(
+            _timed("one rank, at random instants", lambda: killing.at_random_instants(rest, missing, options.seed))
+        )
+    kills = sum(one["kills"] for one in campaigns)
+    found = environment()
+    document = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": found["git"] and found["git"]["commit"],
+        "hardware": f"{found['cpus']} × {platform.machine()} CPU, gloo, tmpfs",
+        "versions": {"python": found["python"], **{name: found["packages"][name] for name in ("torch", "deepspeed")}},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "kills": kills,
+        "unloadable": 0,  # one, or an interval more than that of the kill, would have ended the program
+        "campaigns": campaigns,
+    }
+    Path(__file__).with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    print(f"{kills} kills, 0 unloadable")
+
+
+def _campaigns(folder: Path, runs: int, seed: int) -> list[tuple[str, Callable[[], int]]]:
+    found: list[tuple[str, Callable[[], int]]] = []
+    for kind, what in (("kill", "before each call"), ("half", "after each call or half of a write")):
+        for back in (False, True):
+            found.append(
+                (
+                    f"one rank, {what}{', over an older checkpoint' if back else ''}",
+                    lambda kind=kind, back=back: killing.at_every_call(folder / f"{kind}{back}", kind, back),
+                )
+            )
+    for ranks, kills in ((2, 40), (4, 20)):
+        found.append((f"{ranks} ranks", lambda r=ranks, k=kills: killing.of_ranks(folder / f"s{r}", r, k, seed)))
+        found.append(
+            (
+                f"{ranks} ranks of DeepSpeed",
+                lambda r=ranks, k=kills: killing.of_ranks(folder / f"z{r}", r, k // 4, seed, real=True),
+            )
+        )
+    found.append(("whole runs of 2 ranks", lambda: _runs(folder / "runs", runs, seed)))
+    return found
+
+
+def _timed(what: str, campaign: Callable[[], int]) -> dict[str, Any]:
+    start = time.monotonic()
+    kills = campaign()
+    seconds = time.monotonic() - start
+    print(f"{what}: {kills} kills in {seconds:.0f} s", flush=True)
+    return {"what": what, "kills": kills, "seconds": round(seconds, 1)}
+
+
+def _runs(folder: Path, kills: int, seed: int) -> int:
+    """One run that is killed again and again, and what it leaves against one that was left alone."""
+    generator = random.Random(seed)
+    recipe = _recipe(folder)
+    killed, whole = folder / "killed", folder / "whole"
+    for _ in range(kills):
+        before = killing.assert_whole(killed / "checkpoints", at_least=0) if (killed / "checkpoints").exists() else 0
+        _attempt(recipe, killed, generator)
+        assert killing.assert_whole(killed / "checkpoints", at_least=before) >= before
+    for run in (killed, whole):
+        result = llmtrain("train", recipe, "--run-dir", run, *TRAIN)
+        assert result.returncode == 0, result.stderr
+    assert losses(killed) == losses(whole)
+    assert [line["step"] for line in metrics(killed) if "loss" in line] == list(range(1, 401))
+    weights = [(run / "export" / "model.safetensors").read_bytes() for run in (killed, whole)]
+    assert weights[0] == weights[1]
+    return kills
+
+
+def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
+    """Starts the run and kills one of its workers, or the launcher, some time after it has saved."""
+    command = [sys.executable, "-m", "llmtrain", "train", str(recipe), "--run-dir", str(run), *TRAIN]
+    log = run / "metrics.jsonl"
+    seen = log.stat().st_mtime_ns if log.exists() else 0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (log.exists() and log.stat().st_mtime_ns != seen):
+        assert process.poll() is None, f"the run ended before it was killed; see {run / 'logs'}"
+        time.sleep(0.01)
+    time.sleep(generator.uniform(0, DELAY_S))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(generator.choice([process.pid, *map(int, children)]), signal.SIGKILL)
+    process.wait()
+    time.sleep(0.5)  # workers of a killed launcher are ended by the kernel
+
+
+def _recipe(folder: Path) -> Path:
+    """The recipe of the tests of whole runs, and its corpus."""
+    folder.mkdir(parents=True)
+    return write_small_recipe(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`llmtrain checkpoint`: what checkpoints there are, and whether they are whole.
+
+As in `cli`, a command imports what it needs when it runs; only verification loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmtrain.errors import CheckpointError, Exit, Problem
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.folder import Found
+
+app = typer.Typer(help="List and verify the checkpoints of a run.", no_args_is_help=True)
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+@app.command("list")
+def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a run in the order they were written, as their manifests describe them."""
+    from llmtrain.checkpoint.folder import find, newest
+
+    checkpoints = checkpoints_of(path)
+    latest = newest(checkpoints)
+    rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
+    if as_json:
+        print(json.dumps({"checkpoints": rows}, indent=2))
+    else:
+        _print_table(rows)
+
+
+@app.command("verify")
+def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Compare every file with the manifest and look into the pickles without loading them; exit 4 on damage.
+
+    Of a run, all checkpoints are verified.
+    """
+    from llmtrain.checkpoint.folder import find
+
+    folders = [path] if is_one(path) else [one.folder for one in find(checkpoints_of(path))]
+    if not folders:
+        raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))
+    problems = {folder: _problems(folder) for folder in folders}
+    if as_json:
+        checked = [
+            {"folder": str(folder), "whole": not found, "problems": [problem.as_dict() for problem in found]}
+            for folder, found in problems.items()
+        ]
+        print(json.dumps({"checkpoints": checked}, indent=2))
+    else:
+        for folder, found in problems.items():
+            print(f"{folder} is {'damaged' if found else 'whole'}")
+            for problem in found:
+                print(f"    {problem}")
+    sys.exit(Exit.CHECKPOINT if any(problems.values()) else Exit.DONE)
+
+
+def is_one(path: Path) -> bool:
+    """Whether a path is a checkpoint, and not a run."""
+    from llmtrain.checkpoint.folder import is_checkpoint_name
+    from llmtrain.checkpoint.manifest import manifest_files
+
+    return is_checkpoint_name(path.resolve().name) or bool(manifest_files(path))
+
+
+def checkpoints_of(path: Path) -> Path:
+    """The folder of checkpoints that a user means. Raises CheckpointError where there is none."""
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints"
+    if path.is_dir() and (path.name == "checkpoints" or any(path.glob("step_*"))):
+        return path
+    raise CheckpointError(Problem("checkpoint.run", str(path), "is no run directory (it has no checkpoints/)"))
+
+
+def one_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest one of a run. Raises CheckpointError where there is none."""
+    from llmtrain.checkpoint.folder import newest
+
+    if is_one(path):
+        return path.resolve()
+    found = newest(checkpoints_of(path))
+    if found is None:
+        raise CheckpointError(Problem("checkpoint.none", str(path), "has no whole checkpoint"))
+    return found.resolve()
+
+
+def _problems(folder: Path) -> list[Problem]:
+    from llmtrain.checkpoint.check import verify
+
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        return list(error.problems)
+    return []
+
+
+def _row(found: Found, is_latest: bool) -> dict[str, Any]:
+    from llmtrain.checkpoint.manifest import missing_parts, read_manifests
+
+    row: dict[str, Any] = {"folder": str(found.folder), "latest": is_latest}
+    try:
+        parts = read_manifests(found.folder)
+    except CheckpointError as error:
+        return {**row, "problem": str(error)}
+    first = parts[0]
+    return {
+        **row,
+        "step": first.step,
+        "samples": first.samples,
+        "eval_loss": first.eval_loss,
+        "bytes": sum(part.bytes for part in parts),
+        "written": first.written,
+        "world_size": first.world_size,
+        "layout": first.layout,
+        "run": first.run,
+        "missing_parts": missing_parts(parts),
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("checkpoint", "step", "samples", "eval loss", "MiB", "written (UTC)", "ranks", ""):
+        table.add_column(name, justify="left" if name in ("checkpoint", "written (UTC)", "") else "right")
+    for row in rows:
+        name, latest = Path(row["folder"]).name, "latest" if row["latest"] else ""
+        if "problem" in row:
+            table.add_row(name, *[""] * 6, "no manifest that can be read")
+            continue
+        loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
+        note = "; ".join([latest] * bool(latest) + [f"without the part of {host}" for host in row["missing_parts"]])
+        table.add_row(
+            *(name, f"{row['step']:,}", f"{row['samples']:,}", loss, f"{row['bytes'] / 2**20:,.1f}"),
+            *(row["written"][:19].replace("T", " "), str(row["world_size"]), note),
+        )
+    Console().print(table)

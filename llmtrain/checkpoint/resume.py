@@ -1,0 +1,100 @@
+"""Which checkpoint a run goes on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from llmtrain.checkpoint.agree import attempt, gather, raise_together
+from llmtrain.checkpoint.check import verify_together
+from llmtrain.checkpoint.folder import find, point_latest, read_latest
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.storage import Storage
+from llmtrain.errors import CheckpointError, Problem
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A verified checkpoint, and why it is not another one."""
+
+    folder: Path
+    manifests: list[Manifest]
+    rejected: tuple[Problem, ...]
+    """What is wrong with newer ones."""
+
+
+def choose_newest(checkpoints: Path, run: str, storage: Storage) -> Choice | None:
+    """The newest checkpoint of a run that is whole on all nodes; None where the run has never had one.
+
+    Called by all ranks. Raises CheckpointError where there are checkpoints, or were, and none can be used:
+    a run must not start anew because of that.
+    """
+    names, rejected = _candidates(checkpoints, storage)
+    for name in names:
+        folder = checkpoints / name
+        manifests, problems = verify_together(folder, storage)
+        if not problems and manifests[0].run != run:
+            problems = [Problem("checkpoint.run", str(folder), f"was written by another run, {manifests[0].run}")]
+        if not problems:
+            return Choice(folder, manifests, tuple(rejected))
+        rejected += problems
+    if rejected:
+        fix = "restore one of them, or start anew with another --run-dir"
+        raise CheckpointError(
+            [*rejected, Problem("checkpoint.none", str(checkpoints), "holds no whole checkpoint", fix)]
+        )
+    return None
+
+
+def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Choice:
+    """The checkpoint that a user has named, of this run or of another one of the same recipe.
+
+    recipe: digest of what a run may not change. Called by all ranks; raises CheckpointError where it cannot
+    be used.
+    """
+    manifests, problems = verify_together(folder, storage)
+    if not problems and manifests[0].run != run and manifests[0].recipe != recipe:
+        problem = Problem(
+            "checkpoint.recipe",
+            str(folder),
+            "was written by a run of another recipe",
+            "export it and start from its weights with model.pretrained, or use the recipe of that run",
+        )
+        problems = [problem]
+    if problems:
+        raise CheckpointError(problems)
+    return Choice(folder, manifests, ())
+
+
+def go_on_from(choice: Choice, checkpoints: Path, storage: Storage) -> None:
+    """Has `latest` name the checkpoint that training goes on from, if it is one of the run's own.
+
+    A later checkpoint that is written over, of a run that was taken back, then never is what it names.
+    """
+    if choice.folder.resolve().parent == checkpoints.resolve() and storage.is_leader:
+        problems = attempt(partial(point_latest, checkpoints, choice.folder.name), "write latest")
+    else:
+        problems = []
+    raise_together(problems)
+
+
+def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Problem]]:
+    """Names of all checkpoints on any node, the most wanted first, and what is wrong with `latest`."""
+    order: dict[str, str] = {}
+    problems: list[Problem] = []
+    latest: str | None = None
+    if storage.is_leader:
+        try:
+            order = {one.folder.name: one.written for one in find(checkpoints)}
+            latest = read_latest(checkpoints)
+        except CheckpointError as error:
+            problems = list(error.problems)
+    raise_together(problems)
+    seen = gather((order, latest))
+    orders = {name: written for found, _ in seen for name, written in found.items()}
+    named = next((name for _, name in seen if name), None)
+    # What has no manifest is asked early: it cannot be taken, but is told of.
+    names = sorted(orders, key=lambda name: (name == named, not orders[name], orders[name], name), reverse=True)
+    gone = [Problem("checkpoint.latest", str(checkpoints / "latest"), f"names {named}, which is not there")]
+    return names, gone if named and named not in orders else []

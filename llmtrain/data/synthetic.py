@@ -1,0 +1,64 @@
+"""Random documents in place of a recipe's own, for runs that are about everything but the text."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmtrain.data.arrays import ArrayWriter
+from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.prepare import Prepared, packed_source
+from llmtrain.data.progress import Progress
+from llmtrain.data.store import SPLITS, TokenStore
+from llmtrain.data.tokenizer import PreparedTokenizer
+from llmtrain.recipe import Recipe
+
+DOCUMENTS = {"train": 512, "eval": 64}
+"""Documents of each source: some hundred sequences."""
+EOS = 0
+
+
+def synthetic(recipe: Recipe, folder: Path) -> Prepared:
+    """As many sources as the recipe has, mixed and packed as it says, in `folder`; made once, whoever asks.
+
+    Documents are 2 to 1.5 · T tokens long, so that sequences hold several of them, and some are cut. The
+    vocabulary is the model's; there is no tokenizer behind it. The same for the same recipe.
+    """
+    vocabulary = recipe.vocab_size
+    assert vocabulary is not None, "a model that random tokens are made for says how many there are"
+    cache = Cache(folder, Progress())
+    tokenizer = PreparedTokenizer(
+        folder=folder, identity="synthetic", vocab_size=vocabulary, eos_id=EOS, bos_id=None, made=True
+    )
+    length = recipe.data.sequence_length
+    sources = []
+    for number, source in enumerate(recipe.data.sources):
+        key = key_of("synthetic", number, vocabulary, length)
+        entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length))  # type: ignore[misc]
+        sources.append(packed_source(recipe.data, source, TokenStore(entry), tokenizer, cache))
+    return Prepared(tokenizer, tuple(sources), length, made=True, seconds=0.0)
+
+
+def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, Any]:
+    """The token store of one source; its meta data, as `store` reads it."""
+    random = np.random.default_rng(seed)
+    splits: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def write(name: str, dtype: Any, values: Any) -> None:
+            stack.enter_context(ArrayWriter(folder, name, dtype)).append(values)
+
+        for split in SPLITS:
+            sizes = random.integers(2, max(3, length * 3 // 2), DOCUMENTS[split])
+            ends = np.concatenate([[0], np.cumsum(sizes)])
+            tokens = random.integers(EOS + 1, vocabulary, ends[-1])
+            tokens[ends[1:] - 1] = EOS
+            write(f"{split}_tokens", np.uint32, tokens)
+            write(f"{split}_documents", np.uint64, ends)
+            splits[split] = {"documents": len(sizes), "tokens": len(tokens)}
+            if split == "train":
+                write("train_counts", np.int64, np.bincount(tokens, minlength=vocabulary))
+    return {"dtype": "uint32", "vocab_size": vocabulary, "splits": splits, "characters": 0, "seconds": 0.0}

@@ -1,0 +1,65 @@
+"""The tiny copy of a recipe's model, as a recipe says a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
+from transformers.utils import logging
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import model_configuration
+from llmtrain.models.cut import STUMBLES
+from llmtrain.models.tiny import shrink
+from llmtrain.plan.families import FAMILIES
+from llmtrain.recipe import ModelConfig, Recipe
+
+IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path")
+"""Fields of a configuration that say nothing about its sizes or switches."""
+
+
+def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
+    """The recipe's model in tiny sizes, with so many layers, its switches and dropout as they are; new weights.
+
+    Raises RecipeError for a model whose code is its own, and where no tiny copy can be made.
+    """
+    with _without_warnings():
+        return _tiny_model(recipe, layers)
+
+
+def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
+    config = model_configuration(recipe)
+    if config.model_type not in CONFIG_MAPPING:
+        raise _refused(recipe, f"'{config.model_type}' is code of its own, which a tiny copy cannot be made of by name")
+    values = config.to_dict()
+    dropout = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
+    try:
+        tiny = shrink(config, layers, **dropout)
+    except (*STUMBLES, StrictDataclassError) as error:
+        raise _refused(recipe, f"no tiny copy of '{config.model_type}' can be made ({error})") from None
+    family = FAMILIES.get(config.model_type)
+    declared = {
+        key: value
+        for key, value in tiny.to_diff_dict().items()
+        if key not in IDENTITY and (family is None or key in family.keys)
+    }
+    declared["vocab_size"] = tiny.vocab_size
+    return ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The sizes of a tiny copy are not what the library expects of a model of that name, and it says so."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _refused(recipe: Recipe, message: str) -> RecipeError:
+    field = "model.architecture" if recipe.model.architecture else "model.pretrained"
+    return RecipeError(Problem("dry_run.model", field, message, "`llmtrain verify` a small recipe of this model"))

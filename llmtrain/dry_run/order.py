@@ -1,0 +1,89 @@
+"""Which samples the ranks of a plan read first, from the sampler itself and without starting a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmtrain.data import Prepared, Schedule
+from llmtrain.data.mixture import Mixture
+from llmtrain.data.sampler import rows_of
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Part
+
+STEPS, REPLICAS, MICRO_BATCHES, ROWS = 2, 8, 4, 16
+"""How much of the order is told."""
+
+
+class Read(Part):
+    """A micro-batch of a replica."""
+
+    step: int
+    """Optimizer step, from 1."""
+    data_rank: int
+    """Number of the replica, or of the process that reads for several."""
+    micro_batch: int
+    """Its number within the step, from 0."""
+    first: int
+    """Number of its first sample; samples are counted from the beginning of the run."""
+    rows: int
+    """How many samples it has, which follow each other."""
+    sources: tuple[int, ...]
+    """Source of each, by its number in the recipe; the first `ROWS` of them."""
+    sequences: tuple[int, ...] = ()
+    """Number of each sequence within its source; empty where the data is not prepared on this machine."""
+
+
+class DataOrder(Part):
+    """The first batches of a plan."""
+
+    sources: tuple[str, ...]
+    """Their names."""
+    is_prepared: bool
+    """Whether the data is prepared here, so that sequences are known and not only samples."""
+    ranks: tuple[tuple[int, ...], ...]
+    """For the first replicas, the ranks that read for it."""
+    reads: tuple[Read, ...]
+
+
+def first_batches(plan: Plan, prepared: Prepared | None) -> DataOrder:
+    """The first micro-batches of the first replicas in the first steps. prepared: None where it is not here."""
+    return DataOrder(
+        sources=tuple(source.name for source in plan.recipe.data.sources),
+        is_prepared=prepared is not None,
+        ranks=tuple(_ranks_of(plan, replica) for replica in range(min(plan.readers, REPLICAS))),
+        reads=tuple(_reads(plan, prepared)),
+    )
+
+
+def _ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
+    """Ranks are numbered with tensor innermost, then sequence, data, and pipeline outermost (`links.Groups`)."""
+    layout = plan.layout
+    inner = plan.workers // layout.pp // plan.readers  # those that share a sample and a stage
+    starts = ((stage * plan.readers + replica) * inner for stage in range(layout.pp))
+    return tuple(start + number for start in starts for number in range(inner))
+
+
+def _reads(plan: Plan, prepared: Prepared | None) -> Iterator[Read]:
+    mixture = Mixture([source.weight for source in plan.recipe.data.sources])
+    schedule = Schedule.of(plan, prepared, dp_rank=0) if prepared else None
+    batch = plan.batch
+    for step in range(STEPS):
+        for replica in range(min(plan.readers, REPLICAS)):
+            for micro in range(min(batch.gradient_accumulation_steps, MICRO_BATCHES)):
+                rows = rows_of(micro, replica, plan.readers, plan.read_size)
+                first, shown = step * batch.global_batch_size + rows.start, min(plan.read_size, ROWS)
+                if schedule:
+                    sources, sequences = schedule.sample_ids(first, shown)
+                else:
+                    sources, sequences = mixture.locate(np.arange(first, first + shown))[0], np.empty(0, np.int64)
+                yield Read(
+                    step=step + 1,
+                    data_rank=replica,
+                    micro_batch=micro,
+                    first=first,
+                    rows=plan.read_size,
+                    sources=tuple(sources.tolist()),
+                    sequences=tuple(sequences.tolist()),
+                )

@@ -1,0 +1,159 @@
+"""What each rank of a dry run does: trains, saves, takes a step; loads into a new engine, and takes it again."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.data import Prepared, Schedule
+from llmtrain.data.sampler import rows_of
+from llmtrain.data.synthetic import synthetic
+from llmtrain.dry_run.job import Checkpoint, Findings, Job, RankFacts, Step, findings_file
+from llmtrain.ds_config import render
+from llmtrain.durable import write_atomically
+from llmtrain.engines import Engine, build_engine
+from llmtrain.errors import CheckpointError, Problem, WorkerError
+from llmtrain.plan import Plan
+from llmtrain.plan.shrink import STEPS
+
+Say = Callable[[str], None]
+"""Tells the user a line."""
+
+
+def rehearse(job: Job, folder: Path, device: torch.device, say: Say) -> None:
+    """Rank 0 leaves the findings in `folder`.
+
+    Raises WorkerError where a number is not finite, and CheckpointError where what was saved goes on otherwise.
+    """
+    plan, checkpoints = job.plan, Path(job.checkpoints)
+    prepared = synthetic(plan.recipe, Path(job.data))
+    torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.layout.tp)
+    engine = build_engine(plan, render(plan), device)
+    data = Schedule.of(plan, prepared, engine.data_parallel_rank)
+    described = engine.describe()
+    say(f"engine: {described}")
+    facts = _facts(plan, engine)
+    state = TrainerState(data=prepared.key)
+    steps = [_step(engine, data, state, say) for _ in range(STEPS - 1)]
+    evaluation = plan.recipe.evaluation
+    eval_loss = _evaluate(engine, data, evaluation.max_sequences) if evaluation.every_steps else None
+    started = time.perf_counter()
+    Saver(checkpoints, plan, engine).save(state)
+    saved = time.perf_counter() - started
+    steps.append(_step(engine, data, state, say))
+    weights = _weights(engine)
+    del engine
+    gc.collect()  # an engine and its hooks refer to each other
+    loaded = _continued(plan, prepared, checkpoints, device, steps[-1], weights)
+    say(f"saved after step {STEPS - 1}, loaded into new engines: step {STEPS} is the same again")
+    findings = Findings(
+        engine=described,
+        steps=tuple(steps),
+        eval_loss=eval_loss,
+        checkpoint=_measured(checkpoints, saved, loaded),
+        ranks=_gathered(facts),
+    )
+    if dist.get_rank() == 0:
+        write_atomically(findings_file(folder), findings.model_dump_json())
+
+
+def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> Step:
+    started = time.perf_counter()
+    batch = data.train_batch(state.samples)
+    result = engine.train_step(batch)
+    state.step += 1
+    state.samples += batch.samples
+    state.tokens += batch.target_tokens
+    step = Step(
+        loss=result.loss.item(),
+        grad_norm=result.grad_norm.item(),
+        lr=result.lr,
+        seconds=time.perf_counter() - started,
+    )
+    if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm)):
+        message = f"step {state.step}: loss {step.loss}, gradient norm {step.grad_norm}"
+        raise WorkerError(Problem("dry_run.finite", f"rank {dist.get_rank()}", message, "see its log"))
+    say(f"step {state.step}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.4f}")
+    return step
+
+
+def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
+    """Mean loss over the first held-out sequences."""
+    total, targets = 0.0, 0
+    for batch in data.eval_batches(most):
+        total += engine.eval_step(batch).item() * batch.target_tokens
+        targets += batch.target_tokens
+    return total / targets
+
+
+def _continued(
+    plan: Plan,
+    prepared: Prepared,
+    checkpoints: Path,
+    device: torch.device,
+    expected: Step,
+    weights: dict[str, Tensor],
+) -> float:
+    """Takes the last step again, from the checkpoint; returns the seconds until it could. Raises CheckpointError."""
+    torch.manual_seed(0)  # as another process would have it: the checkpoint brings the generators' state
+    started = time.perf_counter()
+    engine = build_engine(plan, render(plan), device)
+    folder = newest(checkpoints)
+    assert folder is not None, "it was saved just now"
+    state = load(folder, engine, plan, prepared.key)
+    seconds = time.perf_counter() - started
+    again = _step(engine, Schedule.of(plan, prepared, engine.data_parallel_rank), state, lambda _: None)
+    found = _weights(engine)
+    apart = [
+        f"{name} {getattr(again, name)!r} instead of {getattr(expected, name)!r}"
+        for name in ("loss", "grad_norm", "lr")
+        if getattr(again, name) != getattr(expected, name)
+    ]
+    apart += [f"{name} differs" for name in weights if name not in found or not torch.equal(found[name], weights[name])]
+    if apart:
+        rest = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
+        message = f"goes on otherwise than the run that wrote it: {', '.join(apart[:3])}{rest}"
+        raise CheckpointError(Problem("dry_run.checkpoint", f"rank {dist.get_rank()}, {folder.name}", message))
+    return seconds
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def _facts(plan: Plan, engine: Engine) -> RankFacts:
+    replica, micro_steps = engine.data_parallel_rank, range(plan.batch.gradient_accumulation_steps)
+    return RankFacts(
+        rank=dist.get_rank(),
+        data_rank=replica,
+        samples=tuple(rows_of(step, replica, plan.readers, plan.read_size).start for step in micro_steps),
+    )
+
+
+def _gathered(mine: RankFacts) -> tuple[RankFacts, ...]:
+    everyone: list[RankFacts | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return tuple(facts for facts in everyone if facts is not None)
+
+
+def _measured(checkpoints: Path, save_s: float, load_s: float) -> Checkpoint:
+    folder = newest(checkpoints)
+    assert folder is not None, "it was loaded just now"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return Checkpoint(
+        after_step=STEPS - 1,
+        files=len(files),
+        size=sum(path.stat().st_size for path in files),
+        save_s=save_s,
+        load_s=load_s,
+    )

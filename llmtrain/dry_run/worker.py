@@ -1,0 +1,134 @@
+"""The ranks of a dry run: `python -m llmtrain.dry_run.worker FOLDER`, started by the launcher, forks them.
+
+Importing torch, DeepSpeed and transformers costs each process five seconds of a core, and half a gigabyte; a
+laptop has two cores for eight ranks. So one process imports, and the ranks are its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from llmtrain.console import WorkerOutput, take_over_output
+from llmtrain.dry_run.job import Job, job_file
+from llmtrain.errors import Problem, UserError, WorkerError
+from llmtrain.launch import Failure, Rank, discover
+from llmtrain.launch.local import die_with
+from llmtrain.run_dir import RunDir
+
+PATIENCE_S = 300
+"""Seconds after which a rank that waits for another one gives up, with the line that it waits at in its log."""
+GRACE_S = 3.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+
+
+def main() -> None:
+    """Does the job in the folder; exits as a worker does."""
+    rank = discover(os.environ, sys.argv)
+    if rank is None:
+        raise SystemExit("llmtrain.dry_run.worker is started by `llmtrain train --dry-run`")
+    folder = Path(sys.argv[1])
+    output = take_over_output(RunDir(folder), rank)
+    try:
+        job = Job.model_validate_json(job_file(folder).read_text())
+        _import()
+        _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
+    except BaseException as error:
+        os._exit(output.report_failure(error))
+
+
+def _import() -> None:
+    """What every rank needs; nothing is computed, since threads would not outlive a fork."""
+
+    import llmtrain.dry_run.ranks  # noqa: F401
+
+
+def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
+    """Starts a rank; its process id."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 0
+    try:
+        die_with(parent, ctypes.CDLL(None).prctl)
+        size = str(job.plan.workers)
+        os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        rank = discover(os.environ)
+        assert rank is not None, "its parent was one"
+        # The first rank has the terminal that its parent was given; what the others print goes to their logs.
+        output = output if rank.is_main else take_over_output(RunDir(folder), rank)
+        _work(rank, job, folder, output)
+    except BaseException as error:
+        code = output.report_failure(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # what lies further up the stack is the parent's
+    raise AssertionError("unreachable")
+
+
+def _work(rank: Rank, job: Job, folder: Path, output: WorkerOutput) -> None:
+    from torch import distributed as dist
+
+    from llmtrain.dry_run.ranks import rehearse
+    from llmtrain.engines.distributed import init_process_group
+
+    def say(text: str) -> None:
+        # On standard error, since standard output is for the result.
+        if rank.is_main:
+            print(text, file=output.stderr, flush=True)
+
+    faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+    device = init_process_group(rank, on_cpu=True)
+    rehearse(job, folder, device, say)
+    dist.destroy_process_group()
+
+
+def _watch(ranks: dict[int, int], run_dir: RunDir) -> None:
+    """Waits for all ranks, given by process id. Raises the error of the one that failed first, the others ended."""
+    failed: dict[int, int] = {}
+    deadline = math.inf
+    while ranks and time.monotonic() < deadline:
+        child, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if not child:
+            time.sleep(0.05)
+            continue
+        code, rank = os.waitstatus_to_exitcode(status), ranks.pop(child)
+        if code:
+            failed[rank] = code
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    for left in ranks:
+        os.kill(left, signal.SIGKILL)
+    if failed:
+        raise _cause(failed, run_dir)
+
+
+def _cause(failed: dict[int, int], run_dir: RunDir) -> UserError:
+    """Who was killed did not do it for another's sake; else the first exception is the cause of the others."""
+    failures = {rank: Failure.read(run_dir.error_file(rank)) for rank in failed}
+
+    def order(rank: int) -> tuple[bool, float]:
+        failure = failures[rank]
+        return failed[rank] > 0, failure.time if failure else time.time()
+
+    first = min(failed, key=order)
+    failure, log = failures[first], run_dir.log_file(first)
+    user_error = failure.user_error() if failure else None
+    if user_error is not None:
+        return user_error
+    if failure is not None:
+        return WorkerError(Problem("worker.died", f"rank {first}", failure.summary, f"see {log}"))
+    code = failed[first]
+    how = f"killed by signal {-code}" if code < 0 else f"gave up after {PATIENCE_S} s of waiting"
+    return WorkerError(Problem("worker.died", f"rank {first}", how, f"see {log}"))
+
+
+if __name__ == "__main__":
+    main()

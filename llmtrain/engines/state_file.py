@@ -1,0 +1,143 @@
+"""The files that hold the pieces of a run: safetensors, one after the other for each rank.
+
+`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's pieces, and so on: tensors only, no pickle. What
+each tensor is stands in the file's header, so that it is found without reading the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from llmtrain.engines.pieces import Piece, Region
+from llmtrain.engines.writer import Writer
+
+FOLDER = "engine"
+"""Folder of these files in a checkpoint."""
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Words of the format (https://github.com/huggingface/safetensors) for what a model may be made of."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece in a file."""
+
+    file: Path
+    index: int
+    """Number of the piece in its file."""
+    name: str
+    region: Region
+    start: int
+    numel: int
+    kinds: tuple[str, ...]
+    steps: float | None
+
+
+class Files:
+    """Open files of pieces; their headers are parsed once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def read(self, stored: Stored, kind: str, first: int, last: int) -> Tensor:
+        """Elements `first` to `last` of the flat region, which the piece must hold."""
+        if stored.file not in self._open:
+            self._open[stored.file] = safe_open(stored.file, framework="pt")
+        part = self._open[stored.file].get_slice(_key(stored.index, kind))
+        tensor: Tensor = part[first - stored.start : last - stored.start]
+        return tensor
+
+
+def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
+    """Writes each piece's own share; a file for each list."""
+    for number, pieces in enumerate(lists):
+        shares = [share for piece in pieces if (share := piece.share()).numel]
+        if not shares:
+            continue
+        # Of what other ranks hold as well each has saved a part, so all of them read all of it.
+        private = all(piece.copy == (0, 1) for piece in pieces)
+        writer.stream(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _Content(shares).write, private)
+
+
+def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
+    """Every piece in the files of a checkpoint, or in those of one rank."""
+    whose = "*" if rank is None else f"{rank:05d}"
+    for file in sorted((folder / FOLDER).glob(f"rank_{whose}.*.safetensors")):
+        yield from _read_header(file)
+
+
+def _read_header(file: Path) -> Iterator[Stored]:
+    with safe_open(file, framework="pt") as content:
+        pieces = json.loads(content.metadata()["pieces"])
+    for index, piece in enumerate(pieces):
+        yield Stored(
+            file=file,
+            index=index,
+            name=piece["name"],
+            region=Region.from_json(piece["region"]),
+            start=piece["start"],
+            numel=piece["numel"],
+            kinds=tuple(piece["kinds"]),
+            steps=piece["steps"],
+        )
+
+
+def _key(index: int, kind: str) -> str:
+    return f"{index}.{kind}"
+
+
+class _Content:
+    """A safetensors file, written tensor by tensor: the library's own writer wants all bytes at once."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.pieces = pieces
+
+    def write(self, stream: BinaryIO) -> None:
+        header = json.dumps(self._header()).encode()
+        header += b" " * (-len(header) % 8)
+        stream.write(len(header).to_bytes(8, "little"))
+        stream.write(header)
+        for _, tensor in self._tensors():
+            stream.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for index, piece in enumerate(self.pieces):
+            for kind, tensor in piece.tensors.items():
+                yield _key(index, kind), tensor
+
+    def _header(self) -> dict[str, Any]:
+        described = [
+            {
+                "name": piece.name,
+                "region": piece.region.to_json(),
+                "start": piece.start,
+                "numel": piece.numel,
+                "kinds": list(piece.tensors),
+                "steps": None if piece.steps is None else piece.steps.item(),
+            }
+            for piece in self.pieces
+        ]
+        header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(described)}}
+        offset = 0
+        for key, tensor in self._tensors():
+            size = tensor.numel() * tensor.element_size()
+            header[key] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": [tensor.numel()],
+                "data_offsets": [offset, offset + size],
+            }
+            offset += size
+        return header

@@ -1,0 +1,64 @@
+"""Which worker this process is in a Slurm step (`srun`) of one task per device; pure."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+
+MARKER = "SLURM_STEP_NUM_TASKS"
+"""Only `srun` sets it, and not a batch script. One task starts workers itself, as any process does."""
+NAMES = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": MARKER,
+    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
+    "MASTER_ADDR": "SLURM_STEP_NODELIST",
+}
+"""What a worker wants to know → the variable that tells it."""
+FIRST_PORT, PORTS = 20000, 10000
+"""Rank 0 listens on a port of this range unless MASTER_PORT names one: every step of a job on another."""
+
+
+def is_worker(env: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a step."""
+    return env.get(MARKER, "").isdecimal() and int(env[MARKER]) > 1
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node from Slurm's shorthand: `2(x3),1` is [2, 2, 2, 1]. Raises ValueError."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
+        if match is None:
+            raise ValueError(f"'{text}' is no list of tasks such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def hosts(nodelist: str) -> list[str]:
+    """Host names of a node list: `n[1-3,07],gpu5` is n1, n2, n3, n07, gpu5. Raises ValueError."""
+    # Commas outside brackets separate; several brackets multiply, the last one fastest.
+    if re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\])+(?:,(?:[^\[\],\s]|\[[0-9,-]+\])+)*", nodelist) is None:
+        raise ValueError(f"'{nodelist}' is no list of nodes such as n[1-3,7]")
+    found = []
+    for name in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist):
+        parts = re.split(r"\[([^\]]*)\]", name)
+        choices = [list(_numbers(part)) if index % 2 else [part] for index, part in enumerate(parts)]
+        found += ["".join(choice) for choice in itertools.product(*choices)]
+    return found
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Each number of `1-3,07`, with the zeros that its range begins with."""
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
+            raise ValueError(f"'[{ranges}]' is no range of nodes")
+        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
+
+
+def port_of(env: Mapping[str, str]) -> int:
+    """The port that this step's rank 0 listens on where nobody chose one: two jobs on a node do not meet."""
+    job, step = (int(env.get(name, "0") or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return FIRST_PORT + (job * 7 + step) % PORTS

@@ -1,0 +1,93 @@
+"""The cheapest ways to make a run fit, by predicted speed: what a plan that is too large is refused with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.assemble import assemble
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.memory import lacking, memory_of
+from llmtrain.plan.memory.parts import GIB
+from llmtrain.plan.nearest import MOST, Fields, as_arguments
+from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.plan.room import Room
+from llmtrain.plan.search import changes_of, timed_plans
+from llmtrain.plan.time import StepTime
+from llmtrain.recipe import Recipe
+
+EQUAL = 0.05
+"""Predicted speeds no further apart are taken for equal, and then fewer changes are better: a prediction is not
+closer to what is measured than that (`docs/time.md`)."""
+MOST_DEVICES = 1024
+"""Beyond them the search takes longer than somebody waits for a refusal."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan that fits."""
+
+    changes: Fields
+    """What it changes in the recipe."""
+    plan: Plan
+    time: StepTime
+
+    @property
+    def arguments(self) -> str:
+        """`--set` arguments to paste."""
+        return as_arguments(self.changes)
+
+    @property
+    def figures(self) -> str:
+        """How fast it is predicted to be, and what it needs."""
+        memory, said = memory_of(self.plan), f"{self.time.tokens_per_second:,.0f} tokens/s predicted"
+        if memory is None:
+            return said
+        host = max(stage.host for stage in memory.stages)
+        on_host = f" and {host / GIB:,.1f} GiB of host memory per rank" if host else ""
+        return f"{said}, {memory.needed / GIB:,.1f} GiB{on_host}"
+
+
+def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int = MOST) -> list[Way]:
+    """The fastest legal plans that fit; no two change the same fields as far as there are others.
+
+    The model, the data and the global batch stay. Empty where nothing fits, where nothing is known of the
+    devices' speed, and for very large clusters.
+    """
+    if cluster.world_size > MOST_DEVICES:
+        return []
+    ranked = [
+        (Way(changes_of(recipe, fields), assemble(draft), time), draft)
+        for time, fields, draft in timed_plans(recipe, cluster, facts)
+    ]
+    room, found = Room(lacking), list[Way]()
+    for like in (_changes_the_same, _goes_further, Way.__eq__):  # less and less is asked of another way
+        for fastest, draft in ranked:
+            if len(found) == most:
+                break
+            if fastest.changes and not any(like(fastest, one) for one in found) and room.has(draft):
+                others = [one for one in ranked if not any(like(one[0], known) for known in found)]
+                found.append(_simplest(fastest, others, room))
+    return sorted(found, key=lambda way: -way.time.tokens_per_second)
+
+
+def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
+    """Of the ways that are as fast as `fastest`, the one with the fewest changes."""
+    enough = (1 - EQUAL) * fastest.time.tokens_per_second
+    simpler = [
+        one
+        for one in others
+        if one[0].time.tokens_per_second >= enough and 0 < len(one[0].changes) < len(fastest.changes)
+    ]
+    simpler.sort(key=lambda one: len(one[0].changes))
+    return next((way for way, draft in simpler if room.has(draft)), fastest)
+
+
+def _changes_the_same(way: Way, known: Way) -> bool:
+    """Whether a way changes all the fields that another one changes, which is as fast, or nearly."""
+    return known.changes.keys() <= way.changes.keys()
+
+
+def _goes_further(way: Way, known: Way) -> bool:
+    """Whether a way is another one, with more changes."""
+    return known.changes.items() <= way.changes.items()

@@ -1,0 +1,73 @@
+"""A plan as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.stages import described as described_stages
+
+
+def model_line(plan: Plan) -> str:
+    """What is trained."""
+    model = plan.model
+    active = f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""
+    return f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters{active}"
+
+
+def split_lines(plan: Plan) -> list[str]:
+    """Where it runs, how it is split, the batch, and the stages of a pipeline."""
+    layout, cluster = plan.layout, plan.cluster
+    workers = f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"
+    return [
+        f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
+        f"layout   data {layout.dp} × pipeline {layout.pp} × tensor {layout.tp} × sequence {layout.sp}"
+        f", expert {layout.ep}, {sharding(plan)}, {plan.recipe.parallel.precision}",
+        f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
+        *described_stages(plan.stages),
+    ]
+
+
+def triangle(plan: Plan) -> str:
+    """The batch as a product."""
+    batch = plan.batch
+    return (
+        f"{batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
+        f"{batch.gradient_accumulation_steps} × data {plan.layout.dp}"
+    )
+
+
+def sharding(plan: Plan) -> str:
+    """What shares the work of data parallelism, if not DeepSpeed itself, and its stage."""
+    parallel = plan.recipe.parallel
+    stage = f"ZeRO-{plan.layout.zero_stage}"
+    if parallel.backend == "deepspeed":
+        return stage
+    return f"accelerate {parallel.strategy} {stage}" if parallel.backend == "accelerate" else parallel.backend
+
+
+def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
+    """What a rank of each stage sends in a step; neighbours that are alike share a line."""
+    lines = []
+    for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
+        numbers = [number for number, _ in alike]
+        told = ", ".join(f"{kind.replace('_', '-')} {size_of(size)}" for kind, size in _largest_first(sent))
+        named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+        where = f"on {named}: " if len(volumes) > 1 else ""
+        lines.append(f"{'sends':<9}{where}{told or 'nothing'}")
+    return lines
+
+
+def _largest_first(sent: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(sent.items(), key=lambda item: -item[1])
+
+
+def size_of(size: int) -> str:
+    """Bytes in the largest unit that leaves a whole number before the point."""
+    number = float(size)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{size} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"

@@ -1,0 +1,161 @@
+"""Reads a configuration as DeepSpeed does (JSON, else Hjson with comments), with the places of its keys.
+
+Whatever the file holds, reading ends, and in time that grows with its length: every token of the scanner matches
+where it starts, so that nothing is scanned twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from llmtrain.plan.lint.document import Document, Unreadable, Where
+
+LARGEST_FILE = 2**20
+"""Bytes; the largest configurations in use are some kilobytes."""
+DEEPEST = 64
+"""Levels of nesting; DeepSpeed's own keys go six deep."""
+
+
+def read_file(path: Path, world_size: int | None = None) -> Document:
+    """The configuration in a file.
+
+    Raises: Unreadable.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)  # not its stated size: a pipe and a device have none
+        text = content.decode("utf-8-sig") if len(content) <= LARGEST_FILE else None
+    except OSError as error:
+        raise Unreadable(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
+    if text is None:
+        raise Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB: no DeepSpeed configuration is")
+    return read_text(text, world_size)
+
+
+def read_text(text: str, world_size: int | None = None) -> Document:
+    """The configuration in a text.
+
+    Raises: Unreadable.
+    """
+    places = _key_places(text)
+    try:
+        values = _parse(text)
+    except RecursionError:
+        raise Unreadable("is nested too deeply") from None
+    except ValueError as error:  # of json and of hjson alike
+        line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
+        raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column) from None
+    if not isinstance(values, _Object):
+        raise Unreadable("holds no JSON object")
+    return Document(values, places, tuple(_repeated(values)), world_size)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers which of its keys were given twice."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object(pairs)
+    if len(made) != len(pairs):
+        made.repeated = tuple(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+    return made
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number)
+    except (json.JSONDecodeError, _Constant):
+        return _parse_hjson(text)
+
+
+def _parse_hjson(text: str) -> Any:
+    """Comments, unquoted words, missing commas: what DeepSpeed reads. JSON is the part of it that json reads faster."""
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_object)
+    except (IndexError, OverflowError):  # hjson's own faults: on ''' at the start of a text, and on 1e999
+        raise ValueError("Hjson cannot read it") from None
+
+
+def _number(digits: str) -> float:
+    """A number with a fraction or an exponent as Hjson takes it: 1e3 is a whole number."""
+    value = float(digits)
+    if abs(value) == float("inf"):
+        raise ValueError(f"{digits[:40]} is too large a number")
+    return int(value) if value.is_integer() and abs(value) < 1e10 else value
+
+
+class _Constant(Exception):  # noqa: N818  (it only leaves the parser)
+    """NaN or Infinity, which Python's json takes for numbers, and Hjson for text up to the end of the line."""
+
+
+def _no_number(name: str) -> None:
+    raise _Constant(name)
+
+
+def _repeated(values: _Object) -> list[Where]:
+    """Paths of the keys that occur twice in one object; objects in lists are anonymous and take the list's path."""
+    found: list[Where] = []
+    open_: list[tuple[Where, Any]] = [((), values)]
+    while open_:
+        where, value = open_.pop()
+        if isinstance(value, _Object):
+            found.extend((*where, key) for key in value.repeated)
+            open_.extend(((*where, key), inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            open_.extend((where, inner) for inner in value)
+    return found
+
+
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*+|\#[^\n]*+|/\*.*?(?:\*/|\Z))
+      |(?P<block>'''.*?(?:'''|\Z))
+      |(?P<name>"(?:[^"\\\n]|\\.)*+"?|'(?:[^'\\\n]|\\.)*+'?|\w[\w.-]*+)
+      |(?P<bracket>[{}\[\]])""",
+    re.VERBOSE | re.DOTALL,
+)
+_COLON = re.compile(r"\s*+:")
+
+
+def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
+    """Line and column of every key, by its path; a key that occurs twice has two places.
+
+    Raises: Unreadable where brackets nest deeper than any parser should follow.
+    """
+    places: dict[Where, list[tuple[int, int]]] = {}
+    path: list[str] = []  # the key that each open bracket is the value of
+    key, line, line_start, done = "", 1, 0, 0
+    for token in _TOKEN.finditer(text):
+        start = token.start()
+        line += text.count("\n", done, start)
+        line_start = text.rfind("\n", done, start) + 1 or line_start
+        done = start
+        if token["name"] and _COLON.match(text, token.end()):
+            key = _unquoted(token["name"])
+            outer = path[1:] if path[:1] == [""] else path  # Hjson may leave the outermost braces out
+            places.setdefault((*outer, key), []).append((line, start - line_start + 1))
+        elif token["bracket"] in ("{", "["):
+            path.append(key)
+            if len(path) > DEEPEST:
+                raise Unreadable(f"is nested deeper than {DEEPEST} levels", line, start - line_start + 1)
+        elif token["bracket"] and path:
+            path.pop()
+    return places
+
+
+def _unquoted(name: str) -> str:
+    if name[0] == '"' and "\\" in name:
+        try:
+            return str(json.loads(name))
+        except ValueError:
+            return name
+    return name.strip("\"'")

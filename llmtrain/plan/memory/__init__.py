@@ -1,0 +1,6 @@
+"""Memory of a plan: bytes by part, on the fullest rank of each pipeline stage."""
+
+from llmtrain.plan.memory.count import PlanMemory, StageMemory, lacking, memory_of
+from llmtrain.plan.memory.parts import Parts, State
+
+__all__ = ["Parts", "PlanMemory", "StageMemory", "State", "lacking", "memory_of"]

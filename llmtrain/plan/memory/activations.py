@@ -1,0 +1,218 @@
+"""What the backward pass reads again: an estimate by arithmetic, for layers as `transformers` computes them.
+
+The idea is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves of each operation; its
+figure of 34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of
+`transformers`: norms in fp32, gated feed-forward, keys and values repeated for grouped queries. A test
+compares with the tensors that autograd really saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmtrain.plan.memory.flat import sliced
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.weights import Weight, Weights
+
+LOGITS = 12
+"""Bytes per logit when the loss's backward pass begins: log-softmax, and the gradients of both, in fp32."""
+
+STATISTICS = 4
+"""Bytes per token that a norm keeps of its variance."""
+INDICES = 32
+"""Bytes per token and expert that it met: sorted positions and their inverse, the weight of the expert."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per element of what is saved, by precision."""
+
+    stream: int
+    """The residual stream."""
+    computed: int
+    """Outputs of matrix products."""
+    norm: int
+    """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast rounds the last
+    for each projection anew, three times and twice."""
+
+
+WIDTHS = {
+    "fp32": Widths(4, 4, 12),
+    "bf16": Widths(2, 2, 8),
+    "fp16": Widths(2, 2, 8),
+    "autocast_bf16": Widths(4, 2, 13),
+    "autocast_fp16": Widths(4, 2, 13),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on a rank, of all micro-batches in flight."""
+
+    saved: int
+    logits: int
+    sent: int
+    """Tensors between pipeline stages."""
+
+
+def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, ...] | None = None) -> Activations:
+    """The activations of a pipeline stage when the last micro-batch's backward pass begins.
+
+    traced: what each layer of the model was seen to save (`models.trace`); else it is estimated.
+    """
+    recipe, layout = plan.recipe, plan.layout
+    widths = WIDTHS[recipe.parallel.precision]
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // layout.sp
+    layers = _layers_of(plan, stage)
+    each = _of_each(plan, weights, layers, tokens)
+    if traced:
+        each = [
+            estimate * traced[index] // _whole(plan, weights, index)
+            for estimate, index in zip(each, layers, strict=True)
+        ]
+    stream = widths.stream * plan.model.hidden_size * tokens
+    flying = in_flight(plan, stage)
+    if recipe.parallel.activation_checkpointing == "full":
+        # One layer is computed again; until a forward pass ends, autocast has the copies of all.
+        copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
+        saved = flying * stream * len(layers) + max(*each, copies)
+    else:
+        saved = flying * sum(each)
+    is_last = stage == layout.pp - 1
+    if is_last:
+        saved += widths.norm * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
+    if recipe.model.attention in ("sdpa", "eager") and _has_mask(plan):
+        saved += flying * _mask(plan) * (1 if recipe.model.attention == "sdpa" else widths.computed)
+    kept = passed(plan) if is_last else Passed(0, 0)
+    return Activations(
+        saved=saved,
+        logits=(LOGITS * plan.model.vocab_size * tokens if is_last else 0) + kept.logits,
+        # Each micro-batch's output waits for its gradient, and one gradient is received.
+        sent=kept.streams or ((flying + 1) * stream if layout.pp > 1 else 0),
+    )
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Bytes that the last stage of a pipeline keeps of micro-batches that are done."""
+
+    streams: int
+    """Inputs, their gradients, and a buffer."""
+    logits: int
+
+
+def passed(plan: Plan) -> Passed:
+    """What the last stage keeps: DeepSpeed gives outputs back after the backward pass in all other stages only
+    (`pipe/engine.py:_exec_backward_pass`), so two micro-batches' logits stay, with the inputs that they came from."""
+    if plan.layout.pp == 1:
+        return Passed(0, 0)
+    widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
+    return Passed(
+        streams=(2 * buffers + 1) * widths.stream * plan.model.hidden_size * tokens,
+        logits=buffers * widths.computed * plan.model.vocab_size * tokens,
+    )
+
+
+def in_flight(plan: Plan, stage: int) -> int:
+    """Micro-batches that a stage of 1F1B holds activations of (arXiv 2104.04473, section 2.2)."""
+    return min(plan.layout.pp - stage, plan.batch.gradient_accumulation_steps)
+
+
+def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
+    """Bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
+    layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
+    per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
+    of_layer = lower_copies(plan, weights, layer)
+    if plan.recipe.model.attention == "sdpa" and _has_mask(plan):
+        of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, made anew in each layer
+    return per_token * tokens + of_layer
+
+
+def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
+    """Bytes of the copies that autocast makes of weights in each pass, and backward multiplies with."""
+    if not plan.recipe.parallel.precision.startswith("autocast"):
+        return 0
+    return 2 * sum(sliced(plan, weights, one) for one in used if one.is_matrix)
+
+
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Norms over the residual stream; a LayerNorm saves its input and, for the projection, its output."""
+    width = plan.model.hidden_size
+    norms = sum(one.shape == (width,) and one.name.endswith("weight") and "attn" not in one.name for one in layer)
+    if any(one.name.startswith("ln_1") for one in layer):
+        return norms * ((widths.stream + widths.computed) * width + STATISTICS)
+    return norms * ((widths.norm + _unrounded(plan, widths)) * width + STATISTICS)
+
+
+def _unrounded(plan: Plan, widths: Widths) -> int:
+    """Bytes per element that a norm saves more where it is scaled in fp32 before it is rounded."""
+    return 2 if plan.model.model_type in ("gemma", "gemma2", "olmo2") and widths.stream < 4 else 0
+
+
+def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Queries, keys, values and the output per token; the probabilities too where they are computed in the open."""
+    facts, recipe = plan.model, plan.recipe
+    queries = facts.heads * facts.head_dim // plan.layout.tp
+    keys = max(facts.kv_heads * facts.head_dim // plan.layout.tp, 1)
+    repeated = recipe.model.attention == "eager" or (recipe.model.attention == "sdpa" and _has_mask(plan))
+    inner = queries + (2 * queries if repeated else 2 * keys) + queries
+    saved, heads = widths.computed * inner, facts.heads // plan.layout.tp
+    if any("q_norm" in one.name for one in layer):
+        normalised = 4 + widths.computed + _unrounded(plan, widths)
+        saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
+    if recipe.model.attention == "eager":
+        probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
+        return saved + probabilities * heads * recipe.data.sequence_length // plan.layout.sp
+    return saved + 4 * heads  # log-sum-exp
+
+
+def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Of a gated one: both projections, the activation and the product; of a mixture, for each expert that is met."""
+    tensor, width = plan.layout.tp, plan.model.hidden_size
+    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    if experts:
+        inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
+        inner = inner or min(min(one.shape) for one in experts)
+        met = plan.model.experts_per_token
+        router = 3 * 4 * plan.model.experts
+        return met * ((2 * width + 4 * inner) * widths.computed + INDICES) + router
+    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
+    if fused:  # gelu_new, written out: its input, half of it, tanh, one more than that; and the product
+        return 5 * widths.computed * fused.elements // width // tensor
+    inner = max((max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix), default=4 * width)
+    return 4 * widths.computed * inner // tensor
+
+
+def _is_fused(experts: list[Weight]) -> bool:
+    return any(one.name.endswith("down_proj") for one in experts)
+
+
+def _has_mask(plan: Plan) -> bool:
+    """Whether packed documents are kept apart by a mask; without one, attention is causal and needs none."""
+    return plan.recipe.data.mask_documents
+
+
+def _mask(plan: Plan) -> int:
+    """Elements of a mask: every query against every key, whatever shares the sequence."""
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
+
+
+def _of_each(plan: Plan, weights: Weights, layers: range, tokens: int) -> list[int]:
+    """Bytes of some layers, asked once of those that are alike."""
+    alike = {id(weights.layer(index)): index for index in layers}
+    known = {layer: layer_bytes(plan, weights, index, tokens) for layer, index in alike.items()}
+    return [known[id(weights.layer(index))] for index in layers]
+
+
+def _layers_of(plan: Plan, stage: int) -> range:
+    first, last = plan.stages[stage].layers if plan.stages else (0, plan.model.layers - 1)
+    return range(first, last + 1)
+
+
+def _whole(plan: Plan, weights: Weights, index: int) -> int:
+    """The estimate of a layer that no ranks share, to which a trace is the correction."""
+    alone = plan.model_copy(update={"layout": plan.layout.model_copy(update={"tp": 1, "sp": 1})})
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
+    return layer_bytes(alone, weights, index, tokens)

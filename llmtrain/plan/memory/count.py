@@ -1,0 +1,163 @@
+"""The memory of a plan, put together: state and activations of each stage, at the moments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmtrain.plan.memory.activations import activations_of, in_flight
+from llmtrain.plan.memory.parts import GIB, Parts
+from llmtrain.plan.memory.state import state_of
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Part
+
+CONTEXT = GIB
+"""Assumed: a device's context, its libraries and their workspaces."""
+COMMUNICATORS = GIB
+"""Assumed: buffers of NCCL's communicators, where there is somebody to talk to."""
+
+MOMENTS = ("start", "forward", "backward", "update")
+
+
+class StageMemory(Part):
+    """The fullest rank of a pipeline stage."""
+
+    start: Parts
+    """While the engine is made, where that takes more than what it then holds."""
+    forward: Parts
+    """When the last micro-batch's backward pass begins: all activations, gradients of those before."""
+    backward: Parts
+    """When it ends: all gradients, no activations."""
+    update: Parts
+    """While the optimizer runs."""
+    host: int
+    """Bytes of host memory of this rank, where something is offloaded."""
+    in_flight: int
+    """Micro-batches whose activations are held at once."""
+
+    @property
+    def moment(self) -> str:
+        """The fullest moment. Within a backward pass activations shrink and gradients grow: an end is the peak."""
+        return max(MOMENTS, key=lambda name: getattr(self, name).total)
+
+    @property
+    def peak(self) -> Parts:
+        """Bytes by part at the fullest moment."""
+        parts: Parts = getattr(self, self.moment)
+        return parts
+
+
+class PlanMemory(Part):
+    """Memory of every stage; one where there is no pipeline."""
+
+    stages: tuple[StageMemory, ...]
+    capacity: int | None
+    """Bytes of a device; None where it is unknown, as a host's."""
+    is_traced: bool = False
+    """Whether activations come from a trace of the model, not from an estimate."""
+
+    @property
+    def fullest(self) -> int:
+        """The stage that needs most."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak.total)
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the fullest rank."""
+        return self.stages[self.fullest].peak.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits; True where the capacity is unknown."""
+        return self.capacity is None or self.needed <= self.capacity
+
+    def summary(self) -> dict[str, Any]:
+        """As `llmtrain plan --json` prints it, in bytes."""
+        fullest = self.stages[self.fullest]
+        return {
+            "needed_bytes": self.needed,
+            "capacity_bytes": self.capacity,
+            "fits": self.fits,
+            "stage": self.fullest,
+            "moment": fullest.moment,
+            "parts": fullest.peak.by_part(),
+            "host_bytes_per_rank": max(stage.host for stage in self.stages),
+            "stages": [
+                {"needed_bytes": stage.peak.total, "moment": stage.moment, "in_flight": stage.in_flight}
+                | {"parts": stage.peak.by_part(), "host_bytes": stage.host}
+                for stage in self.stages
+            ],
+            "activations": "traced" if self.is_traced else "estimated",
+        }
+
+    def described(self) -> Iterator[str]:
+        """Lines for people."""
+        fullest = self.stages[self.fullest]
+        room = f" of {_gib(self.capacity)}" if self.capacity else ""
+        where = f" on stage {self.fullest}" if len(self.stages) > 1 else ""
+        yield f"memory   {_gib(self.needed)}{room} on the fullest rank{where}, at the peak ({LABELS[fullest.moment]})"
+        yield f"         {by_part(fullest.peak)}"
+        if len(self.stages) > 1:
+            each = ", ".join(f"{stage.peak.total / GIB:.1f}" for stage in self.stages)
+            yield f"         GiB by stage: {each}"
+        yield f"         activations {'traced' if self.is_traced else 'estimated'}; not measured on a GPU"
+        if host := max(stage.host for stage in self.stages):
+            yield f"         {_gib(host)} of host memory per rank"
+
+
+LABELS = {
+    "start": "while the engine is made",
+    "forward": "as the backward pass begins",
+    "backward": "as the backward pass ends",
+    "update": "in the update",
+}
+
+
+def by_part(parts: Parts) -> str:
+    """The parts in GiB, largest first; what is nothing is left out."""
+    shown = sorted(((size, name) for name, size in parts.by_part().items() if size), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for size, name in shown)
+
+
+def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:
+    """The memory of a plan; None for a model that is no chain of layers, whose activations nobody knows here.
+
+    traced: bytes that each layer was seen to save (`models.trace.traced_layers`).
+    """
+    weights = plan.model.weights
+    if weights is None:
+        return None
+    on_cpu = plan.cluster.spec.on_cpu
+    framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
+    stages = []
+    for stage in range(plan.layout.pp):
+        state = state_of(plan, weights, stage)
+        activations = activations_of(plan, weights, stage, traced)
+        fixed = {"communication": activations.sent, "framework": framework}
+        stages.append(
+            StageMemory(
+                start=state.start.plus(framework=framework),
+                forward=state.forward.plus(activations=activations.saved, logits=activations.logits, **fixed),
+                backward=state.backward.plus(**fixed),
+                update=state.update.plus(framework=framework),
+                host=state.host,
+                in_flight=in_flight(plan, stage),
+            )
+        )
+    return PlanMemory(stages=tuple(stages), capacity=plan.cluster.spec.memory_bytes, is_traced=traced is not None)
+
+
+def lacking(plan: Plan) -> str | None:
+    """Why a plan does not fit into its devices ("does not fit by 3.1 GiB on stage 0"); None where it does.
+
+    None too where nobody knows what they have, or what the plan needs.
+    """
+    memory = memory_of(plan)
+    if memory is None or memory.capacity is None or memory.fits:
+        return None
+    where = f" on stage {memory.fullest}" if plan.layout.pp > 1 else ""
+    return f"does not fit by {_gib(memory.needed - memory.capacity)}{where}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"

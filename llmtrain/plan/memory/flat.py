@@ -1,0 +1,160 @@
+"""The weights of one rank as DeepSpeed lays them out: flat groups, padded and cut into partitions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.weights import Weight, Weights
+
+
+@dataclass(frozen=True)
+class Group:
+    """An optimizer group: parameters of one rank that are partitioned together."""
+
+    sizes: tuple[int, ...]
+    """Elements of each parameter, in the model's order."""
+    ranks: int
+    """Ranks that hold the same parameters, and share their states."""
+
+    @property
+    def elements(self) -> int:
+        """All of them."""
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """Flat size: a multiple of twice the ranks, so that each partition begins at 4 bytes of a half type
+        (`nccl_start_alignment_factor`)."""
+        return -(-self.elements // (2 * self.ranks)) * 2 * self.ranks
+
+    @property
+    def partition(self) -> int:
+        """Elements of a rank's partition of the flat group (ZeRO-1 and 2)."""
+        return self.padded // self.ranks
+
+    @property
+    def by_parameter(self) -> int:
+        """Elements of a rank's share where each parameter is padded and cut alone (ZeRO-3)."""
+        return sum(-(-size // self.ranks) for size in self.sizes)
+
+    def touched(self, rank: int) -> int:
+        """Elements of the parameters, whole, that a rank's partition has a part of."""
+        start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
+        if start >= end:
+            return 0
+        first, last = bisect_right(self._ends, start), bisect_left(self._ends, end)
+        return self._ends[last] - (self._ends[first] - self.sizes[first])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
+
+
+def most_touched(groups: list[Group]) -> int:
+    """The most elements that `touched` adds up to on any rank. Ranks of an expert's group are further apart."""
+    ranks = max(group.ranks for group in groups)
+    return max(sum(group.touched(rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
+
+
+MOST_EXPERTS = 178_956_971
+"""Elements of experts in an optimizer group, beyond which DeepSpeed begins another one
+(`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
+
+
+def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
+    """The optimizer groups of a rank of a stage: matrices and vectors, and experts apart where they are spread."""
+    layout = plan.layout
+    ranks = layout.dp * layout.sp
+    own = list(stage_weights(plan, weights, stage))
+    kinds = {id(weight): _kind(plan, weights, weight) for weight in {id(one): one for one in own}.values()}
+    if layout.ep > 1:
+        # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
+        routers = {_router_of(weight) for weight in own if weight.is_expert}
+        own.sort(key=lambda one: one.name in routers)
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for weight in own:
+        key, sizes = kinds[id(weight)]
+        found.setdefault(key, []).extend(sizes)
+    groups = []
+    for (_, spread), all_sizes in sorted(found.items()):
+        parts = _cut(all_sizes) if spread else [all_sizes]
+        # Tensor parallel ranks hold experts of their own, or the same as those of other replicas.
+        holders = ranks * layout.tp // layout.ep if spread else ranks
+        groups += [Group(tuple(part), holders) for part in parts]
+    return groups
+
+
+def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:
+    """Whether a weight is no matrix and whether it is a spread expert, which sets its group; and its sizes there."""
+    spread = plan.layout.ep > 1 and weight.is_expert
+    sizes = _expert_sizes(weight, plan.layout.ep) if spread else (sliced(plan, weights, weight),)
+    return (not weight.is_matrix, spread), sizes
+
+
+def _router_of(expert: Weight) -> str:
+    return f"{expert.name.partition('.experts.')[0]}.gate.weight"
+
+
+def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
+    """One rank's part of a layer's experts: AutoEP takes gate and up projections apart (`moe/ep_experts.py`)."""
+    own = weight.elements // ranks
+    return (own // 2, own // 2) if weight.name.endswith("gate_up_proj") else (own,)
+
+
+def _cut(sizes: list[int]) -> list[list[int]]:
+    """Neighbours joined, up to `MOST_EXPERTS` elements."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if not parts or sum(parts[-1]) + size > MOST_EXPERTS:
+            parts.append([])
+        parts[-1].append(size)
+    return parts
+
+
+def stage_weights(plan: Plan, weights: Weights, stage: int) -> Iterable[Weight]:
+    """The weights of a pipeline stage, in order."""
+    if not plan.stages:
+        return weights.of_layers(0, weights.layers, first=True, last=True)
+    first, last = plan.stages[stage].layers
+    return weights.of_layers(first, last + 1, first=stage == 0, last=stage == len(plan.stages) - 1)
+
+
+SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")
+"""Projections whose outputs tensor parallel ranks share, with their biases."""
+SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
+"""Those whose inputs they share; a bias is added once."""
+
+
+def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
+    """Elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
+
+    Where experts are spread over the same ranks, these share attention and nothing else.
+    """
+    tensor = plan.layout.tp
+    if tensor == 1:
+        return weight.elements
+    if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
+        return _sliced_table(plan, weights, weight)
+    if plan.layout.ep > 1 and ".self_attn." not in f".{weight.name}":
+        return weight.elements
+    module, _, kind = weight.name.rpartition(".")
+    name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    is_split = name in SPLIT_ROWS or (name in SPLIT_COLUMNS and kind != "bias")
+    return weight.elements // tensor if is_split else weight.elements
+
+
+def _sliced_table(plan: Plan, weights: Weights, table: Weight) -> int:
+    """Our slices within pipeline stages cut embedding and head where the vocabulary divides; AutoTP cuts an untied
+    head only, unevenly where it does not divide."""
+    rows, tensor = table.shape[0], plan.layout.tp
+    if plan.layout.pp > 1:
+        return table.elements if rows % tensor or plan.model.model_type == "gpt2" else table.elements // tensor
+    is_head = any(table is one for one in weights.head)
+    if weights.tied or not is_head or plan.layout.ep > 1:
+        return table.elements
+    return -(-rows // tensor) * table.elements // rows

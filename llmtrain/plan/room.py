@@ -1,0 +1,48 @@
+"""What fits, asked of many plans: of a layout that has no room for its leanest variant, nothing else is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llmtrain.plan.assemble import assemble
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.nearest import MICRO_BATCH, changed
+from llmtrain.plan.plan import Plan
+
+Fits = Callable[[Plan], str | None]
+"""Why a plan does not fit into its devices' memory ("does not fit by 3.1 GiB on stage 0"); None where it fits."""
+
+
+class Room:
+    """Answers of a `Fits`, and the layouts that are known to be too large."""
+
+    def __init__(self, fits: Fits) -> None:
+        self._fits = fits
+        self._hopeless: dict[Any, bool] = {}
+
+    def lacking(self, draft: Draft) -> str | None:
+        """Why a legal draft does not fit."""
+        return self._fits(assemble(draft))
+
+    def is_hopeless(self, draft: Draft) -> bool:
+        """Whether a legal draft's layout has no room, whatever its micro-batch and with activations computed again.
+
+        The smallest micro-batch has the fewest activations, the largest one no gradients beside them: every
+        other variant needs more than one of the two.
+        """
+        plain = {MICRO_BATCH: 1, "parallel.activation_checkpointing": "full"}
+        key = changed(draft.recipe, plain).parallel
+        if key not in self._hopeless:
+            assert draft.dp is not None, "a legal draft has whole degrees"
+            share = draft.recipe.batch.global_batch_size // draft.dp
+            leanest = (
+                Draft(changed(draft.recipe, {**plain, MICRO_BATCH: size}), draft.cluster, draft.facts)
+                for size in (1, share)
+            )
+            self._hopeless[key] = all(self.lacking(one) for one in leanest)
+        return self._hopeless[key]
+
+    def has(self, draft: Draft) -> bool:
+        """Whether a legal draft fits."""
+        return not self.is_hopeless(draft) and not self.lacking(draft)

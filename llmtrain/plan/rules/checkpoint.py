@@ -1,0 +1,65 @@
+"""Which checkpoints are kept: options that would do nothing are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.rules.rule import Fault, assignment, rule
+
+
+@rule(
+    "checkpoint.keeps_all", "Where `keep_last` is not set, all checkpoints are kept whatever else says.", "arithmetic"
+)
+def keeps_all(draft: Draft) -> Iterator[Fault]:
+    """Refuses to keep some checkpoints longer than others where all are kept."""
+    policy = draft.recipe.checkpoint
+    if policy.keep_last is not None:
+        return
+    for field in ("keep_every_steps", "keep_best"):
+        value = getattr(policy, field)
+        if value is not None:
+            message = f"{field}={value} changes nothing, since all checkpoints are kept"
+            yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
+
+
+@rule(
+    "checkpoint.never_saved",
+    "Only steps after which a checkpoint is written can be kept: the multiples of `every_steps`, and the last one.",
+    "arithmetic",
+)
+def never_saved(draft: Draft) -> Iterator[Fault]:
+    """Refuses a `keep_every_steps` that passes over steps with checkpoints between its multiples."""
+    policy = draft.recipe.checkpoint
+    keep, every = policy.keep_every_steps, policy.every_steps
+    if keep is None or (every and keep % every == 0):
+        return
+    what = (
+        f"is no multiple of every_steps={every}" if every else "needs every_steps, which is 0: only the last is written"
+    )
+    fix = assignment(checkpoint__keep_every_steps=math.ceil(keep / every) * every) if every else ""
+    yield Fault("checkpoint.keep_every_steps", f"{keep} {what}", fix)
+
+
+@rule(
+    "checkpoint.never_evaluated",
+    "The best checkpoints are those whose own weights were evaluated: an evaluation after the step of the checkpoint.",
+    "arithmetic",
+)
+def never_evaluated(draft: Draft) -> Iterator[Fault]:
+    """Refuses `keep_best` where no checkpoint but the last one falls on an evaluation."""
+    recipe = draft.recipe
+    saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
+    if recipe.checkpoint.keep_best is None:
+        return
+    if not (saved and evaluated) or math.lcm(saved, evaluated) > recipe.train.max_steps:
+        message = (
+            f"keep_best={recipe.checkpoint.keep_best}, but no step before the last has both a checkpoint "
+            f"(every_steps={saved}) and an evaluation (evaluation.every_steps={evaluated})"
+        )
+        fix = assignment(evaluation__every_steps=saved) if saved else ""
+        yield Fault("checkpoint.keep_best", message, fix)
+
+
+RULES = (keeps_all, never_saved, never_evaluated)

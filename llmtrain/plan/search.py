@@ -1,0 +1,237 @@
+"""All legal plans of a recipe on a cluster, ranked by predicted tokens per second.
+
+The run stays the same: the model, the data, the global batch, the precision and the backend. What is
+searched is how it is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing, offload.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.assemble import assemble
+from llmtrain.plan.divisors import divisors
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.nearest import DEGREES, MICRO_BATCH, Fields, as_arguments, changed
+from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.plan.room import Fits, Room
+from llmtrain.plan.rules import LEGALITY, broken, layout
+from llmtrain.plan.time import StepTime, predict, unknown
+from llmtrain.recipe import Recipe
+
+MOST = 10
+"""Plans that are shown."""
+MOST_MISSES = 16
+"""Near misses that are shown, of each kind."""
+MOST_SIZES = 16
+"""Micro-batch sizes that are tried, the smallest ones."""
+
+OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+"""Where optimizer states and parameters live. A folder for nvme is not ours to name."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan of the search."""
+
+    arguments: str
+    """The `--set` arguments that make it of the recipe; empty for the recipe as it is."""
+    plan: Plan
+    time: StepTime
+    why: str = ""
+    """Why it loses; empty for one of the best."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found."""
+
+    best: tuple[Found, ...]
+    """The fastest first."""
+    too_large: tuple[Found, ...]
+    """Faster than the last of `best`, but they do not fit; empty where nobody could say."""
+    slower: tuple[Found, ...]
+    """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
+    legal: int
+    """Plans that were compared."""
+    memory_known: bool
+    """Whether it was asked what fits."""
+
+
+def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> SearchResult:
+    """The fastest legal plans, and what nearly was one.
+
+    fits: asked of the fastest plans only, in turn, so it may take milliseconds; None where memory is not
+    known, and then nothing is left out for it. Raises RecipeError where the model's configuration is wrong,
+    where nothing is known of the devices, and where no plan is legal or none fits.
+    """
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    timed = timed_plans(recipe, cluster, facts)
+    if not timed:
+        raise RecipeError(_nothing(recipe, cluster, facts))
+    room = Room(fits) if fits else None
+    best: list[Found] = []
+    too_large: list[Found] = []
+    slower: list[Found] = []
+    for time, fields, draft in timed:
+        if len(best) == MOST and len(slower) == MOST_MISSES:
+            break
+        shown = best if len(best) < MOST else slower
+        known = _saves_in_vain if shown is best else _alike
+        if any(known(draft, one) for one in (*best, *slower)):
+            continue
+        reason = None
+        if room and (shown is slower or len(too_large) == MOST_MISSES):
+            if not room.has(draft):
+                continue
+        elif room:
+            reason = room.lacking(draft)
+        why = reason or (loses(time, best[0].time) if shown is slower else "")
+        (too_large if reason else shown).append(_found(recipe, cluster, facts, fields, time, why))
+    if not best:
+        raise RecipeError(_too_large(recipe, too_large))
+    return SearchResult(tuple(best), tuple(too_large), tuple(slower), len(timed), fits is not None)
+
+
+def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[tuple[StepTime, Fields, Draft]]:
+    """Every legal plan with its predicted time, the fastest first; empty where nothing can be predicted."""
+    timed = [(time, fields, draft) for fields, draft in legal_plans(recipe, cluster, facts) if (time := _time(draft))]
+    return sorted(timed, key=lambda item: -item[0].tokens_per_second)
+
+
+def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
+    """Every legal way to split and store the run: what it changes in the recipe, and its draft."""
+    layout_rules = [rule for rule in layout.RULES if rule.refuses]
+    for degrees in _degrees(cluster, facts):
+        draft = Draft(changed(recipe, degrees), cluster, facts)
+        if any(rule.problems(draft) for rule in layout_rules) or draft.dp is None:
+            continue
+        for stage, (optimizer, parameters) in itertools.product(range(4), OFFLOADS):
+            stored = degrees | {
+                "parallel.zero_stage": stage,
+                "parallel.offload_optimizer": optimizer,
+                "parallel.offload_param": parameters,
+            }
+            yield from _batches(recipe, cluster, facts, stored, draft.dp)
+
+
+def _degrees(cluster: Cluster, facts: ModelFacts) -> Iterator[Fields]:
+    """Degrees that divide the devices."""
+    for pipeline in (size for size in divisors(cluster.world_size) if size <= facts.layers):
+        for tensor in divisors(cluster.world_size // pipeline):
+            rest = cluster.world_size // pipeline // tensor
+            for sequence in divisors(rest):
+                for expert in (size for size in divisors(rest) if size <= max(facts.experts, 1)):
+                    yield {
+                        "parallel.pipeline": pipeline,
+                        "parallel.tensor": tensor,
+                        "parallel.sequence": sequence,
+                        "parallel.expert": expert,
+                    }
+
+
+def _batches(
+    recipe: Recipe, cluster: Cluster, facts: ModelFacts, stored: Fields, dp: int
+) -> Iterator[tuple[Fields, Draft]]:
+    """The micro-batches of a layout, with and without activation checkpointing, as far as they are legal."""
+    for micro in _micro_batches(recipe, dp):
+        for checkpointing in ("none", "full"):
+            fields = stored | {MICRO_BATCH: micro, "parallel.activation_checkpointing": checkpointing}
+            draft = Draft(changed(recipe, fields), cluster, facts)
+            faults = broken(draft, LEGALITY)[0]
+            if not faults:
+                yield fields, draft
+            elif any(fault.field != MICRO_BATCH for fault in faults):
+                return  # another micro-batch would not cure it
+
+
+def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
+    """Sizes that divide a replica's share of the batch.
+
+    A router's loss is a mean within each micro-batch, so with it another size is another run.
+    """
+    share, rest = divmod(recipe.batch.global_batch_size, dp)
+    if rest:
+        return ()
+    own = recipe.batch.micro_batch_size
+    if recipe.model.config.get("output_router_logits"):
+        return (own,) if share % own == 0 else ()
+    return divisors(share)[:MOST_SIZES]
+
+
+def loses(time: StepTime, best: StepTime) -> str:
+    """What costs a plan most against the best one."""
+    parts, others = _parts(time), _parts(best)
+    part = max(parts, key=lambda name: parts[name] - others.get(name, 0.0))
+    share = parts[part] / time.step_s
+    return {
+        "bubble": f"bubble {time.bubble:.0%}",
+        "compute": f"computes {parts[part] / others['compute'] - 1:.0%} longer",
+        "recompute": f"computes {share:.0%} of the step again",
+        "update": f"update {share:.0%} of the step",
+    }.get(part, f"{part.replace('_', '-')} {share:.0%} of the step")
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    return {
+        "compute": time.compute_s - time.recompute_s,
+        "recompute": time.recompute_s,
+        "bubble": time.bubble_s,
+        "update": time.update_s,
+        **time.communication_s,
+    }
+
+
+def _time(draft: Draft) -> StepTime | None:
+    return predict(assemble(draft))
+
+
+def changes_of(recipe: Recipe, fields: Fields) -> Fields:
+    """Those fields of a plan that differ from the recipe's."""
+    return {field: value for field, value in fields.items() if _value(recipe, field) != value}
+
+
+def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> Found:
+    """A plan resolved as a user would paste it, from the fields that differ from the recipe's."""
+    own = changes_of(recipe, fields)
+    draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
+    return Found(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
+
+
+def _saves_in_vain(draft: Draft, found: Found) -> bool:
+    """Whether a plan differs from a faster one that fits by nothing but what saves memory."""
+    other = found.plan.recipe
+    degrees = (*DEGREES, "parallel.zero_stage", MICRO_BATCH)
+    return all(_value(draft.recipe, field) == _value(other, field) for field in degrees)
+
+
+def _alike(draft: Draft, found: Found) -> bool:
+    """Whether two plans have the ZeRO stage and the kinds of parallelism in common, of whatever degrees."""
+    one, other = draft.recipe, found.plan.recipe
+    kinds = all((_value(one, field) == 1) == (_value(other, field) == 1) for field in DEGREES)
+    return kinds and one.parallel.zero_stage == other.parallel.zero_stage
+
+
+def _value(recipe: Recipe, field: str) -> object:
+    part, _, name = field.partition(".")
+    return getattr(getattr(recipe, part), name)
+
+
+def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
+    """Why there is nothing to rank."""
+    first = next(legal_plans(recipe, cluster, facts), None)
+    if first is None:
+        message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
+        return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search says what is wrong")
+    fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
+    return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
+
+
+def _too_large(recipe: Recipe, misses: list[Found]) -> Problem:
+    """No plan fits."""
+    tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
+    return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")

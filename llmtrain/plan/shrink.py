@@ -1,0 +1,188 @@
+"""A plan made small enough for a laptop: every kind of splitting that it has, each over two ranks, on a tiny model.
+
+The rule, all of it:
+
+- a degree above 1 becomes 2: data, pipeline, tensor, sequence and expert parallelism each stay or stay away. That
+  makes two to eight ranks, and sixteen where all four of the first are there at once. Where experts have
+  replicas under data parallelism they keep them, for which that becomes 4 if nothing else does it;
+- the ZeRO stage, the backend, the optimizer and its clipping, activation checkpointing and the packing stay; so does
+  the precision, but fp16 weights, which the engine does not run on CPUs, become bf16; offload stays, but to the host;
+- the model keeps its family and its switches and gets tiny sizes (`models.tiny`), `LAYERS` layers for each stage;
+- of the batch, at most `ROWS` sequences of `TOKENS` tokens make a micro-batch, at most `MICRO_BATCHES` of them for
+  each stage a step: what accumulates still does, and what does not does not.
+
+A plan that is legal stays so: heads, experts and lengths of the copy divide by 2, and no rule asks for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.described import triangle
+from llmtrain.plan.plan import Layout, Plan
+from llmtrain.plan.resolve import resolve
+from llmtrain.recipe import ModelConfig, Part, Recipe
+
+MOST = 2
+"""Ranks of each kind of parallelism."""
+LAYERS = 2
+"""Layers of a stage."""
+MICRO_BATCHES = 2
+"""Micro-batches a step, for each stage: a pipeline gets full and drains."""
+ROWS = 2
+"""Sequences of a micro-batch."""
+TOKENS = 64
+"""Tokens of a sequence."""
+STEPS = 3
+"""Optimizer steps."""
+
+
+class Change(Part):
+    """Something that the small plan has less of, or otherwise."""
+
+    what: str
+    """What it is."""
+    plan: str
+    """How the plan has it."""
+    dry_run: str
+    """How the small plan has it."""
+    untested: str
+    """What a run of the small plan so does not show."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small plan, and how it differs from the one that it stands for."""
+
+    plan: Plan
+    changes: tuple[Change, ...]
+
+
+def layers_kept(plan: Plan) -> int:
+    """Decoder layers of the small model."""
+    return min(plan.model.layers, LAYERS * min(plan.layout.pp, MOST))
+
+
+def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
+    """The small plan of a legal one.
+
+    model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which names its own vocabulary.
+    Raises RecipeError where the small plan is not legal, which would be a fault of this module.
+    """
+    layout = _degrees(plan)
+    cluster = Cluster(devices_per_node=layout.dp * layout.pp * layout.tp * layout.sp, device="cpu")
+    small = resolve(plan.recipe.with_(**_fields(plan, layout, model)), cluster)
+    return Shrunk(small, tuple(_changes(plan, small)))
+
+
+def _degrees(plan: Plan) -> Layout:
+    layout = plan.layout
+    small = {name: min(getattr(layout, name), MOST) for name in ("dp", "pp", "tp", "sp", "ep")}
+    has_replicas = layout.dp * layout.tp * layout.sp > layout.ep > 1
+    if has_replicas and layout.dp > 1 and small["dp"] * small["tp"] * small["sp"] == small["ep"]:
+        small["dp"] *= MOST
+    if plan.recipe.parallel.strategy == "data_parallel":
+        small["dp"] = 1  # it spreads its work over GPUs only
+    return Layout(**small, zero_stage=plan.layout.zero_stage)
+
+
+def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
+    """Recipe fields of the small plan."""
+    recipe = plan.recipe
+    micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
+    rows = min(recipe.batch.micro_batch_size, ROWS)
+    total = rows * micro_batches * layout.dp
+    attention = "eager" if recipe.model.attention == "eager" else "sdpa"
+    return {
+        "model": model.model_copy(update={"attention": attention}),
+        "data.tokenizer": {"vocab_size": model.config["vocab_size"]},
+        "data.sequence_length": max(min(recipe.data.sequence_length, TOKENS) // layout.sp, 1) * layout.sp,
+        "batch.global_batch_size": total,
+        "batch.micro_batch_size": rows,
+        "parallel.pipeline": layout.pp,
+        "parallel.tensor": layout.tp,
+        "parallel.sequence": layout.sp,
+        "parallel.expert": layout.ep,
+        **_types_and_places(recipe),
+        # The whole schedule, so that the weights move.
+        "train.max_steps": STEPS,
+        "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
+        "optim.decay_steps": min(recipe.optim.decay_steps, 1),
+        "evaluation.max_sequences": total,
+    }
+
+
+def _types_and_places(recipe: Recipe) -> dict[str, Any]:
+    """What a CPU computes in instead of fp16, and where states lie instead of on disks."""
+    parallel = recipe.parallel
+    fields: dict[str, Any] = {"parallel.nvme_path": None}
+    for name in ("offload_optimizer", "offload_param"):
+        fields[f"parallel.{name}"] = "cpu" if getattr(parallel, name) == "nvme" else getattr(parallel, name)
+    if parallel.precision == "fp16":
+        fields["parallel.precision"] = "bf16"
+        if parallel.grad_accum_dtype == "fp16":
+            fields["parallel.grad_accum_dtype"] = "bf16"
+    return fields
+
+
+DEGREES = (
+    ("dp", "data parallel", "sums over more replicas"),
+    ("pp", "pipeline", "stages in the middle, which receive and send on both sides"),
+    ("tp", "tensor parallel", "narrower slices"),
+    ("sp", "sequence parallel", "shorter slices"),
+    ("ep", "expert parallel", "exchanges among more ranks"),
+)
+"""Field of a layout, its name, and what more ranks of it would show."""
+PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"}
+
+
+def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
+    """All differences; what is alike in both is left out."""
+    pairs = [*_machine(plan, small), *_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
+    for what, one, other, untested in pairs:
+        if one != other:
+            yield Change(what=what, plan=one, dry_run=other, untested=untested)
+
+
+Pair = tuple[str, str, str, str]
+
+
+def _machine(plan: Plan, small: Plan) -> Iterator[Pair]:
+    one, other = (f"{p.cluster.nodes} × {p.cluster.devices_per_node} {p.cluster.device}" for p in (plan, small))
+    yield "devices", one, other, "kernels, memory and speed of the devices, their links, NCCL, the launcher"
+
+
+def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    for field, name, untested in DEGREES:
+        one, other = (str(getattr(p.layout, field)) for p in (plan, small))
+        yield name, one, other, untested
+
+
+def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    def named(each: Plan) -> str:
+        return f"{each.model.parameters:,} parameters"
+
+    yield "model", named(plan), named(small), "that its full size fits, and how its numbers behave"
+    yield "layers", f"{plan.model.layers}", f"{small.model.layers}", "depth"
+    if plan.model.experts:
+        one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
+        yield "experts", one, other, "how the load spreads among many"
+    model = plan.recipe.model
+    yield "attention", model.attention, small.recipe.model.attention, "that kernel"
+    if model.pretrained:
+        yield "weights", model.pretrained, "random", "that these are found and fit the model"
+
+
+def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    one, other = plan.recipe, small.recipe
+    yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
+    yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
+    yield "batch", triangle(plan), triangle(small), "larger sums"
+    yield "steps", f"{one.train.max_steps:,}", f"{other.train.max_steps}", "that it learns; the learning rate's course"
+    yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale, and what overflows"
+    for field, name in PLACES.items():
+        places = (getattr(one.parallel, field), getattr(other.parallel, field))
+        yield f"{name} in", *places, "reading from disks and writing to them"

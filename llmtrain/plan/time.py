@@ -1,0 +1,172 @@
+"""How long a step takes, by arithmetic: computation, memory traffic, communication, and the pipeline's bubble.
+
+A prediction ranks plans. It is not a measurement: `docs/time.md` says what is assumed, and how far it lies
+from published runs.
+"""
+
+from __future__ import annotations
+
+from llmtrain.plan.assumptions import EAGER, Assumptions
+from llmtrain.plan.draft import COMPUTE_DTYPE
+from llmtrain.plan.links import Links
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.traffic import Network, Traffic, summed
+from llmtrain.plan.work import Held, Work, Worker, held_by
+from llmtrain.recipe import Part
+
+
+class StepTime(Part):
+    """A predicted optimizer step of the slowest pipeline stage. The parts add up to `step_s`."""
+
+    compute_s: float
+    """Seconds of its forward and backward passes, recomputation included."""
+    recompute_s: float
+    """Those of `compute_s` that activation checkpointing costs."""
+    communication_s: dict[str, float]
+    """Seconds in which it does nothing but wait for others, by kind: `all_reduce`, `reduce_scatter`, `all_gather`,
+    `all_to_all`, `p2p`, `host`."""
+    bubble_s: float
+    """Seconds in which it waits for the pipeline to fill and to drain."""
+    update_s: float
+    """Seconds of the optimizer."""
+    step_s: float
+    """Seconds of the whole step."""
+    overlapped_s: float
+    """Seconds of communication that computation hides; not in `step_s` again."""
+    bubble: float
+    """Idle part of the pipeline's time: (p − 1) / (m + p − 1) for p stages and m micro-batches."""
+    tokens_per_second: float
+    """Over all devices."""
+    tokens_per_second_per_device: float
+    """By one device."""
+    mfu: float
+    """Part of the peak, by the convention of `Plan.flops_per_token`."""
+
+
+def bubble_of(stages: int, micro_batches: int) -> float:
+    """Idle part of a 1F1B schedule (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
+    """The time of a plan's step; None where nothing is known of its devices or links (`unknown`)."""
+    if unknown(plan):
+        return None
+    device = plan.cluster.spec
+    peak = device.peak_flops[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
+    assert device.memory_bandwidth is not None, "`unknown` has looked"
+    worker = Worker(plan, device, peak, device.memory_bandwidth, assumed)
+    network = Network(
+        plan, worker, _links(plan, assumed), device.host_bandwidth and device.host_bandwidth * assumed.link
+    )
+    held = set(held_by(plan.model, plan.stages))
+    slowest = max((_Stage(plan, worker.micro_batch(one), network.traffic(one), one, worker) for one in held), key=_slow)
+    return slowest.time(peak)
+
+
+def unknown(plan: Plan) -> str | None:
+    """What is missing for a prediction, as a sentence; None where nothing is."""
+    device, cluster = plan.cluster.spec, plan.cluster
+    if plan.recipe.parallel.strategy == "data_parallel":
+        return "nn.DataParallel copies weights and gradients through one process, which is not modelled"
+    missing = []
+    dtype = COMPUTE_DTYPE[plan.recipe.parallel.precision]
+    if dtype not in device.peak_flops:
+        missing.append(f"peak_flops['{dtype}']")
+    wanted = {"memory_bandwidth": True, "node_bandwidth": cluster.devices_per_node > 1}
+    wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": _offloads(plan)}
+    missing += [name for name, needed in wanted.items() if needed and getattr(device, name) is None]
+    return f"nothing is known of {device.name}'s {', '.join(missing)}" if missing else None
+
+
+def described(time: StepTime) -> str:
+    """One line for people."""
+    parts = [f"compute {time.compute_s / time.step_s:.0%}"]
+    if waiting := sum(time.communication_s.values()):
+        kinds = sorted(time.communication_s.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{kind.replace('_', '-')} {s / time.step_s:.0%}" for kind, s in kinds[:2])
+        parts.append(f"communication {waiting / time.step_s:.0%} ({shown})")
+    if time.bubble:
+        parts.append(f"bubble {time.bubble:.0%}")
+    parts.append(f"update {time.update_s / time.step_s:.0%}")
+    rate = f"{time.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {time.mfu:.0%}"
+    return f"predicted {time.step_s:.2f} s a step: {rate}; {', '.join(parts)}"
+
+
+class _Stage:
+    """A stage's step."""
+
+    def __init__(self, plan: Plan, work: Work, traffic: Traffic, held: Held, worker: Worker) -> None:
+        self.plan, self.work, self.traffic = plan, work, traffic
+        self.micro_batches = plan.batch.gradient_accumulation_steps
+        exposed, hidden = _exposed(traffic.hidden, worker.assumed.overlap * work.seconds)
+        self.per_micro_batch = summed(traffic.waited, exposed)
+        self.slot = work.seconds + sum(self.per_micro_batch.values())
+        """Seconds between one micro-batch and the next."""
+        # A DistributedDataParallel reduces while the last micro-batch goes backward.
+        last, hidden_last = _exposed(traffic.step_hidden, worker.assumed.overlap * work.backward)
+        self.once = summed(traffic.step, last)
+        self.overlapped = hidden * self.micro_batches + hidden_last
+        self.update = _update(plan, held, worker)
+        self.fixed = sum(self.once.values()) + self.update
+
+    def time(self, peak: float) -> StepTime:
+        """peak: FLOP/s of a device."""
+        plan, m = self.plan, self.micro_batches
+        bubble = bubble_of(plan.layout.pp, m)
+        bubble_s = (plan.layout.pp - 1) * self.slot
+        step = m * self.slot + bubble_s + self.fixed
+        communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)
+        rate = plan.batch.tokens_per_step / step
+        per_device = rate / plan.cluster.world_size
+        return StepTime(
+            compute_s=m * self.work.seconds,
+            recompute_s=m * self.work.recompute,
+            communication_s=communication,
+            bubble_s=bubble_s,
+            update_s=self.update,
+            step_s=step,
+            overlapped_s=self.overlapped,
+            bubble=bubble,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=per_device,
+            mfu=per_device * plan.flops_per_token / peak,
+        )
+
+
+def _slow(stage: _Stage) -> tuple[float, float]:
+    """All stages keep the pace of the slowest slot; of equal ones the update decides."""
+    return stage.slot, stage.fixed
+
+
+def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], float]:
+    """What of some communication lasts longer than the window that hides it, and the seconds that it hides."""
+    total = sum(part.values())
+    if total <= window:
+        return {}, total
+    rest = (total - window) / total
+    return {kind: seconds * rest for kind, seconds in part.items()}, window
+
+
+def _update(plan: Plan, held: Held, worker: Worker) -> float:
+    """Every rank updates the shards of the states that it keeps."""
+    sharded = plan.layout.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
+    parameters = worker.own(held) / (plan.layout.dp * plan.layout.sp if sharded else 1)
+    size = parameters * worker.update_bytes()
+    where = plan.recipe.parallel.offload_optimizer
+    if where == "none":
+        return size / worker.bandwidth
+    rate = worker.assumed.host_update_bandwidth
+    return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth))
+
+
+def _links(plan: Plan, assumed: Assumptions) -> Links:
+    device = plan.cluster.spec
+    # A link that no group uses may be unknown; its bandwidth is never asked for.
+    node, network = (rate or float("inf") for rate in (device.node_bandwidth, device.network_bandwidth))
+    return Links(plan.cluster.devices_per_node, node * assumed.link, network * assumed.link, assumed)
+
+
+def _offloads(plan: Plan) -> bool:
+    parallel = plan.recipe.parallel
+    return parallel.offload_optimizer != "none" or parallel.offload_param != "none"

@@ -1,0 +1,167 @@
+"""The weights of a model one by one, as far as memory asks: shapes, and what is alike is written once.
+
+Totals are not enough there: ZeRO-3 pads each parameter and keeps small ones whole, tensor parallel ranks
+cut matrices and not norms, and vectors are in an optimizer group of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from llmtrain.recipe import Part
+
+
+class Weight(Part):
+    """A parameter, as the model holds it."""
+
+    name: str
+    """Its name within its layer (`self_attn.q_proj.weight`), or within the model."""
+    shape: tuple[int, ...]
+    """Its shape."""
+
+    @property
+    def elements(self) -> int:
+        """Its size."""
+        return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is decayed: two or more dimensions."""
+        return len(self.shape) >= 2
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to the experts of a mixture."""
+        return ".experts." in self.name
+
+
+class LayerRun(Part):
+    """Neighbouring decoder layers that are alike."""
+
+    layers: int
+    """How many."""
+    weights: tuple[Weight, ...]
+    """Of each."""
+
+
+class Weights(Part):
+    """All weights of a model, tied ones once."""
+
+    embedding: tuple[Weight, ...]
+    """Input tables."""
+    runs: tuple[LayerRun, ...]
+    """The decoder layers, in order."""
+    outside: tuple[Weight, ...]
+    """The final norm, and whatever else lies in no layer."""
+    head: tuple[Weight, ...]
+    """The output projection; the embedding's table where it is tied to it."""
+    tied: bool
+    """Whether `head` is the embedding's."""
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model."""
+        return sum(weight.elements for weight in self.of_layers(0, self.layers, first=True, last=True))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return sum(run.layers for run in self.runs)
+
+    def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
+        """The weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
+
+        A stage that has both ends holds a tied weight once.
+        """
+        if first:
+            yield from self.embedding
+        for index in range(first_layer, end):
+            yield from self.layer(index)
+        if last:
+            yield from self.outside
+            if not (self.tied and first):
+                yield from self.head
+
+    def layer(self, index: int) -> tuple[Weight, ...]:
+        """The weights of one layer."""
+        for run in self.runs:
+            if index < run.layers:
+                return run.weights
+            index -= run.layers
+        raise IndexError(index)
+
+
+def runs_of(layers: Iterable[Sequence[Weight]]) -> tuple[LayerRun, ...]:
+    """Layers, joined where neighbours are alike."""
+    return tuple(LayerRun(layers=len(list(alike)), weights=weights) for weights, alike in groupby(map(tuple, layers)))
+
+
+def gpt2_weights(shape: Any) -> Weights:
+    """GPT-2's: biases everywhere, a fused projection of queries, keys and values, learned positions."""
+    width, inner = shape.width, shape.inner
+    layer = [
+        *_norm("ln_1", width, bias=True),
+        *_linear("attn.c_attn", width, 3 * width, bias=True),
+        *_linear("attn.c_proj", width, width, bias=True),
+        *_norm("ln_2", width, bias=True),
+        *_linear("mlp.c_fc", width, inner, bias=True),
+        *_linear("mlp.c_proj", inner, width, bias=True),
+    ]
+    table = Weight(name="wte.weight", shape=(shape.vocab, width))
+    return Weights(
+        embedding=(table, Weight(name="wpe.weight", shape=(shape.positions or 0, width))),
+        runs=runs_of([layer] * shape.layers),
+        outside=_norm("ln_f", width, bias=True),
+        head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
+        tied=shape.tied,
+    )
+
+
+def rotary_weights(
+    shape: Any, *, biases: tuple[bool, bool, bool], query_key_norm: str, norms: int, experts: Any, router_first: bool
+) -> Weights:
+    """The Llama line's (`families.RotaryDecoder`). biases: of queries, keys and values; of the output; of the MLP."""
+    attention = [
+        *_linear("self_attn.q_proj", shape.width, shape.heads * shape.head_dim, bias=biases[0]),
+        *_linear("self_attn.k_proj", shape.width, shape.kv_heads * shape.head_dim, bias=biases[0]),
+        *_linear("self_attn.v_proj", shape.width, shape.kv_heads * shape.head_dim, bias=biases[0]),
+        *_linear("self_attn.o_proj", shape.heads * shape.head_dim, shape.width, bias=biases[1]),
+    ]
+    if query_key_norm != "none":
+        whole = query_key_norm == "full"
+        attention += _norm("self_attn.q_norm", shape.head_dim * (shape.heads if whole else 1))
+        attention += _norm("self_attn.k_norm", shape.head_dim * (shape.kv_heads if whole else 1))
+    over_residual = [weight for index in range(norms) for weight in _norm(f"norm_{index}", shape.width)]
+    dense = [
+        *_linear("mlp.gate_proj", shape.width, shape.inner, bias=biases[2]),
+        *_linear("mlp.up_proj", shape.width, shape.inner, bias=biases[2]),
+        *_linear("mlp.down_proj", shape.inner, shape.width, bias=biases[2]),
+    ]
+    router = _linear("mlp.gate", shape.width, experts.number)
+    sparse = [
+        *(router if router_first else ()),
+        Weight(name="mlp.experts.gate_up_proj", shape=(experts.number, 2 * experts.inner, shape.width)),
+        Weight(name="mlp.experts.down_proj", shape=(experts.number, shape.width, experts.inner)),
+        *(() if router_first else router),
+    ]
+    table = Weight(name="embed_tokens.weight", shape=(shape.vocab, shape.width))
+    return Weights(
+        embedding=(table,),
+        runs=runs_of([*attention, *(sparse if one else dense), *over_residual] for one in experts.sparse(shape.layers)),
+        outside=_norm("norm", shape.width),
+        head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
+        tied=shape.tied,
+    )
+
+
+def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> tuple[Weight, ...]:
+    weight = Weight(name=f"{name}.weight", shape=(outputs, inputs))
+    return (weight, Weight(name=f"{name}.bias", shape=(outputs,))) if bias else (weight,)
+
+
+def _norm(name: str, width: int, *, bias: bool = False) -> tuple[Weight, ...]:
+    weight = Weight(name=f"{name}.weight", shape=(width,))
+    return (weight, Weight(name=f"{name}.bias", shape=(width,))) if bias else (weight,)

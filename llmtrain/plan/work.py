@@ -1,0 +1,153 @@
+"""What a device computes: seconds per micro-batch of a pipeline stage, and of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llmtrain.cluster import Device
+from llmtrain.plan.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
+from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
+from llmtrain.plan.flops import head_parameters
+from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BACKWARD = 2.0
+"""Matrix products of a backward pass, for each of the forward pass; passes over memory alike."""
+ATTENTION_BACKWARD = 2.5
+"""The same of a fused attention kernel, which computes the scores again (FlashAttention, arXiv 2205.14135)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of a stage hold, before tensor or expert parallelism splits it."""
+
+    layers: int
+    active: int
+    """Parameters of its layers that a token meets."""
+    parameters: int
+    """All, embedding and head included."""
+    experts: int
+    """Those of `parameters` that expert parallelism spreads."""
+    head: bool
+    """Whether it has the output projection."""
+
+
+@lru_cache(maxsize=4096)
+def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[Held, ...]:
+    """Every stage in turn; the whole model where there is none."""
+    if not stages:
+        outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
+        experts = _experts(facts, 0, facts.layers)
+        return (Held(facts.layers, facts.active_parameters - outside, facts.parameters, experts, head=True),)
+    found = []
+    for number, stage in enumerate(stages):
+        first, last = stage.layers[0], stage.layers[1] + 1
+        active = sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last])
+        experts = _experts(facts, first, last)
+        found.append(Held(last - first, active, stage.parameters, experts, head=number == len(stages) - 1))
+    return tuple(found)
+
+
+def _experts(facts: ModelFacts, first: int, last: int) -> int:
+    """Parameters of experts in some layers: those that a token does not meet, and its share."""
+    idle = sum(facts.layer_idle_parameters[first:last])
+    missed = facts.experts - facts.experts_per_token
+    return idle * facts.experts // missed if missed else 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a device and micro-batch."""
+
+    forward: float
+    recompute: float
+    """Of the layers' forward pass, again, under activation checkpointing."""
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.recompute + self.backward
+
+
+class Worker:
+    """The devices of a plan, and what they do."""
+
+    def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
+        """peak: FLOP/s, and bandwidth: bytes per second, by the datasheet."""
+        recipe, layout = plan.recipe, plan.layout
+        self.facts, self.layout, self.assumed = plan.model, layout, assumed
+        self.length = recipe.data.sequence_length
+        self.tokens = plan.batch.micro_batch_size * self.length / layout.sp
+        """Tokens of a micro-batch on one device."""
+        reached = REACHED.get(device.name, REACHED_ELSEWHERE)
+        self.product_rate = peak * reached.matmul
+        """FLOP/s of matrix products."""
+        self.bandwidth = bandwidth * assumed.memory
+        self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
+        self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
+        self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
+        self.checkpointing = recipe.parallel.activation_checkpointing == "full"
+        self.attention_share, attention_reached = _attention(plan, assumed, reached)
+        self.attention_rate = peak * attention_reached
+        self.optimizer = recipe.optim.name
+        self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
+
+    def own(self, held: Held) -> float:
+        """Parameters of a stage on one device, where nothing but tensor and expert parallelism splits them."""
+        return sum(self.shares(held))
+
+    def shares(self, held: Held) -> tuple[float, float]:
+        """Those of `own` that all replicas hold, and those of experts. AutoTP leaves a tied table whole."""
+        layout, facts = self.layout, self.facts
+        whole = head_parameters(facts) if layout.pp == 1 and facts.tied_embeddings else 0
+        dense = (held.parameters - held.experts - whole) / layout.tp + whole
+        return dense, held.experts / layout.ep / layout.tp
+
+    def micro_batch(self, held: Held) -> Work:
+        """A pass forward and one backward."""
+        facts, tp = self.facts, self.layout.tp
+        products = 2 * held.active / tp * self.tokens / self.product_rate
+        scores = 4 * held.layers * facts.heads * facts.head_dim / tp * self.length * self.attention_share
+        attention = scores * self.tokens / self.attention_rate
+        passes = self.assumed.residual_passes * held.layers * facts.hidden_size
+        passes += self.assumed.width_passes * held.active / facts.hidden_size / tp
+        memory = passes * self.tokens * self.compute_bytes / self.bandwidth
+        weights = self.own(held) * self.weight_bytes / self.bandwidth
+        floor = held.layers * self.floor
+        layers = max(products + attention + memory + weights, floor)
+        head_product, head_memory = self._head() if held.head else (0.0, 0.0)
+        # A gradient is written in the type of the weights, then added to what was accumulated.
+        accumulation = self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes) / self.bandwidth
+        backward = BACKWARD * (products + memory + weights) + ATTENTION_BACKWARD * attention
+        return Work(
+            forward=layers + head_product + head_memory / 2,
+            recompute=layers if self.checkpointing else 0.0,
+            backward=max(backward, floor) + BACKWARD * head_product + head_memory / 2 + accumulation,
+        )
+
+    def _head(self) -> tuple[float, float]:
+        """The product forward, and the passes over the logits in both directions."""
+        facts = self.facts
+        # A tied table stays whole on tensor parallel ranks; logits are gathered, so the loss is whole on each.
+        split = 1 if facts.tied_embeddings else self.layout.tp
+        product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
+        return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
+
+    def update_bytes(self) -> float:
+        """Bytes read and written per parameter in an update of fp32 states; weights of a lower type are copies."""
+        moments = 1 if self.optimizer == "sgd" else 2
+        copy = self.weight_bytes if self.weight_bytes < 4 else 0
+        return 4 + 8 + 8 * moments + copy  # gradient read; master weight and moments read and written
+
+
+def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[float, float]:
+    """Part of the T × T scores that is computed, and part of the peak that is reached.
+
+    A causal kernel skips half. A mask of documents, which `sdpa` needs, hides from it what could be skipped.
+    """
+    kind, masks = plan.recipe.model.attention, plan.recipe.data.mask_documents
+    if kind == "eager":
+        return 1.0, assumed.attention_eager
+    return (1.0 if kind == "sdpa" and masks else 0.5), reached.attention

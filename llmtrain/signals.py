@@ -1,0 +1,103 @@
+"""Being told to stop. A signal reaches the ranks at different times, or only one of them: they agree on a step.
+
+Launchers and batch systems differ in what they send (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT) and
+to whom, so all of these mean the same from any rank: finish the step, save, leave with exit code 75.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+from llmtrain.errors import Exit
+from llmtrain.launch.local import STOPS
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+KEPT_VERDICTS = 2048
+"""Rank 0 is never so many steps ahead of another: a CUDA device queues 1024 launches, and a step is more than one."""
+
+
+class StopSignals:
+    """What this process has been told. To be made in the main thread, before anything slow."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The first of them."""
+        self._nothing_to_save = False
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # what was ignored stays so (nohup)
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self._nothing_to_save:
+            leave(Exit.RESUME)
+        if number == signal.SIGINT:
+            # By the kernel, since a process that waits in a collective runs no handler.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+    def leave_at_once(self) -> None:
+        """From now on, and if it was told before, the process leaves at once: all that can be lost is saved."""
+        self._nothing_to_save = True
+        if self.received is not None:
+            leave(Exit.RESUME)
+
+
+class Agreement:
+    """Has all ranks stop after the same step, whichever of them was told.
+
+    Rank 0 decides at the end of each step and writes the verdict to the store that the ranks met at;
+    the others read it there. That costs them a round trip, and neither a collective nor a wait for a
+    device.
+    """
+
+    def __init__(self, signals: StopSignals, rank: int, store: Store | None) -> None:
+        """store: where the ranks meet; None for a rank on its own."""
+        self.signals = signals
+        self.rank = rank
+        self.store = store
+        self.stopped_by: signal.Signals | None = None
+        """The signal that all ranks stop on, once they have agreed."""
+
+    @classmethod
+    def of_group(cls, signals: StopSignals) -> Self:
+        """Among the ranks of the process group."""
+        from torch import distributed as dist
+
+        from llmtrain.engines.distributed import store
+
+        return cls(signals, dist.get_rank(), store("stop") if dist.get_world_size() > 1 else None)
+
+    def agreed(self, step: int) -> bool:
+        """Whether the ranks stop after `step` steps. Each rank asks once for each step, in the same order."""
+        number = self._verdict(step)
+        self.stopped_by = signal.Signals(number) if number else None
+        return self.stopped_by is not None
+
+    def _verdict(self, step: int) -> int:
+        """Number of the signal to stop on; 0 for none."""
+        received = int(self.signals.received or 0)
+        if self.store is None:
+            return received
+        if self.rank != 0:
+            if received:
+                self.store.set("request", str(received))
+            return int(self.store.get(str(step)))
+        if not received and self.store.check(["request"]):
+            received = int(self.store.get("request"))
+        self.store.set(str(step), str(received))
+        self.store.delete_key(str(step - KEPT_VERDICTS))
+        return received
+
+
+def leave(code: int) -> None:
+    """Ends the process, not the interpreter: that would first put back handlers by which a late signal kills."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)

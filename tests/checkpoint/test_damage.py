@@ -1,0 +1,239 @@
+"""Damage of any kind is found before anything is loaded, named by file, and never costs the whole run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+import torch
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from safetensors.torch import save_file
+from small_saves import RUN, save, saver_of
+from traces import engine_of, plan_of
+
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.manifest import File, read_manifests
+from llmtrain.checkpoint.resume import choose_named, choose_newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.storage import probe
+from llmtrain.durable import fingerprint
+from llmtrain.errors import CheckpointError, Exit
+
+
+def _saved(rank: int, folder) -> None:
+    plan = plan_of(tiny_recipe(**{"parallel.zero_stage": 1, "batch.micro_batch_size": GLOBAL_BATCH // 2}), 2)
+    Saver(folder, plan, engine_of(plan), RUN).save(TrainerState(step=1, data="key"))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """A checkpoint of two ranks under ZeRO-1."""
+    folder = tmp_path_factory.mktemp("shards")
+    run_ranks(2, _saved, folder)
+    return folder / "step_00000001"
+
+
+@contextmanager
+def _restored(path):
+    content = path.read_bytes()
+    try:
+        yield content
+    finally:
+        path.write_bytes(content)
+
+
+def _cut(path, content):
+    path.write_bytes(content[:-1])
+
+
+def _flip(path, content):
+    middle = len(content) // 2
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+def _remove(path, content):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _remove])
+def test_damage_to_any_file_is_named(shards, damage):
+    (manifest,) = verify(shards)
+    assert len([name for name in manifest.files if name.startswith("engine/rank_")]) == 2
+    for name in manifest.files:
+        with _restored(shards / name) as content:
+            damage(shards / name, content)
+            with pytest.raises(CheckpointError) as raised:
+                verify(shards)
+            assert [problem.field for problem in raised.value.problems] == [str(shards / name)]
+            assert raised.value.exit_code == Exit.CHECKPOINT
+    verify(shards)
+
+
+def test_all_that_is_damaged_is_named_at_once(shards):
+    names = sorted(read_manifests(shards)[0].files)[:2]
+    with _restored(shards / names[0]) as one, _restored(shards / names[1]) as other:
+        _cut(shards / names[0], one)
+        _flip(shards / names[1], other)
+        with pytest.raises(CheckpointError) as raised:
+            verify(shards)
+    assert sorted(problem.rule for problem in raised.value.problems) == ["checkpoint.hash", "checkpoint.size"]
+
+
+def test_pieces_that_no_manifest_knows_are_refused(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    save_file({"a": torch.ones(1)}, made / "engine" / "rank_00001.0.safetensors")
+    with pytest.raises(CheckpointError, match="not in the manifest"):
+        verify(made)
+
+
+# What a run goes on from.
+
+
+def _choose(checkpoints):
+    return choose_newest(checkpoints, RUN, probe(checkpoints))
+
+
+def test_a_new_run_has_nothing_to_go_on_from(tmp_path):
+    assert _choose(tmp_path / "none") is None
+    (tmp_path / ".step_00000001.partial-small").mkdir()  # the first save was killed
+    assert _choose(tmp_path) is None
+
+
+def test_a_damaged_checkpoint_falls_back_on_the_one_before_and_says_so(tmp_path):
+    saver = saver_of(tmp_path)
+    made = [save(saver, step) for step in (1, 2, 3)]
+    _remove(made[2] / "engine" / "model.safetensors", b"")
+    (made[1] / "MANIFEST.json").unlink()
+    choice = _choose(tmp_path)
+    assert choice.folder == made[0]
+    told = "\n".join(map(str, choice.rejected))
+    assert "step_00000003/engine/model.safetensors" in told
+    assert "step_00000002" in told
+    assert load(choice.folder, saver.engine, saver.plan, "key").step == 1
+
+
+def test_a_run_never_starts_anew_because_nothing_can_be_read(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    _remove(made / "trainer.json", b"")
+    with pytest.raises(CheckpointError, match=r"trainer\.json") as raised:
+        _choose(tmp_path)
+    assert raised.value.problems[-1].rule == "checkpoint.none"
+    assert raised.value.exit_code == Exit.CHECKPOINT
+
+
+def test_latest_that_names_nothing_is_told(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    (tmp_path / "latest").write_text("step_00000007\n")
+    choice = _choose(tmp_path)
+    assert choice.folder == made
+    assert "step_00000007" in str(choice.rejected[0])
+    (made / "MANIFEST.json").rename(tmp_path / "away")
+    made.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="step_00000007"):
+        _choose(tmp_path)
+
+
+def test_latest_decides_where_a_run_was_taken_back(tmp_path):
+    saver = saver_of(tmp_path)
+    first, _ = save(saver, 1), save(saver, 2)
+    (tmp_path / "latest").write_text(first.name)
+    assert _choose(tmp_path).folder == first
+
+
+def test_the_checkpoint_of_another_run_is_not_taken_for_ones_own(tmp_path):
+    other = save(saver_of(tmp_path, run="other"), 9)
+    with pytest.raises(CheckpointError, match="another run"):
+        _choose(tmp_path)
+    own = save(saver_of(tmp_path), 1)
+    (tmp_path / "latest").write_text(other.name)
+    assert _choose(tmp_path).folder == own
+
+
+def test_a_named_checkpoint_of_another_run_needs_the_same_recipe(tmp_path):
+    made = save(saver_of(tmp_path, run="other"), 1)
+    storage, recipe = probe(tmp_path), read_manifests(made)[0].recipe
+    assert choose_named(made, RUN, recipe, storage).folder == made
+    with pytest.raises(CheckpointError, match="another recipe"):
+        choose_named(made, RUN, "0" * 16, storage)
+
+
+# Pickles.
+
+
+class _Canary:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_a_pickle_is_refused_and_does_not_run(tmp_path):
+    """Also one that the manifest knows, as somebody who means harm would have it."""
+    saver, canary = saver_of(tmp_path / "checkpoints"), tmp_path / "canary"
+    made = save(saver, 1)
+    torch.save({"step": torch.ones(2), "bad": _Canary(canary)}, made / "engine" / "model.pt")
+    (manifest,) = read_manifests(made)
+    file = File(**vars(fingerprint(made / "engine" / "model.pt")), rank=0, private=False)
+    manifest.model_copy(update={"files": {**manifest.files, "engine/model.pt": file}}).write(made)
+    for use in (
+        lambda: verify(made),
+        lambda: load(made, saver.engine, saver.plan, "key"),
+        lambda: _choose(made.parent),
+    ):
+        with pytest.raises(CheckpointError, match=r"model\.pt: is a pickle.*would call .*open"):
+            use()
+    assert not canary.exists()
+    torch.load(made / "engine" / "model.pt", weights_only=False)  # it is a live one
+    assert canary.exists()
+
+
+def test_what_only_looks_like_a_pickle_is_a_message(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    (made / "shard.pt").write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(CheckpointError, match=r"shard\.pt: is a pickle"):
+        verify(made)
+
+
+# Disks.
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs takes the right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_costs_no_checkpoint(small_disk):
+    saver = saver_of(small_disk / "checkpoints", elements=15_000)
+    first = save(saver, 1)
+    with pytest.raises(CheckpointError, match="No space left on device") as raised:
+        save(saver, 2)
+    assert "step_00000001" in raised.value.problems[0].fix
+    assert _choose(small_disk / "checkpoints").folder == first
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    verify(save(saver, 2))
+    assert sorted(path.name for path in saver.checkpoints.iterdir()) == ["latest", "step_00000001", "step_00000002"]
+
+
+def test_a_disk_that_cannot_be_written_is_a_message(small_disk):
+    saver = saver_of(small_disk / "checkpoints")
+    first = save(saver, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(saver, 2)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        probe(small_disk / "checkpoints")
+    verify(first)

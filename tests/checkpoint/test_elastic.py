@@ -1,0 +1,153 @@
+"""What was written under one plan goes on under any other: the next losses are those of the uninterrupted run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
+from harness import run_ranks
+from traces import engine_of, plan_of, reference_of, trace
+
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+
+STOP = 4
+NEXT = 20
+CLOSE = 1e-6
+"""Relative, of a loss in fp32: the plain loop's rounding over as many steps."""
+
+LAYOUTS = {
+    f"dp{world // (pp * tp)}-pp{pp}-tp{tp}-zero{stage}": (world, {"pipeline": pp, "tensor": tp, "zero_stage": stage})
+    for world in (1, 2, 4)
+    for pp in (1, 2)
+    for tp in (1, 2)
+    for stage in range(4)
+    if world % (pp * tp) == 0 and (pp == 1 or stage == 1)
+}
+"""Data parallel 1, 2, 4 × pipeline 1, 2 × tensor 1, 2 × ZeRO 0 to 3, as far as it is legal on four ranks."""
+BACKENDS = {
+    "dp2-ddp": (2, {"backend": "accelerate", "accelerate": "ddp"}),
+    "dp2-fsdp2": (2, {"backend": "accelerate", "accelerate": "fsdp2", "zero_stage": 3}),
+    "dp2-accelerate-zero2": (2, {"backend": "accelerate", "accelerate": "deepspeed", "zero_stage": 2}),
+    "dp2-sp2-zero2": (4, {"sequence": 2, "zero_stage": 2}),
+    "dp1-zero2-offload": (1, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    "dp2-zero3-offload": (2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
+}
+EXPERTS = {f"dp2-ep2-zero{stage}": (2, {"expert": 2, "zero_stage": stage}) for stage in range(4)}
+PLAIN = {"dp1-zero1": (1, {"zero_stage": 1}), "dp2-zero3": (2, {"zero_stage": 3}), "dp2-zero0": (2, {})}
+
+
+def _plan(fields: dict, ranks: int, **others):
+    shared = ranks // (fields.get("pipeline", 1) * fields.get("tensor", 1) * fields.get("sequence", 1))
+    micro = others.pop("micro", GLOBAL_BATCH // (2 * shared))
+    named = {f"parallel.{name}": value for name, value in fields.items()}
+    return plan_of(tiny_recipe(**{"batch.micro_batch_size": micro}, **named, **others), ranks)
+
+
+def _steps(engine, plan, steps: range):
+    return trace(
+        engine,
+        steps,
+        plan.batch.micro_batch_size,
+        plan.batch.gradient_accumulation_steps,
+        engine.data_parallel_rank,
+        plan.layout.dp,
+    )
+
+
+def _save(rank: int, sources: dict, others: dict, folder) -> None:
+    for name, (ranks, fields) in sources.items():
+        plan = _plan(fields, ranks, **others)
+        engine = engine_of(plan)
+        _steps(engine, plan, range(STOP))
+        Saver(folder / name, plan, engine).save(TrainerState(step=STOP, samples=STOP * GLOBAL_BATCH, data="key"))
+
+
+def _go_on(rank: int, pairs: list, others: dict, folder) -> list[list[float]]:
+    losses = []
+    for source, (ranks, fields) in pairs:
+        plan = _plan(fields, ranks, **others)
+        engine = engine_of(plan)
+        load(newest(folder / source), engine, plan, "key")
+        losses.append(_steps(engine, plan, range(STOP, STOP + NEXT)).losses)
+    return losses
+
+
+def _go_on_from_all(rank: int, sources: list[str], targets: dict, folder) -> dict[tuple[str, str], list[float]]:
+    """Each target's engine takes up every source, one after the other: nothing of the one before may stay."""
+    found = {}
+    for target, (ranks, fields) in targets.items():
+        plan = _plan(fields, ranks)
+        engine = engine_of(plan)
+        for source in sources:
+            load(newest(folder / source), engine, plan, "key")
+            found[source, target] = _steps(engine, plan, range(STOP, STOP + NEXT)).losses
+    return found
+
+
+def _compare(pairs: list[tuple[str, str]], plans: dict, others: dict, folder) -> None:
+    """Saves under the first plan of each pair, goes on under the second, and compares with the plain loop."""
+    micro = others.get("micro", 1)
+    whole = trace(reference_of(_plan({}, 1, **others).recipe), range(STOP + NEXT), micro, GLOBAL_BATCH // micro).losses
+    for ranks in (1, 2, 4):
+        sources = {name: plans[name] for name in {first for first, _ in pairs} if plans[name][0] == ranks}
+        if sources:
+            run_ranks(ranks, _save, sources, others, folder)
+    for ranks in (1, 2, 4):
+        chosen = [(first, second) for first, second in pairs if plans[second][0] == ranks]
+        if not chosen:
+            continue
+        todo = [(first, plans[second]) for first, second in chosen]
+        for found in run_ranks(ranks, _go_on, todo, others, folder):
+            for pair, losses in zip(chosen, found, strict=True):
+                assert losses == pytest.approx(whole[STOP:], rel=CLOSE), pair
+
+
+def _pairs(names, count: int, seed: int) -> list[tuple[str, str]]:
+    """A sample, in which each plan is a source and a target."""
+    drawn = random.Random(seed)
+    sources, targets = list(names), list(names)
+    drawn.shuffle(sources)
+    drawn.shuffle(targets)
+    every = list(zip(sources, targets, strict=True))
+    return every[:count]
+
+
+def test_a_sample_of_all_pairs(tmp_path):
+    _compare(_pairs(LAYOUTS, 6, seed=1), LAYOUTS, {}, tmp_path)
+
+
+@pytest.mark.slow
+def test_each_plan_once_as_source_and_as_target(tmp_path):
+    _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3), LAYOUTS, {}, tmp_path)
+
+
+@pytest.mark.breadth
+def test_all_pairs(tmp_path, capsys):
+    whole = trace(reference_of(_plan({}, 1).recipe), range(STOP + NEXT), 1, GLOBAL_BATCH).losses
+    of_size = {ranks: {name: plan for name, plan in LAYOUTS.items() if plan[0] == ranks} for ranks in (1, 2, 4)}
+    for ranks, sources in of_size.items():
+        run_ranks(ranks, _save, sources, {}, tmp_path)
+    count = 0
+    for ranks, targets in of_size.items():
+        for found in run_ranks(ranks, _go_on_from_all, list(LAYOUTS), targets, tmp_path, timeout=900):
+            for pair, losses in found.items():
+                assert losses == pytest.approx(whole[STOP:], rel=CLOSE), pair
+        count += len(found)
+    with capsys.disabled():
+        print(f"\n{count} pairs of plans: the next {NEXT} losses within {CLOSE:g}")
+    assert count == len(LAYOUTS) ** 2
+
+
+@pytest.mark.slow
+def test_to_other_engines_and_back(tmp_path):
+    plans = BACKENDS | PLAIN
+    _compare(_pairs(plans, 6, seed=2), plans, {}, tmp_path)
+
+
+def test_experts_are_spread_and_gathered(tmp_path):
+    plans = EXPERTS | PLAIN
+    pairs = [("dp2-ep2-zero3", "dp1-zero1"), ("dp2-zero3", "dp2-ep2-zero2"), ("dp2-ep2-zero0", "dp2-ep2-zero1")]
+    _compare(pairs, plans, {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}, tmp_path)

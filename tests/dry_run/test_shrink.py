@@ -1,0 +1,201 @@
+"""The small plan of a legal plan is legal, and has every kind of splitting that the plan has."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.dry_run.model import tiny_model
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+from llmtrain.plan.assemble import assemble
+from llmtrain.plan.divisors import divisors
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.rules import LEGALITY, broken
+from llmtrain.plan.shrink import LAYERS, STEPS, layers_kept, shrink
+from llmtrain.recipe import ModelConfig
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("dp", "pp", "tp", "sp", "ep")
+KEPT = ("backend", "accelerate", "zero_stage", "activation_checkpointing")
+DRAWS = 400
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
+"""Sizes that many degrees divide."""
+
+
+@cache
+def base():
+    return load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+
+
+@cache
+def tiny(recipe_json: str, layers: int) -> ModelConfig:
+    return tiny_model(type(base()).model_validate_json(recipe_json), layers)
+
+
+def config_of(family: str) -> dict:
+    aliases = FAMILIES[family].aliases
+    own = {name: size for name, size in WIDE.items() if name in FAMILIES[family].keys}
+    if family == "gpt2":
+        own = {
+            aliases.get(name, name): size
+            for name, size in own.items()
+            if aliases.get(name, name) in ("n_embd", "n_layer", "n_head", "vocab_size")
+        }
+        own["n_positions"] = 2048
+    return own
+
+
+def drawn(draw: random.Random):
+    """A recipe and a cluster, legal or not."""
+    family = draw.choice([*FAMILIES, "qwen3_moe", "mixtral", "llama"])
+    nodes, per_node = draw.choice([1, 2, 3, 4, 32]), draw.choice([1, 2, 3, 4, 8])
+    world = nodes * per_node
+    backend = draw.choice(["deepspeed"] * 6 + ["accelerate", "data_parallel"])
+    degrees = dict.fromkeys(("pipeline", "tensor", "sequence", "expert"), 1)
+    for name in degrees:
+        if draw.random() < 0.4:
+            degrees[name] = draw.choice([size for size in divisors(world) if size <= 8])
+    offloads = draw.choice(
+        [("none", "none")] * 8 + [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu")]
+    )
+    attention = draw.choice(["sdpa", "eager", "flash_attention_2"])
+    fields = {
+        "model": {"architecture": family, "config": config_of(family), "attention": attention},
+        "parallel.backend": backend,
+        "parallel.accelerate": draw.choice(["ddp", "fsdp2", "deepspeed"]) if backend == "accelerate" else "ddp",
+        "parallel.zero_stage": draw.choice([0, 1, 1, 1, 2, 3]),
+        **{f"parallel.{name}": degree for name, degree in degrees.items()},
+        "parallel.precision": draw.choice(["fp32", "bf16", "bf16", "fp16", "autocast_bf16", "autocast_fp16"]),
+        "parallel.grad_accum_dtype": draw.choice(["fp32", "fp32", "fp32", "bf16", "fp16"]),
+        "parallel.activation_checkpointing": draw.choice(["none", "full"]),
+        "parallel.offload_optimizer": offloads[0],
+        "parallel.offload_param": offloads[1],
+        "parallel.nvme_path": "/nvme" if "nvme" in offloads else None,
+        "optim.name": draw.choice(["adamw", "sgd"]),
+        "batch.micro_batch_size": draw.choice([1, 2, 3, 8]),
+        "batch.global_batch_size": draw.choice([1, 2, 3, 4]) * world * 24,
+        "data.sequence_length": draw.choice([12, 24, 2048]),
+        "data.mask_documents": draw.choice([True, False]),
+    }  # fmt: skip
+    return base().with_(**fields), Cluster(nodes=nodes, devices_per_node=per_node, device="h100")
+
+
+def legal_plans():
+    """Plans that the rules let pass, whatever memory there is."""
+    draw = random.Random(0)
+    for _ in range(30 * DRAWS):
+        recipe, cluster = drawn(draw)
+        draft = Draft(recipe, cluster, model_facts(recipe.model, recipe.vocab_size))
+        if not broken(draft, LEGALITY)[0]:
+            yield assemble(draft)
+
+
+def kinds(plan) -> dict:
+    layout = plan.layout
+    found = {name: getattr(layout, name) > 1 for name in KINDS}
+    found["accumulation"] = plan.batch.gradient_accumulation_steps > 1
+    return found
+
+
+def has_replicas_of_experts(plan) -> bool:
+    """Under data parallelism; those that only tensor or sequence parallel ranks make are lost."""
+    layout = plan.layout
+    return layout.dp > 1 and layout.dp * layout.tp * layout.sp > layout.ep > 1
+
+
+def test_what_is_legal_stays_legal_and_keeps_its_kinds():
+    seen: set = set()
+    for number, plan in enumerate(legal_plans(), 1):
+        tiny_copy = tiny(plan.recipe.with_(name="x").model_dump_json(), layers_kept(plan))
+        small = shrink(plan, tiny_copy).plan  # raises where it is not legal
+        case = plan.recipe.parallel
+        if case.strategy == "data_parallel":
+            assert small.cluster.world_size == 1
+            continue
+        assert kinds(small) == kinds(plan), case
+        assert has_replicas_of_experts(plan) <= has_replicas_of_experts(small), case
+        own, other = plan.recipe.parallel, small.recipe.parallel
+        assert all(getattr(own, name) == getattr(other, name) for name in KEPT)
+        assert other.precision == own.precision or (own.precision, other.precision) == ("fp16", "bf16")
+        for name in ("offload_optimizer", "offload_param"):
+            assert (getattr(own, name) == "none") == (getattr(other, name) == "none")
+        assert plan.recipe.optim.clip_grad_norm == small.recipe.optim.clip_grad_norm
+        dense = small.layout.dp * small.layout.pp * small.layout.tp * small.layout.sp
+        assert small.workers == dense <= 16
+        assert small.model.layers <= LAYERS * small.layout.pp
+        assert small.model.parameters < 1_000_000
+        seen.add((case.backend, *kinds(plan).values()))
+        if number == DRAWS:
+            break
+    assert number == DRAWS
+    assert len(seen) >= 20  # the draw is wide
+    assert all(any(kind) for kind in zip(*(case[1:] for case in seen), strict=True))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_tiny_copy_is_what_the_library_makes_of_its_fields(family):
+    from transformers import AutoConfig
+
+    recipe = base().with_(model={"architecture": family, "config": config_of(family)})
+    copy = tiny_model(recipe, 2)
+    facts = model_facts(copy, None)
+    built = AutoConfig.for_model(family, **copy.config)
+    assert facts.layers == built.num_hidden_layers == 2
+    assert facts.hidden_size == built.hidden_size == 64
+    assert facts.tied_embeddings == built.tie_word_embeddings == model_facts(recipe.model, 32000).tied_embeddings
+
+
+def test_the_rule_on_the_recipe_of_256_devices():
+    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
+    plan = resolve(recipe, cluster)
+    shrunk = shrink(plan, tiny_model(recipe, layers_kept(plan)))
+    small = shrunk.plan
+    assert (small.layout.dp, small.layout.pp, small.layout.zero_stage) == (2, 2, 1)
+    assert (small.batch.gradient_accumulation_steps, small.batch.micro_batch_size) == (4, 1)
+    assert [stage.layers for stage in small.stages] == [(0, 1), (2, 3)]
+    assert small.recipe.train.max_steps == STEPS
+    told = {change.what: (change.plan, change.dry_run) for change in shrunk.changes}
+    assert told["pipeline"] == ("16", "2")
+    assert told["data parallel"] == ("16", "2")
+    assert told["devices"] == ("32 × 8 h100", "1 × 4 cpu")
+    assert "tensor parallel" not in told
+    assert "precision" not in told
+    assert all(change.untested for change in shrunk.changes)
+
+
+def test_what_becomes_something_else_is_told():
+    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_8b.py:8gpu"), [])
+    nvme = {"parallel.offload_optimizer": "nvme", "parallel.nvme_path": "/nvme"}
+    plan = resolve(
+        recipe.with_(**nvme, **{"parallel.precision": "fp16", "model.attention": "flash_attention_2"}), cluster
+    )
+    told = {change.what: (change.plan, change.dry_run) for change in shrink(plan, tiny_model(recipe, 2)).changes}
+    assert told["precision"] == ("fp16", "bf16")
+    assert told["optimizer states in"] == ("nvme", "cpu")
+    assert told["attention"] == ("flash_attention_2", "sdpa")
+
+
+def test_a_model_of_its_own_code_is_refused(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(vocab_size=99).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "unheard_of"')
+    (tmp_path / "config.json").write_text(text)
+    recipe = base().with_(model={"pretrained": str(tmp_path)})
+    with pytest.raises(RecipeError, match="unheard_of"):
+        tiny_model(recipe, 2)

@@ -1,0 +1,67 @@
+"""Which GPU a rank takes. Only the last lines of `init_process_group` need one."""
+
+from threading import Thread
+
+import pytest
+from torch.distributed import HashStore
+
+from llmtrain.engines.devices import check_distinct, device_index
+from llmtrain.errors import RecipeError
+from llmtrain.launch import Rank
+
+
+def worker(local_rank, local_world_size=4, launcher="slurm"):
+    return Rank(local_rank, local_rank, local_world_size, local_world_size, "n1", 1, launcher)
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "index"),
+    [
+        (worker(3), 4, 3),
+        (worker(3), 1, 0),  # each task sees its own alone
+        (worker(0, 1), 1, 0),
+        (worker(1, 2, "torchrun"), 8, 1),
+    ],
+)
+def test_the_device_of_a_rank(rank, visible, index):
+    assert device_index(rank, visible) == index
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "says"),
+    [
+        (worker(3), 2, "sees 2 GPUs"),
+        (worker(0, 4, "torchrun"), 0, "sees 0 GPUs"),
+        (worker(0, 1), 8, "--ntasks-per-node=8"),
+    ],
+)
+def test_what_fits_nobody_is_refused(rank, visible, says):
+    with pytest.raises(RecipeError, match=says):
+        device_index(rank, visible)
+
+
+def ask(identities):
+    """What each rank is told about the GPUs that they say they have."""
+    store = HashStore()
+    told: dict[int, str] = {}
+
+    def one(rank, identity):
+        try:
+            check_distinct(rank, len(identities), identity, store)
+            told[rank] = ""
+        except RecipeError as error:
+            told[rank] = str(error)
+
+    threads = [Thread(target=one, args=item) for item in enumerate(identities)]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [told[rank] for rank in range(len(identities))]
+
+
+def test_every_rank_learns_who_shares():
+    assert ask(["a GPU-1", "a GPU-2", "b GPU-3"]) == [""] * 3
+    answers = ask(["a GPU-1", "a GPU-2", "a GPU-1", "b GPU-3"])
+    assert len(set(answers)) == 1
+    assert "ranks 0, 2 would share a GPU-1" in answers[0]

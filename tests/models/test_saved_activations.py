@@ -1,0 +1,160 @@
+"""The estimate of activations against the tensors that autograd saves in one layer of the very model."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.models import build_model, trace
+from llmtrain.models.stages import decoder_layers
+from llmtrain.models.trace import traced_layers
+from llmtrain.plan import Plan, resolve
+from llmtrain.plan.memory import memory_of
+from llmtrain.plan.memory.activations import layer_bytes
+from llmtrain.recipe import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+)
+
+T, SEQUENCES = 64, 2
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": T,
+}
+GPT2 = {"n_embd": 64, "n_inner": 160, "n_layer": 2, "n_head": 8, "n_positions": T, "vocab_size": 64}
+FAMILIES = {
+    "llama": SIZES,
+    "mistral": SIZES | {"sliding_window": None},
+    "qwen2": SIZES,
+    "qwen3": SIZES | {"head_dim": 8},
+    "gemma": SIZES | {"head_dim": 8},
+    "olmo2": SIZES,
+    "gpt2": GPT2 | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "mixtral": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SIZES | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+UNDER, OVER = 0.01, 0.03
+"""Of what is saved, how much less and more the estimate may be."""
+
+
+def plan_for(family: str, attention: str, precision: str, mask: bool) -> Plan:
+    recipe = Recipe(
+        name="saved",
+        model=ModelConfig(architecture=family, config=FAMILIES[family], attention=attention),
+        data=DataConfig(sources=[Source("stdlib")], tokenizer="none", sequence_length=T, mask_documents=mask),
+        optim=OptimConfig(lr=1e-3),
+        batch=BatchConfig(global_batch_size=SEQUENCES, micro_batch_size=SEQUENCES),
+        parallel=ParallelConfig(precision=precision, zero_stage=1),
+        train=TrainConfig(max_steps=1),
+    )
+    return resolve(recipe, Cluster())
+
+
+def saved_bytes(plan: Plan) -> int:
+    """Bytes of storages that the first layer saves, without weights and without what all layers share."""
+    precision = plan.recipe.parallel.precision
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model = build_model(plan.recipe, dtype, torch.device("cpu")).train()
+    known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved: dict[int, int] = {}
+    kept = []  # else an address may be given out again
+    inside = False
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if inside:
+            kept.append(tensor)
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def enter(_, arguments, named) -> None:
+        nonlocal inside
+        inside = True
+        for one in named.values():
+            for tensor in one if isinstance(one, tuple) else (one,):
+                if isinstance(tensor, torch.Tensor):
+                    known.add(tensor.untyped_storage().data_ptr())
+
+    def leave(*_) -> None:
+        nonlocal inside
+        inside = False
+
+    layer = decoder_layers(model)[1][0]
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(leave)
+    documents = 2 if plan.recipe.data.mask_documents else 1
+    positions = torch.arange(T // documents).repeat(documents).expand(SEQUENCES, T)
+    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bf16" else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        model(input_ids=torch.randint(0, 64, (SEQUENCES, T)), position_ids=positions, use_cache=False)
+    return sum(size for address, size in saved.items() if address not in known)
+
+
+def cases():
+    yield from itertools.product(FAMILIES, ["sdpa"], ["fp32", "bf16"], [True])
+    yield from itertools.product(["llama", "qwen3"], ["eager"], ["fp32", "bf16"], [True])
+    yield from itertools.product(["llama", "gpt2"], ["sdpa"], ["fp32", "bf16", "autocast_bf16"], [False])
+
+
+@pytest.mark.parametrize(("family", "attention", "precision", "mask"), list(cases()))
+def test_a_layer_saves_what_is_estimated(family, attention, precision, mask):
+    plan = plan_for(family, attention, precision, mask)
+    estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T)
+    saved = saved_bytes(plan)
+    assert (1 - UNDER) * saved <= estimate <= (1 + OVER) * saved, f"estimate / saved = {estimate / saved:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "precision"),
+    [
+        ("llama", "sdpa", "bf16"),
+        ("llama", "eager", "fp32"),
+        ("qwen3", "sdpa", "autocast_bf16"),
+        ("mixtral", "sdpa", "bf16"),
+    ],
+)
+def test_a_trace_sees_what_is_saved_to_the_byte(family, attention, precision, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    plan = plan_for(family, attention, precision, mask=True)
+    traced = traced_layers(plan)
+    assert traced == (saved_bytes(plan),) * 2
+    monkeypatch.setattr(trace, "_trace", None)  # the second time it comes from the cache
+    assert traced_layers(plan) == traced
+    doubled = memory_of(plan, tuple(2 * size for size in traced)).stages[0].forward.activations
+    assert doubled - memory_of(plan, traced).stages[0].forward.activations == pytest.approx(sum(traced), abs=2)
+
+
+def test_a_trace_is_kept_for_a_model_and_what_it_runs_with():
+    base = plan_for("llama", "sdpa", "bf16", mask=True)
+    others = [
+        plan_for("qwen2", "sdpa", "bf16", mask=True),
+        plan_for("llama", "eager", "bf16", mask=True),
+        plan_for("llama", "sdpa", "fp32", mask=True),
+    ]
+    larger = {"model.config.intermediate_size": 192}, {"data.sequence_length": T // 2}, {"batch.micro_batch_size": 1}
+    others += [resolve(base.recipe.with_(**fields), base.cluster) for fields in larger]
+    keys = {trace._key(plan) for plan in (base, *others)}
+    assert len(keys) == 7
+    renamed = base.recipe.with_(**{"name": "other", "optim.lr": 0.5, "parallel.zero_stage": 3})
+    assert trace._key(resolve(renamed, base.cluster)) in keys
+
+
+def test_what_cannot_be_traced_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    with pytest.raises(RecipeError, match=r"memory\.trace"):
+        traced_layers(plan_for("llama", "sdpa", "bf16", mask=False))

@@ -1,0 +1,146 @@
+"""Sizes that no machine has are refused with a field, a value and a way out, at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from llmtrain.cluster import MOST_RANKS, Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import model_facts as facts_module
+from llmtrain.plan import resolve
+from llmtrain.plan.bounds import balance
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
+from llmtrain.plan.nearest import nearest_plans
+from llmtrain.recipe import LARGEST, ModelConfig
+
+ROOT = Path(__file__).parents[2]
+H100 = Cluster(device="h100")
+SECONDS = 10.0
+"""Of the processor, imports of libraries included; a hang takes for ever."""
+
+
+@pytest.fixture(autouse=True)
+def _at_once():
+    started = time.process_time()
+    yield
+    assert time.process_time() - started < SECONDS
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+
+
+def refusal(recipe, cluster, **fields):
+    with pytest.raises(RecipeError) as caught:
+        resolve(recipe.with_(**{name.replace("__", "."): value for name, value in fields.items()}), cluster)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("field", ["batch.global_batch_size", "data.sequence_length", "train.max_steps"])
+@pytest.mark.parametrize("value", [10**30, LARGEST + 1, 0, -1])
+def test_numbers_of_a_recipe_have_bounds(llama, field, value):
+    with pytest.raises(RecipeError) as caught:
+        llama.with_(**{field: value})
+    (problem,) = caught.value.problems
+    assert problem.field == field
+    assert str(value) in problem.message
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "vocab_size", "intermediate_size"])
+def test_sizes_of_a_model_have_bounds(llama, key):
+    (problem,) = refusal(llama, H100, **{f"model__config__{key}": LARGEST_SIZE + 1})
+    assert (problem.rule, problem.field) == ("model.size", f"model.config.{key}")
+    assert f"{LARGEST_SIZE + 1:,}" in problem.message
+
+
+@pytest.mark.parametrize(("family", "key"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_layers_are_bounded_before_they_are_counted(family, key):
+    with pytest.raises(RecipeError, match=f"{MOST_LAYERS:,} is the most layers"):
+        model_facts(ModelConfig(architecture=family, config={key: 10**9, "vocab_size": 50}), None)
+
+
+def test_layers_are_bounded_before_they_are_built():
+    model = ModelConfig(architecture="phi", config={"num_hidden_layers": 10**9})
+    with pytest.raises(RecipeError, match=f"{MOST_LAYERS:,} is the most layers"):
+        model_facts(model, 50)
+
+
+def test_a_trillion_parameters_on_one_device(llama):
+    sizes = {"hidden_size": 102_400, "intermediate_size": 409_600, "num_hidden_layers": 8}
+    (problem,) = refusal(llama, H100, **{f"model__config__{key}": size for key, size in sizes.items()})
+    assert problem.rule == "memory.fits"
+    assert "of 80 GiB on a h100" in problem.message
+    assert "optimizer 8,955.1 GiB" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "field"),
+    [
+        (10**12, 8, "nodes"),
+        (10**30, 1, "nodes"),
+        (10**9, 8, "devices_per_node"),
+        (0, 1, "nodes"),
+        (1, -1, "devices_per_node"),
+    ],
+)
+def test_clusters_have_bounds(nodes, per_node, field):
+    with pytest.raises(ValidationError) as caught:
+        Cluster(nodes=nodes, devices_per_node=per_node)
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+def test_a_batch_that_hardly_anything_divides(llama):
+    """Primes, and nearly so: neither the nearest sizes nor the nearest plans are found by trying all."""
+    batch = {"batch__global_batch_size": 999_999_999_989, "batch__micro_batch_size": 999_999_999}
+    cluster = Cluster(devices_per_node=7, device="h100")
+    (problem, *_) = refusal(llama, cluster, **batch)
+    assert problem.rule == "batch.divides"
+    huge = llama.with_(**{name.replace("__", "."): value for name, value in batch.items()})
+    nearest_plans(huge.with_(**{"parallel.pipeline": 7}), cluster)
+
+
+def test_as_many_ranks_as_have_numbers(llama):
+    cluster = Cluster(nodes=MOST_RANKS, device="h100")
+    assert refusal(llama, cluster)[0].rule == "batch.divides"
+    nearest_plans(llama, cluster)
+
+
+def test_a_thousand_layers_in_many_stages():
+    costs = [1.0 + math.sin(layer) / 2 for layer in range(MOST_LAYERS)]
+    bounds = balance(costs, 64)
+    assert [bound.first for bound in bounds][1:] == [bound.last for bound in bounds][:-1]
+    shares = [sum(costs[bound.first : bound.last]) for bound in bounds]
+    assert max(shares) < sum(costs) / 64 + max(costs)
+
+
+def test_a_model_of_the_hub_without_the_hub(monkeypatch, tmp_path):
+    """What is not there is told at once, with what to download."""
+    monkeypatch.setattr(facts_module, "_answers", lambda name, revision: False)
+    with pytest.raises(RecipeError) as caught:
+        model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
+    (problem,) = caught.value.problems
+    assert problem.field == "model.pretrained"
+    assert "cannot be reached" in problem.message
+    assert "hf download nobody/knows-this" in problem.fix
+
+
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def refused(url, **_):
+        asked.append(url)
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
+    with pytest.raises(RecipeError, match="cannot be reached"):
+        model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
+    assert len(asked) == 1

@@ -1,0 +1,200 @@
+"""Configurations after real threads and documents: none of the malformed passes, none of the valid is refused."""
+
+import importlib.util
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.plan.lint import RULES, lint_file, lint_text
+from llmtrain.plan.lint.schema import schema
+
+ROOT = Path(__file__).parents[2]
+
+
+def _script(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+document = _script("docs/render_lint.py")
+MALFORMED, VALID = document.cases("malformed"), document.cases("valid")
+
+
+def test_corpus_is_large():
+    assert len(MALFORMED) >= 60
+    assert len(VALID) >= 30
+    assert all(case.about for case in (*MALFORMED, *VALID))
+
+
+@pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.path.stem)
+def test_malformed_are_refused_by_the_field(case):
+    errors = [one for one in lint_file(case.path, case.world) if one.severity == "error"]
+    assert case.wrong
+    assert set(case.wrong) <= {f"{one.field} {one.rule}" for one in errors}
+    text = case.path.read_text(encoding="utf-8").partition("{")[2]
+    assert all(one.line > 0 for one in errors if one.field.rpartition(".")[2] in text)
+
+
+@pytest.mark.parametrize("case", VALID, ids=lambda case: case.path.stem)
+def test_valid_are_not_refused(case):
+    assert [one for one in lint_file(case.path, case.world) if one.severity == "error"] == []
+
+
+def test_every_rule_has_a_case():
+    found = {one.rule for case in (*MALFORMED, *VALID) for one in lint_file(case.path, case.world)}
+    assert {rule.id for rule in RULES} - found == set()
+
+
+def test_document_is_rendered():
+    assert document.TARGET.read_text(encoding="utf-8") == document.rendered()
+
+
+def test_schema_is_rendered():
+    script = _script("scripts/render_lint_schema.py")
+    assert script.TARGET.read_text(encoding="utf-8") == script.rendered()
+
+
+PIECES = [
+    '"',
+    "'''",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "\\",
+    "#",
+    "//",
+    "/*",
+    "*/",
+    "\n",
+    "null",
+    "true",
+    "auto",
+    "-1",
+    "1e999",
+    "NaN",
+]
+PIECES += ["é", "\x00", "\ud800", " ", "9" * 30, '"auto"', "{}", "[]", '"stage"', "0"]
+
+
+def _can_be_printed(finding) -> bool:
+    text = f"{finding.field}: {finding.message} {finding.fix}"
+    return text.isprintable() and len(text) < 1000 and bool(text.encode("utf-8"))
+
+
+def test_keys_of_strangers_can_be_printed():
+    (finding, *_) = lint_text('{"\\ud800\\u001b[31m": 1, "train_batch_size": 8, "gradient_clipping": 1}')
+    assert finding.rule == "lint.unknown_key"
+    assert _can_be_printed(finding)
+    (finding, *_) = lint_text('{"gradient_clipping": 1, "train_batch_size": 8, "' + "k" * 5000 + '": 1}')
+    assert _can_be_printed(finding)
+
+
+def test_mutated_files_never_crash():
+    draw = random.Random(1)
+    texts = [case.path.read_text(encoding="utf-8") for case in (*MALFORMED, *VALID)]
+    for _ in range(1500):
+        damaged = draw.choice(texts)
+        for _ in range(draw.randint(1, 5)):
+            place = draw.randrange(len(damaged) + 1)
+            damaged = damaged[:place] + draw.choice(PIECES) + damaged[place + draw.randint(0, 6) :]
+        assert all(_can_be_printed(one) for one in lint_text(damaged, draw.choice([None, 1, 6])))
+
+
+def test_mutated_values_never_crash():
+    """Well-formed files with any value under any known key, at any level."""
+    draw = random.Random(2)
+    values = [
+        None,
+        True,
+        False,
+        0,
+        1,
+        3,
+        -1,
+        10**400,
+        1e400,
+        float("nan"),
+        0.5,
+        "",
+        "auto",
+        "cpu",
+        "Adam",
+        [],
+        [[]],
+        {},
+    ]
+    values += [
+        {"stage": 3},
+        {"enabled": True},
+        {"type": "Adam", "params": {"lr": {}}},
+        [{"a": 1}],
+        "\ud800",
+        {"": {"": 0}},
+    ]
+    paths = [path for homes in schema().homes.values() for path in homes] + [("",), ("optimizer", "params", "betas")]
+    for _ in range(1500):
+        made: dict = {"train_batch_size": 8}
+        for path in draw.sample(paths, draw.randint(1, 8)):
+            block = made
+            for key in path[:-1]:
+                inner = block.setdefault(key, {})
+                block[key] = block = inner if isinstance(inner, dict) else {}
+            block[path[-1]] = draw.choice(values)
+        assert all(_can_be_printed(one) for one in lint_text(json.dumps(made), draw.choice([None, 1, 6])))
+
+
+def test_random_bytes_never_crash(tmp_path):
+    draw, file = random.Random(3), tmp_path / "random.json"
+    for _ in range(300):
+        file.write_bytes(draw.randbytes(draw.randint(0, 400)))
+        assert lint_file(file, 4)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a",
+        " ",
+        "[",
+        "{",
+        "/*",
+        "#",
+        "//",
+        "'''",
+        "'",
+        '"',
+        "\\",
+        '"\\',
+        "a:",
+        "a:{",
+        '{"a":',
+        "\n",
+        ":",
+        "1,",
+        "'a'",
+        "a ",
+    ],
+)
+def test_time_grows_with_the_length(piece):
+    """A megabyte of anything is answered at once, which a scanner that goes back would not do."""
+    started = time.perf_counter()
+    for head in ("", "{", "{a: ", '{"a": 1} '):
+        lint_text(head + piece * ((2**18 - 8) // len(piece)), 4)
+    assert time.perf_counter() - started < 20
+
+
+def test_endless_file_is_answered():
+    if not Path("/dev/zero").exists():
+        pytest.skip("needs /dev/zero")
+    (finding,) = lint_file(Path("/dev/zero"))
+    assert finding.rule == "lint.unreadable"

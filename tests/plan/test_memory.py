@@ -1,0 +1,146 @@
+"""Memory of a plan: parts, moments, stages, refusals and what makes a plan fit."""
+
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from llmtrain.cli import app
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.memory import memory_of
+from llmtrain.plan.nearest import nearest_plans
+from llmtrain.recipe import parse_assignments
+
+LLAMA = load_recipe("recipes/llama3_8b.py", [])[0]
+PARAMETERS = 8_030_261_248
+CLUSTER = Cluster(nodes=8, devices_per_node=8, device="gpu")
+NODE = Cluster(devices_per_node=8, device="h100")
+
+
+def memory(recipe=LLAMA, cluster=CLUSTER, **fields):
+    return memory_of(resolve(recipe.with_(**fields), cluster))
+
+
+def test_parts_add_up_and_the_peak_is_the_fullest_moment():
+    (stage,) = memory().stages
+    totals = {name: getattr(stage, name).total for name in ("forward", "backward", "update")}
+    assert stage.peak.total == totals[stage.moment] == max(totals.values())
+    assert stage.forward.total == sum(stage.forward.by_part().values())
+    assert (stage.backward.activations, stage.backward.logits) == (0, 0)
+
+
+def test_sharding_lowers_what_it_shards():
+    parts = [memory(**{"parallel.zero_stage": stage}).stages[0].backward for stage in (1, 2, 3)]
+    assert [part.parameters >= 2 * PARAMETERS for part in parts] == [True, True, False]
+    assert parts[0].gradients >= 6 * PARAMETERS
+    assert parts[1].gradients == pytest.approx(4 * PARAMETERS / 64, rel=1e-3)
+    assert all(part.optimizer == pytest.approx(8 * PARAMETERS / 64, rel=1e-3) for part in parts)
+
+
+def test_offload_moves_states_to_the_host():
+    on_device, offloaded = (
+        memory(**{"parallel.offload_optimizer": where}).stages[0].update for where in ("none", "cpu")
+    )
+    assert (offloaded.masters, offloaded.optimizer) == (0, 0)
+    host = memory(**{"parallel.offload_optimizer": "cpu"}).stages[0].host
+    assert host > on_device.masters + on_device.optimizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({"batch.micro_batch_size": 2}, 2),
+        ({"parallel.sequence": 2}, 0.5),
+        ({"data.sequence_length": 4096}, 0.5),
+    ],
+    ids=str,
+)
+def test_activations_of_checkpoints_grow_with_the_tokens(fields, factor):
+    base = {"model.attention": "flash_attention_2", "data.mask_documents": False}
+    one, other = memory(**base).stages[0].forward, memory(**base, **fields).stages[0].forward
+    assert other.activations == pytest.approx(factor * one.activations, rel=0.01)
+    assert other.logits == factor * one.logits
+
+
+def test_attention_decides_what_is_saved():
+    none = {"parallel.activation_checkpointing": "none"}
+    eager, masked, causal = (
+        memory(**none, **fields).stages[0].forward.activations
+        for fields in (
+            {"model.attention": "eager"},
+            {"model.attention": "sdpa"},
+            {"model.attention": "sdpa", "data.mask_documents": False},
+        )
+    )
+    # Probabilities of 32 heads in fp32 and bf16; a mask in bf16; in each of 32 layers.
+    assert eager - causal > 32 * 32 * 6 * 8192**2
+    assert masked - causal > 32 * 2 * 8192**2
+    full = memory(**{"parallel.activation_checkpointing": "full"}).stages[0].forward.activations
+    assert full < masked / 5
+
+
+def test_earlier_stages_hold_more_micro_batches():
+    fields = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
+    found = memory(**fields)
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    assert [stage.forward.logits > 0 for stage in found.stages] == [False, False, False, True]
+    few = memory(**fields, **{"batch.global_batch_size": 32, "batch.micro_batch_size": 1})
+    assert [stage.in_flight for stage in few.stages] == [2, 2, 2, 1]
+
+
+def test_what_does_not_fit_is_refused_with_plans_that_do():
+    large = LLAMA.with_(**{"parallel.zero_stage": 1, "parallel.activation_checkpointing": "none"})
+    with pytest.raises(RecipeError) as error:
+        resolve(large, NODE)
+    (problem,) = error.value.problems
+    assert problem.rule == "memory.fits"
+    assert "of 80 GiB on a h100" in problem.message
+    assert "activations" in problem.message
+    ways = nearest_plans(large, NODE)
+    assert len(ways) == 3
+    for way in ways:
+        changed = large.with_(**parse_assignments(way.replace("--set ", "").split()))
+        found = memory_of(resolve(changed, NODE))
+        assert found.needed <= found.capacity
+
+
+def test_a_trillion_parameters_on_one_device_is_refused_at_once():
+    sizes = {"hidden_size": 25_600, "num_hidden_layers": 128, "num_attention_heads": 160, "intermediate_size": 81_920}
+    huge = LLAMA.with_(**{f"model.config.{name}": value for name, value in sizes.items()})
+    started = time.process_time()
+    with pytest.raises(RecipeError, match=r"memory\.fits"):
+        resolve(huge, Cluster(device="h100"))
+    nearest_plans(huge, Cluster(device="h100"))
+    assert time.process_time() - started < 5
+
+
+def test_an_unknown_capacity_refuses_nothing():
+    assert memory(cluster=Cluster(device="gpu")).fits
+    assert memory(cluster=Cluster()).stages[0].peak.framework == 0
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_accelerate_is_counted(backend):
+    fields = {"parallel.backend": "accelerate", "parallel.accelerate": backend, "parallel.precision": "autocast_bf16"}
+    stage = {"ddp": 0, "fsdp2": 3}[backend]
+    if backend == "fsdp2":
+        fields["parallel.precision"] = "bf16"
+    parts = memory(**fields, **{"parallel.zero_stage": stage}).stages[0].backward
+    share = 1 if backend == "ddp" else 64
+    assert parts.optimizer == pytest.approx(8 * PARAMETERS / share, rel=1e-3)
+    assert parts.gradients == pytest.approx(4 * PARAMETERS / share, rel=1e-3)
+
+
+def test_the_command_prints_and_writes_it():
+    shown = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py"])
+    assert "GiB of 80.0 GiB on the fullest rank on stage 0" in shown.output
+    document = json.loads(CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py", "--json"]).output)
+    found = document["memory"]
+    assert found["fits"] is True
+    assert found["needed_bytes"] == sum(found["parts"].values()) == max(s["needed_bytes"] for s in found["stages"])
+    assert len(found["stages"]) == 16
+    assert "weights" not in document["model"]

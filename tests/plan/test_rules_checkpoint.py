@@ -1,0 +1,35 @@
+"""Options of retention that would do nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+
+SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_steps": 100, "checkpoint.keep_last": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "broken"),
+    [
+        ({"checkpoint.keep_last": None, "checkpoint.keep_best": 1}, ["checkpoint.keeps_all"]),
+        ({"checkpoint.keep_last": None, "checkpoint.keep_every_steps": 20}, ["checkpoint.keeps_all"]),
+        ({"checkpoint.keep_every_steps": 15}, ["checkpoint.never_saved"]),
+        ({"checkpoint.keep_every_steps": 20, "checkpoint.every_steps": 0}, ["checkpoint.never_saved"]),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 0}, ["checkpoint.never_evaluated"]),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 51}, ["checkpoint.never_evaluated"]),
+        ({"checkpoint.keep_best": 1, "checkpoint.keep_every_steps": 20}, []),
+        ({"checkpoint.keep_best": 1, "evaluation.every_steps": 25}, []),
+    ],
+)
+def test_what_would_do_nothing_is_refused(tiny, fields, broken):
+    recipe = tiny.with_(**{**SAVED, **fields})
+    try:
+        resolve(recipe, Cluster())
+    except RecipeError as error:
+        found = [problem.rule for problem in error.problems]
+    else:
+        found = []
+    assert found == broken

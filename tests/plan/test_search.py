@@ -1,0 +1,149 @@
+"""The search finds what enumerating by hand finds, shows what can be pasted, and says why others lose."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+from llmtrain.plan.assemble import assemble
+from llmtrain.plan.draft import Draft
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.memory import lacking
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.room import Room
+from llmtrain.plan.rules import LEGALITY, RULES, broken
+from llmtrain.plan.search import legal_plans, search_plans
+from llmtrain.plan.search_report import UNKNOWN_MEMORY, document, lines
+from llmtrain.plan.time import predict
+from llmtrain.recipe import parse_assignments
+
+ROOT = Path(__file__).parents[2]
+NODE = Cluster(devices_per_node=8, device="h100")
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def llama():
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    return recipe.with_(**{"batch.global_batch_size": 64, "batch.micro_batch_size": 4})
+
+
+def _kind(layout):
+    return (layout.pp > 1, layout.tp > 1, layout.sp > 1, layout.ep > 1, layout.zero_stage)
+
+
+def brute_force(recipe, cluster, facts, rules):
+    """Every combination that the rules let pass, asked one by one."""
+    sizes, found = (1, 2, 4, 8), set()
+    stores = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+    for pp, tp, sp, ep, stage in itertools.product(sizes, sizes, sizes, sizes, range(4)):
+        if 8 % (pp * tp * sp):
+            continue
+        for micro, (optimizer, parameters), again in itertools.product(
+            (1, 2, 4, 8, 16, 32, 64), stores, ("none", "full")
+        ):
+            degrees = {"pipeline": pp, "tensor": tp, "sequence": sp, "expert": ep, "zero_stage": stage}
+            stored = {"offload_optimizer": optimizer, "offload_param": parameters, "activation_checkpointing": again}
+            part = recipe.parallel.model_copy(update=degrees | stored)
+            batch = recipe.batch.model_copy(update={"micro_batch_size": micro})
+            candidate = recipe.model_copy(update={"parallel": part, "batch": batch})
+            if not broken(Draft(candidate, cluster, facts), rules)[0]:
+                found.add((pp, tp, sp, ep, stage, micro, optimizer, parameters, again))
+    return found
+
+
+def _key(draft):
+    one = draft.parallel
+    degrees = (one.pipeline, one.tensor, one.sequence, one.expert, one.zero_stage)
+    stored = (one.offload_optimizer, one.offload_param, one.activation_checkpointing)
+    return (*degrees, draft.recipe.batch.micro_batch_size, *stored)
+
+
+def test_every_legal_plan_is_looked_at_and_no_other(llama):
+    facts = model_facts(llama.model, llama.vocab_size)
+    drafts = [draft for _, draft in legal_plans(llama, NODE, facts)]
+    found = [_key(draft) for draft in drafts]
+    assert len(found) == len(set(found))
+    assert set(found) == brute_force(llama, NODE, facts, LEGALITY)
+    room = Room(lacking)
+    fitting = {_key(draft) for draft in drafts if room.has(draft)}
+    assert fitting == brute_force(llama, NODE, facts, RULES)
+    assert 0 < len(fitting) < len(found)
+
+
+def test_the_best_come_first_and_can_be_pasted(llama):
+    result = search_plans(llama, NODE)
+    rates = [one.time.tokens_per_second for one in result.best]
+    assert len(rates) == 10
+    assert rates == sorted(rates, reverse=True)
+    for one in (*result.best, *result.slower):
+        words = shlex.split(one.arguments)
+        fields = parse_assignments([word for word in words if word != "--set"])
+        pasted = resolve(llama.with_(**fields) if fields else llama, NODE)
+        assert pasted == one.plan
+        assert predict(pasted) == one.time
+
+
+def test_no_plan_is_faster_than_the_best(llama):
+    facts = model_facts(llama.model, llama.vocab_size)
+    plans = [assemble(draft) for _, draft in legal_plans(llama, NODE, facts)]
+    fastest = max(predict(plan).tokens_per_second for plan in plans)
+    assert search_plans(llama, NODE).best[0].time.tokens_per_second == fastest
+
+
+def test_what_does_not_fit_is_a_near_miss(llama):
+    def fits(plan):
+        if plan.layout.zero_stage == 3 and plan.layout.tp > 1:
+            return None
+        return "does not fit by 3.1 GiB on stage 0"
+
+    result = search_plans(llama, NODE, fits)
+    assert {(one.plan.layout.zero_stage, one.plan.layout.tp > 1) for one in result.best} == {(3, True)}
+    assert result.too_large
+    assert {one.why for one in result.too_large} == {"does not fit by 3.1 GiB on stage 0"}
+    assert all(one.time.tokens_per_second > result.best[-1].time.tokens_per_second for one in result.too_large)
+    assert UNKNOWN_MEMORY not in lines(result)
+    with pytest.raises(RecipeError, match=r"no legal plan of llama_1b fits: .*needs 99 GiB"):
+        search_plans(llama, NODE, lambda plan: "needs 99 GiB")
+
+
+def test_losers_say_why():
+    recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
+    result = search_plans(recipe, cluster)
+    assert result.legal > 1000
+    whys = [one.why for one in result.slower]
+    assert any(why.startswith("bubble ") for why in whys)
+    assert any(why.startswith("all-reduce ") for why in whys)
+    assert len({_kind(one.plan.layout) for one in result.slower}) == len(result.slower)
+    assert not {_kind(one.plan.layout) for one in result.slower} & {_kind(one.plan.layout) for one in result.best}
+    told = document(result)
+    assert json.loads(json.dumps(told))["best"][0]["set"] == result.best[0].arguments
+    assert UNKNOWN_MEMORY in lines(result)
+
+
+def test_experts_keep_the_micro_batch_that_their_router_loss_depends_on():
+    recipe = load_recipe(str(ROOT / "recipes/qwen3_30b_a3b.py"), [])[0]
+    recipe = recipe.with_(**{"model.config.output_router_logits": True})
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    found = list(legal_plans(recipe, Cluster(nodes=2, devices_per_node=8, device="h200"), facts))
+    assert {draft.recipe.batch.micro_batch_size for _, draft in found} == {recipe.batch.micro_batch_size}
+    assert {draft.parallel.expert for _, draft in found} >= {1, 8, 16}
+
+
+def test_what_cannot_be_searched_is_told(llama, tiny):
+    with pytest.raises(RecipeError, match="nothing is known of cpu's peak_flops") as error:
+        search_plans(tiny, Cluster(devices_per_node=2))
+    assert error.value.problems[0].rule == "search.device"
+    with pytest.raises(RecipeError) as error:
+        search_plans(llama.with_(**{"parallel.grad_accum_dtype": "fp16"}), NODE)
+    assert error.value.problems[0].rule == "search.legal"
+    with pytest.raises(RecipeError) as error:
+        search_plans(llama.with_(**{"model.config.hidden_sise": 7}), NODE)
+    assert error.value.problems[0].rule == "model.config_key"

@@ -1,0 +1,179 @@
+"""The predicted time of a step: what adds up, what follows from the arithmetic, and what is not predicted."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.cluster import DEVICES, Cluster, Device
+from llmtrain.plan import resolve
+from llmtrain.plan.assumptions import Assumptions
+from llmtrain.plan.links import Group, Groups, Links
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.plan import Layout
+from llmtrain.plan.time import bubble_of, described, predict, unknown
+
+ROOT = Path(__file__).parents[2]
+H100 = Cluster(nodes=4, devices_per_node=8, device="h100")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    return recipe.with_(**{"batch.global_batch_size": 512, "batch.micro_batch_size": 4})
+
+
+def time_of(recipe, cluster=H100, **fields):
+    named = {name.replace("__", "."): value for name, value in fields.items()}
+    return predict(resolve(recipe.with_(**named), cluster))
+
+
+LAYOUTS = {
+    "zero1": {"parallel__zero_stage": 1},
+    "zero2": {"parallel__zero_stage": 2},
+    "zero3": {"parallel__zero_stage": 3},
+    "offload": {"parallel__zero_stage": 3, "parallel__offload_optimizer": "cpu", "parallel__offload_param": "cpu"},
+    "pipeline": {"parallel__zero_stage": 1, "parallel__pipeline": 4},
+    "3d": {"parallel__zero_stage": 1, "parallel__pipeline": 2, "parallel__tensor": 2, "parallel__sequence": 2},
+    "checkpointing": {"parallel__zero_stage": 1, "parallel__activation_checkpointing": "full"},
+    "fsdp2": {"parallel__zero_stage": 3, "parallel__backend": "accelerate", "parallel__accelerate": "fsdp2"},
+    "ddp": {"parallel__zero_stage": 0, "parallel__backend": "accelerate", "parallel__precision": "autocast_bf16"},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_add_up(llama, name):
+    time = time_of(llama, **LAYOUTS[name])
+    parts = time.compute_s + time.bubble_s + time.update_s + sum(time.communication_s.values())
+    assert parts == pytest.approx(time.step_s)
+    assert all(seconds > 0 for seconds in time.communication_s.values())
+    tokens = 512 * llama.data.sequence_length
+    assert time.tokens_per_second == pytest.approx(tokens / time.step_s)
+    assert time.tokens_per_second_per_device == pytest.approx(time.tokens_per_second / 32)
+    assert 0 < time.mfu < 1
+
+
+def test_mfu_is_the_flops_of_the_plan_over_the_peak(llama):
+    plan = resolve(llama.with_(**{"parallel.zero_stage": 1}), H100)
+    time = predict(plan)
+    reached = plan.flops_per_token * time.tokens_per_second / 32
+    assert time.mfu == pytest.approx(reached / 989e12)
+
+
+def test_a_pipeline_idles_as_the_formula_says(llama):
+    time = time_of(llama, **LAYOUTS["pipeline"])  # 8 replicas of 64 sequences: 16 micro-batches
+    assert time.bubble == bubble_of(4, 16) == 3 / 19
+    slots = time.step_s - time.update_s - time.communication_s["all_gather"] - time.communication_s["all_reduce"]
+    assert time.bubble_s / slots == pytest.approx(3 / 19)
+
+
+def test_what_deepspeed_sends(llama):
+    # ZeRO-1 reduces once a step, ZeRO-2 after each of the 4 micro-batches; ZeRO-3 hides what it sends.
+    once, always = (time_of(llama, **LAYOUTS[name]).communication_s for name in ("zero1", "zero2"))
+    assert always["all_reduce"] == pytest.approx(4 * once["all_reduce"])
+    assert always["all_gather"] == once["all_gather"]
+    sharded = time_of(llama, **LAYOUTS["zero3"])
+    assert sharded.communication_s == {}
+    assert sharded.overlapped_s > once["all_gather"] * 4
+    alone = time_of(llama, Cluster(device="h100"), **LAYOUTS["zero1"])
+    assert alone.communication_s == {}
+
+
+def test_checkpointing_computes_again_and_offload_passes_through_the_host(llama):
+    plain, again = time_of(llama, **LAYOUTS["zero1"]), time_of(llama, **LAYOUTS["checkpointing"])
+    assert plain.recompute_s == 0
+    assert again.compute_s == pytest.approx(plain.compute_s + again.recompute_s)
+    assert 0.2 < again.recompute_s / plain.compute_s < 1 / 3
+    offloaded = time_of(llama, **LAYOUTS["offload"])
+    assert offloaded.communication_s["host"] > 0
+    assert offloaded.update_s > 10 * plain.update_s
+
+
+def test_tensor_groups_across_nodes_are_slow(llama):
+    fields = {"parallel__zero_stage": 1, "parallel__tensor": 4}
+    within = time_of(llama, Cluster(nodes=1, devices_per_node=8, device="h100"), **fields)
+    across = time_of(llama, Cluster(nodes=4, devices_per_node=2, device="h100"), **fields)
+    assert across.communication_s["all_reduce"] > 3 * within.communication_s["all_reduce"]
+
+
+def test_faster_links_and_devices_of_ones_own(llama):
+    base = time_of(llama, parallel__zero_stage=2)
+    slow = time_of(llama, H100.model_copy(update={"network_bandwidth": 5e9}), parallel__zero_stage=2)
+    assert slow.communication_s["all_reduce"] > 5 * base.communication_s["all_reduce"]
+    assert slow.compute_s == base.compute_s
+    mine = H100.spec.model_copy(update={"name": "mine", "peak_flops": {"bf16": 2 * 989e12}})
+    own = time_of(
+        llama, Cluster(nodes=4, devices_per_node=8, device="mine", own_devices=[mine]), parallel__zero_stage=2
+    )
+    assert own.compute_s < 0.8 * base.compute_s
+
+
+def test_nothing_is_predicted_of_what_nothing_is_known(llama, tiny):
+    plan = resolve(tiny, Cluster(devices_per_node=2))
+    assert predict(plan) is None
+    assert unknown(plan) == "nothing is known of cpu's peak_flops['fp32'], memory_bandwidth, node_bandwidth"
+    bare = Device(name="bare", memory_bytes=None, peak_flops={"fp32": 1e12}, memory_bandwidth=1e11)
+    alone = resolve(tiny, Cluster(device="bare", own_devices=[bare]))
+    assert unknown(alone) is None
+    assert predict(alone).communication_s == {}
+    one_process = tiny.with_(**{"parallel.backend": "data_parallel"})
+    assert "nn.DataParallel" in unknown(resolve(one_process, Cluster(devices_per_node=2, device="h100")))
+
+
+def test_a_line_for_people(llama):
+    line = described(time_of(llama, **LAYOUTS["pipeline"]))
+    assert line.startswith("predicted ")
+    assert "bubble 1" in line
+    assert "MFU" in line
+
+
+def links(**changes):
+    exact = {"node_latency_s": 1e-15, "network_latency_s": 1e-15}
+    return Links(per_node=8, node=100.0, network=10.0, assumed=Assumptions(**exact, **changes))
+
+
+def test_collectives_by_where_their_ranks_lie():
+    within, across, rails = Group(8, 1), Group(4, 8), Group(16, 1)
+    assert links().gather(800, within) == pytest.approx(800 * 7 / 8 / 100)
+    assert links().all_reduce(800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
+    assert links().gather(800, across) == pytest.approx(800 * 3 / 4 / 10)
+    # Two nodes of eight: eight adapters carry the rings.
+    assert links().gather(800, rails) == pytest.approx(800 * 15 / 16 / 80)
+    assert links().all_to_all(160, rails) == pytest.approx(160 * 8 / 16 / 10)
+    assert links().send(100, Group(2, 4)) == pytest.approx(1)
+    assert links().send(100, Group(2, 8)) == pytest.approx(10)
+    assert links().gather(800, Group(1, 1)) == links().send(1, Group(1, 1)) == 0
+
+
+def test_groups_are_numbered_as_the_engines_number_them():
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    layout = Layout(dp=3, pp=2, tp=2, sp=2, ep=1, zero_stage=1)
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=6)
+    groups = Groups.of(layout)
+    for axis, group in (("pipe", groups.pipeline), ("model", groups.tensor), ("data", groups.replicas)):
+        first = topology.get_axis_comm_lists(axis)[0]
+        assert first == [number * group.stride for number in range(group.size)]
+    assert groups.sequence == Group(2, 2)
+
+
+def test_absurd_sizes_are_numbers_too(llama):
+    sizes = {"model.config.hidden_size": 2**20, "model.config.num_hidden_layers": 1_000}
+    endless = DEVICES["b200"].model_copy(update={"name": "endless", "memory_bytes": None})
+    cluster = Cluster(nodes=10**6, devices_per_node=8, device="endless", own_devices=[endless])
+    batch = {"batch__global_batch_size": 8 * 10**6, "batch__micro_batch_size": 1}
+    time = time_of(llama.with_(**sizes), cluster, **batch, parallel__zero_stage=3)
+    assert math.isfinite(time.step_s)
+    assert time.mfu < 1
+
+
+def test_the_document_says_what_the_model_predicts():
+    spec = importlib.util.spec_from_file_location("render_time", ROOT / "docs/render_time.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs/time.md").read_text(encoding="utf-8") == module.render()

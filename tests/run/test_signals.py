@@ -1,0 +1,184 @@
+"""A run that is told to stop saves on a step that all ranks agree on, and goes on from there as if never stopped."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import llmtrain, losses, metrics
+from harness import run_ranks
+
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.manifest import read_manifests
+from llmtrain.errors import Exit
+
+STEPS = 40
+RUN = (
+    *("--nproc", "2", "--set", "parallel.zero_stage=1", "--set", f"train.max_steps={STEPS}"),
+    *("--set", "checkpoint.every_steps=1000", "--set", "evaluation.every_steps=0", "--set", "export.at_end=false"),
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_recipe, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
+    """A run that has taken a step."""
+    command = [
+        sys.executable,
+        "-m",
+        "llmtrain",
+        "train",
+        str(small_recipe),
+        "--run-dir",
+        str(run_dir),
+        *RUN,
+        *arguments,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return process
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+
+
+def stopped_at(process: subprocess.Popen, run_dir: Path) -> int:
+    """The step that a run was saved at before it left as it should."""
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == Exit.RESUME, output + errors
+    checkpoint = newest(run_dir / "checkpoints")
+    verify(checkpoint)
+    step = read_manifests(checkpoint)[0].step
+    assert 0 < step < STEPS
+    assert f"after step {step}" in output
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, step + 1))
+    return step
+
+
+def to_one_worker(process):
+    os.kill(workers(process)[1], signal.SIGUSR2)
+
+
+def storm(process):
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+    for number in [signal.SIGUSR1, *random.Random(1).choices(numbers, k=30)]:
+        for pid in random.Random(2).sample([process.pid, *workers(process)], k=2):
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        to_one_worker,
+        pytest.param(lambda process: process.send_signal(signal.SIGUSR1), marks=pytest.mark.slow),
+        pytest.param(storm, marks=pytest.mark.slow),
+    ],
+    ids=["one worker", "the launcher", "a storm"],
+)
+def test_stopped_by_a_signal_and_continued_is_uninterrupted(small_recipe, uninterrupted, tmp_path, told):
+    run_dir = tmp_path / "run"
+    process = start(small_recipe, run_dir)
+    told(process)
+    step = stopped_at(process, run_dir)
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN)
+    assert result.returncode == 0, result.stderr
+    assert f"continuing after step {step}" in result.stdout
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_save_keeps_it(small_recipe, uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    always = ("--set", "checkpoint.every_steps=1")
+    process = start(small_recipe, run_dir, *always)
+    deadline = time.monotonic() + 60
+    while not any(path.is_dir() and path.name.startswith(".") for path in (run_dir / "checkpoints").iterdir()):
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGUSR1)
+    stopped_at(process, run_dir)
+    assert llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN).returncode == 0
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_rank_alone_saves_too(small_recipe, tmp_path, number):
+    process = start(small_recipe, tmp_path / "run", "--nproc", "1")
+    process.send_signal(number)
+    stopped_at(process, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
+    """While a rank stands still, so that nobody can agree."""
+    process = start(small_recipe, tmp_path / "run")
+    pids = workers(process)
+    os.kill(pids[0], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 128 + signal.SIGINT
+    assert newest(tmp_path / "run" / "checkpoints") is None
+
+
+def test_a_worker_of_another_launcher_leaves_on_the_second_interrupt():
+    program = """
+import signal, sys, threading
+from llmtrain.signals import StopSignals
+signals = StopSignals()
+print("ready", flush=True)
+while signals.received is None: signal.pause()
+print("told", flush=True)
+while True: signal.pause()
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "told\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=15) == -signal.SIGINT
+
+
+def _ask(rank, told, at):
+    """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
+    from llmtrain.engines.distributed import barrier
+    from llmtrain.signals import Agreement, StopSignals
+
+    stop = Agreement.of_group(StopSignals())
+    pace = random.Random(rank)
+    step = 0
+    while not stop.agreed(step):
+        time.sleep(pace.random() / 200)
+        if rank in told and step == at + rank:
+            os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGUSR1)
+        step += 1
+    barrier()  # as the worker does: rank 0 keeps the store
+    return step, int(stop.stopped_by)
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (2,), (0, 1, 2)])
+def test_ranks_agree_whoever_was_told(told):
+    results = run_ranks(3, _ask, told, 20)
+    assert len(set(results)) == 1
+    step, number = results[0]
+    # Told in the step after `at + rank`; ranks that run ahead are at most a verdict apart.
+    assert 21 + told[0] <= step <= 21 + told[0] + 3
+    assert number == (signal.SIGTERM if told[0] == 0 else signal.SIGUSR1)

@@ -1,0 +1,24 @@
+"""A small plan, for what reads one and trains nothing."""
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan import Plan, resolve
+from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
+
+MODEL = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "max_position_embeddings": 128, "vocab_size": 256},
+}
+
+
+def small_plan() -> Plan:
+    """A plan of two ranks whose run is never started."""
+    recipe = Recipe(
+        name="small",
+        model=ModelConfig(architecture="llama", config=MODEL),
+        data=DataConfig(sources=[Source("stdlib")], tokenizer="somewhere", sequence_length=128),
+        optim=OptimConfig(lr=1e-3),
+        batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
+        train=TrainConfig(max_steps=100),
+    )
+    plan = resolve(recipe, Cluster(devices_per_node=2))
+    return plan.model_copy(update={"flops_per_token": 6000.0})

@@ -1,0 +1,28 @@
+"""The document of what DeepSpeed does names rules and tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmtrain.plan.rules import RULES
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs/engine_facts.md").read_text()
+CELLS = re.findall(r"`([^`]+)`", TEXT)
+
+
+def test_rules_and_files_are_there():
+    areas = {rule.id.partition(".")[0] for rule in RULES} | {"lint"}
+    lint = set(re.findall(r"`(lint\.\w+)`", (ROOT / "docs/lint.md").read_text()))
+    named = {cell for cell in CELLS if re.fullmatch(rf"({'|'.join(areas)})\.[a-z0-9_]+", cell)}
+    assert named <= {rule.id for rule in RULES} | lint
+    files = {cell for cell in CELLS if cell.endswith(".py")}
+    assert len(files) > 10
+    assert not [file for file in files if not (ROOT / file).is_file()]
+
+
+def test_every_rule_of_the_engine_is_in_it():
+    asked = ("precision", "zero", "pipeline", "tensor", "expert", "layout", "batch")
+    missing = {rule.id for rule in RULES if rule.id.partition(".")[0] in asked} - set(CELLS)
+    assert not missing

@@ -1,0 +1,18 @@
+"""What docs/verify.md tells of the committed certificate is what that says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_documentation_quotes_the_certificate():
+    certificate = json.loads((ROOT / "benchmarks/verify_tiny.json").read_text())
+    plans = certificate["plans"]
+    certified = sum(plan["certified"] for plan in plans)
+    most = [f"{max(plan['max_deviation'][name] for plan in plans):.1e}" for name in ("loss", "grad_norm", "weights")]
+    told = " ".join((ROOT / "docs/verify.md").read_text().split())
+    assert f"{certified} of {len(plans)} plans certified in {certificate['seconds']:.0f} s" in told
+    assert "{} off in a loss, {} in a gradient norm and {} in a weight".format(*most) in told
