@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmtrain.commands.shown import print_plan
-from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError, UserError
+from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -30,6 +30,7 @@ def train_here(
     from llmtrain.ds_config import render
     from llmtrain.launch import accelerate_processes
     from llmtrain.plan.load import load_recipe
+    from llmtrain.precheck import check_machine
     from llmtrain.run_dir import RunDir, default_run_dir
 
     declared, _ = load_recipe(recipe, assignments)
@@ -40,9 +41,10 @@ def train_here(
     folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
     try:
         plan = startable(declared, cluster, folder, resume, rank.world_size if rank else None)
+        check_machine(plan)
     except UserError as error:
-        if rank is not None and not rank.is_main:
-            sys.exit(error.exit_code)  # rank 0 says it
+        if rank is not None and not _speaks(rank, error):
+            sys.exit(error.exit_code)
         raise
     ds_config = render(plan)
     if rank is None:
@@ -53,6 +55,11 @@ def train_here(
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
     work(rank, folder, plan, ds_config, resume, max_steps)
+
+
+def _speaks(rank: Rank, error: UserError) -> bool:
+    """Whether a worker reports an error: rank 0 what all have found, the first of each machine what that one lacks."""
+    return rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
 
 
 def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
