@@ -23,11 +23,25 @@ LAYERS = (
     {"generate", "loop"},
     {"finish"},
     {"worker", "verify", "dry_run", "precheck"},
+    {"commands"},
     {"cli"},
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "precheck", "cli", "entry"}
+PURE = {
+    "errors",
+    "durable",
+    "recipe",
+    "cluster",
+    "plan",
+    "ds_config",
+    "launch",
+    "run_dir",
+    "precheck",
+    "commands",
+    "cli",
+    "entry",
+}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 
