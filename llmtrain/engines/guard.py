@@ -64,6 +64,14 @@ class Skipped:
     recent: tuple[SkippedStep, ...]
     """Those of the last `window_steps` steps, the oldest first."""
 
+    def told(self, step: int, new: int) -> str:
+        """A line on the last `new` skipped steps, some of which the window may have forgotten. step: the last one."""
+        if not self.recent:
+            return f"{new:,} updates skipped"
+        last = self.recent[-1]
+        what = "update skipped" if new == 1 else f"{new:,} updates skipped, the last one for its"
+        return f"step {step - last.steps_ago:,}  {what}{':' if new == 1 else ''} {last.why()}"
+
 
 class Guard:
     """Judges each update of an engine. Every rank has one, and all come to the same verdict.
