@@ -107,6 +107,12 @@ class CheckpointError(UserError):
     exit_code = Exit.CHECKPOINT
 
 
+class DivergedError(UserError):
+    """Training stopped because too many of its updates would have spoiled the weights."""
+
+    exit_code = Exit.WORKER
+
+
 class WorkerError(UserError):
     """A worker process died."""
 

@@ -20,7 +20,7 @@ LAYERS = (
     {"models", "data"},
     {"engines", "metrics", "console", "signals"},
     {"checkpoint"},
-    {"generate", "loop"},
+    {"generate", "loop", "rollback"},
     {"finish"},
     {"worker", "verify", "dry_run", "precheck"},
     {"commands"},
