@@ -90,7 +90,8 @@ def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
 
 
 def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> None:
-    """The plan, its DeepSpeed configuration, and pictures of its memory and of its pipeline's schedule."""
+    """The plan, its configurations for DeepSpeed and accelerate, and pictures of its memory and of its schedule."""
+    from llmtrain.launch.accelerate import has_configuration, render_configuration
     from llmtrain.plan.memory.drawn import memory_svg
     from llmtrain.plan.schedule import schedule_svg
 
@@ -100,8 +101,11 @@ def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[
     if memory:
         (folder / "memory.svg").write_text(memory_svg(memory), encoding="utf-8")
     (folder / "plan.json").write_text(plan.model_dump_json(indent=2) + "\n")
+    ds_config_file = folder / "ds_config.json"
     if ds_config:
-        (folder / "ds_config.json").write_text(json.dumps(ds_config, indent=2) + "\n")
+        ds_config_file.write_text(json.dumps(ds_config, indent=2) + "\n")
+    if has_configuration(plan):
+        (folder / "accelerate.yaml").write_text(render_configuration(plan, ds_config_file.absolute()))
 
 
 def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:

@@ -28,13 +28,13 @@ def train_here(
     """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers."""
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
-    from llmtrain.launch import accelerate_processes
+    from llmtrain.launch.accelerate import processes_asked
     from llmtrain.plan.load import load_recipe
     from llmtrain.precheck import check_machine
     from llmtrain.run_dir import RunDir, default_run_dir
 
     declared, _ = load_recipe(recipe, assignments)
-    cluster = local_cluster(nproc or accelerate_processes())
+    cluster = local_cluster(nproc or processes_asked())
     if rank is not None:
         nodes, per_node = rank.shape
         cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=cluster.device)

@@ -41,19 +41,10 @@ from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.accelerate import MIXED_PRECISION
 from llmtrain.models import build_model
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
-from llmtrain.recipe import Precision
-
-MIXED_PRECISION: dict[Precision, str] = {
-    "fp32": "no",
-    "bf16": "bf16",
-    "autocast_bf16": "bf16",
-    "fp16": "fp16",
-    "autocast_fp16": "fp16",
-}
-"""Accelerate's words. `bf16` is autocast under DistributedDataParallel, and bf16 copies of fp32 weights under FSDP2."""
 
 
 class AcceleratedDataParallel:

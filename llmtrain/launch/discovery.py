@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch import slurm_step, tf_config
@@ -48,7 +47,7 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     """This process among the workers of a launcher; None where no launcher started it.
 
     A plain `python recipes/NAME.py` has none. Neither has `accelerate launch` on a CPU: it starts
-    one process, however many were asked for (`accelerate_processes`).
+    one process, however many were asked for (`launch.accelerate.processes_asked`).
 
     argv: the arguments of the script; `deepspeed` puts `--local_rank=N` there.
     Raises RecipeError naming every variable that is missing, not a number, out of range or in
@@ -145,31 +144,3 @@ def _local_rank_argument(argv: Sequence[str]) -> str | None:
 def without_local_rank(argv: Sequence[str]) -> list[str]:
     """The arguments without the `--local_rank=N` that the `deepspeed` launcher adds."""
     return [arg for arg in argv if not arg.startswith("--local_rank=")]
-
-
-def accelerate_processes(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
-    """How many processes `accelerate launch` was asked for where it started only this one, else None.
-
-    On a CPU its simple launcher starts one process and passes the number on to nobody
-    (accelerate/commands/launch.py), so it is read from the parent's command line.
-
-    parent: the parent's command line; read from /proc where it is not given.
-    """
-    env = os.environ if env is None else env
-    if "ACCELERATE_MIXED_PRECISION" not in env or env.get("RANK"):
-        return None
-    parent = _parent_command() if parent is None else parent
-    for index, argument in enumerate(parent):
-        name, _, value = argument.partition("=")
-        if name.replace("-", "_") == "__num_processes":
-            value = value or "".join(parent[index + 1 : index + 2])
-            return int(value) if value.isdecimal() and int(value) > 0 else None
-    return None
-
-
-def _parent_command() -> list[str]:
-    try:
-        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return [os.fsdecode(part) for part in raw.split(b"\0") if part]

@@ -1,12 +1,9 @@
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.discovery import Rank, accelerate_processes, discover, without_local_rank
+from llmtrain.launch.discovery import Rank, discover, without_local_rank
 
 COMMON = {
     "RANK": "3",
@@ -128,36 +125,6 @@ def test_local_rank_argument_must_agree():
 
 def test_local_rank_argument_is_taken_out():
     assert without_local_rank(["--local_rank=1", "--set", "a=--local_rank=1"]) == ["--set", "a=--local_rank=1"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "number"),
-    [
-        (["--num_processes", "2"], 2),
-        (["--num-processes=3"], 3),
-        ([], None),
-        (["--num_processes", "many"], None),
-    ],
-)
-def test_accelerate_was_asked_for_processes(arguments, number):
-    env = {"ACCELERATE_MIXED_PRECISION": "no"}
-    parent = ["python", "accelerate", "launch", *arguments, "recipes/tiny.py"]
-    assert accelerate_processes(env, parent) == number
-
-
-def test_without_accelerate_nothing_was_asked_for():
-    assert accelerate_processes({}, ["accelerate", "launch", "--num_processes", "2"]) is None
-    assert accelerate_processes({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, ["--num_processes", "2"]) is None
-
-
-def test_the_parent_is_really_asked():
-    """A parent with accelerate's arguments starts a child as accelerate does."""
-    child = "from llmtrain.launch import accelerate_processes; print(accelerate_processes())"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
-    env.pop("RANK", None)
-    command = [sys.executable, "-c", parent, "--num_processes", "2", "recipes/tiny.py"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout == "2\n"
 
 
 def problems_of(env):
