@@ -17,6 +17,7 @@ from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError, UserErr
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
+    from llmtrain.launch import Rank
     from llmtrain.plan import Plan
     from llmtrain.plan.memory import PlanMemory
     from llmtrain.recipe import Recipe
@@ -67,6 +68,9 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME[-VARIANT].")] = None,
     resume: Annotated[str, typer.Option(help="auto: from the newest checkpoint; never; or its folder.")] = "auto",
     max_steps: Annotated[int | None, typer.Option(help="Stop and save after this step.", min=1)] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Start a job that died again, from its last checkpoint, so many times.", min=0)
+    ] = 0,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -90,7 +94,7 @@ def train(
     default; with --nproc a dry run is of so many workers on this machine.
     """
     if launcher == "slurm":
-        _check_job(nproc, as_json)
+        _check_job(nproc, as_json, max_restarts)
         arguments = _job_arguments(recipe, assignments, resume, max_steps)
         _enqueue(
             recipe, assignments, _JobRequest(nodes, gpus_per_node, device, slurm, dry_run), run_dir, resume, arguments
@@ -107,6 +111,7 @@ def train(
 
     rank = discover(os.environ, sys.argv)
     _check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
+    _check_restarts(max_restarts, dry_run, rank)
     if dry_run:
         _dry_run(recipe, assignments, nproc, (nodes, gpus_per_node, device), run_dir, as_json)
         return
@@ -124,7 +129,7 @@ def train(
         raise
     ds_config = render(plan)
     if rank is None:
-        sys.exit(_launch(plan, ds_config, folder, resume, max_steps))
+        sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts))
     from llmtrain.worker import work
 
     if rank.is_main:
@@ -167,14 +172,27 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
 
 
-def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
+def _check_restarts(max_restarts: int, dry_run: bool, rank: Rank | None) -> None:
+    """Raises RecipeError where nobody is there to start a job again."""
+    if not max_restarts or (rank is None and not dry_run):
+        return
+    message = "a dry run is over when it ends" if dry_run else "only who has started the workers can start them again"
+    fix = "leave it out"
+    if rank is not None and rank.launcher == "torchrun":
+        fix = f"torchrun --max-restarts={max_restarts} ..."
+    raise RecipeError(Problem("launch.restarts", "--max-restarts", message, fix))
+
+
+def _launch(
+    plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None, max_restarts: int
+) -> int:
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
     from llmtrain.data import Progress, Schedule, prepare, report
-    from llmtrain.launch import run_workers
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
+    from llmtrain.restart import train_with_restarts
 
     console = Console()
     _print_plan(plan, console, memory_of(plan))
@@ -186,11 +204,11 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     console.print(report(prepared))
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
-    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path), "--resume", resume]
+    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path)]
     if max_steps:
         command += ["--max-steps", str(max_steps)]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-    return run_workers(command, plan.workers, folder)
+    return train_with_restarts(command, plan.workers, folder, resume, max_restarts, console)
 
 
 @dataclass(frozen=True)
@@ -204,9 +222,13 @@ class _JobRequest:
     dry_run: bool
 
 
-def _check_job(nproc: int | None, as_json: bool) -> None:
+def _check_job(nproc: int | None, as_json: bool, max_restarts: int) -> None:
     """Raises RecipeError for options that are not a job's."""
-    fixes = {"--nproc": (nproc, "--gpus-per-node"), "--json": (as_json, "leave it out")}
+    fixes = {
+        "--nproc": (nproc, "--gpus-per-node"),
+        "--json": (as_json, "leave it out"),
+        "--max-restarts": (max_restarts, f"a job starts itself again: --slurm max_requeues={max_restarts}"),
+    }
     problems = [
         Problem("launch.options", name, "was given, but is no option of a job", fix)
         for name, (value, fix) in fixes.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
+from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.recipe import Recipe
 from llmtrain.signals import Agreement
@@ -33,6 +34,7 @@ class Run:
     stop: Agreement
     metrics: MetricsLogger | None
     """On rank 0 only."""
+    heart: Heartbeat = field(default_factory=Heartbeat)
 
 
 def fit(run: Run) -> None:
@@ -45,10 +47,12 @@ def fit(run: Run) -> None:
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
         while state.step < run.stop_step and not run.stop.agreed(state.step):
+            run.heart.begin_step(state.step + 1)
             asked = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - asked
             result = run.engine.train_step(batch)
+            run.heart.end_step(waited)
             state.step += 1
             state.samples += batch.samples
             state.tokens += batch.target_tokens
@@ -71,8 +75,9 @@ def fit(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Mean loss over the target tokens of the held-out sequences, into `run.state` and the metrics."""
     total, targets = 0.0, 0
-    with run.progress.busy("evaluating"):
+    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
         for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
+            run.heart.beat()
             total += _weighted(run.engine, batch)
             targets += batch.target_tokens
     run.state.eval_loss, run.state.eval_step = total / targets, run.state.step
@@ -83,7 +88,8 @@ def evaluate(run: Run) -> None:
 def _save(run: Run) -> None:
     """Saves; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
     signal = run.stop.stopped_by
-    with run.progress.busy(f"stopping on {signal.name}: saving" if signal else "saving"):
+    busy = run.progress.busy(f"stopping on {signal.name}: saving" if signal else "saving")
+    with busy, run.heart.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
         run.saver.save(run.state)
@@ -101,7 +107,8 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
     """Reads the numbers of a step, which waits for the device; the other ranks do not log, and do not wait."""
     if run.metrics is None:
         return
-    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    with run.heart.waiting():
+        loss, grad_norm = result.loss.item(), result.grad_norm.item()
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,
@@ -115,6 +122,8 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
         )
     )
     run.progress.show(record)
+    if slow := run.heart.straggler():
+        run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
 
 
 def _peak_memory() -> int:

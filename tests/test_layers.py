@@ -14,20 +14,33 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "recipe", "cluster"},
+    {"errors", "durable", "heartbeat", "recipe", "cluster"},
     {"plan"},
     {"ds_config", "run_dir", "launch"},
     {"models", "data"},
-    {"engines", "metrics", "console", "signals"},
+    {"engines", "metrics", "console", "signals", "watchdog"},
     {"checkpoint"},
     {"generate", "loop"},
     {"finish"},
-    {"worker", "verify", "dry_run", "precheck"},
+    {"worker", "verify", "dry_run", "precheck", "restart"},
     {"cli"},
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "precheck", "cli", "entry"}
+PURE = {
+    "errors",
+    "durable",
+    "heartbeat",
+    "recipe",
+    "cluster",
+    "plan",
+    "ds_config",
+    "launch",
+    "run_dir",
+    "precheck",
+    "cli",
+    "entry",
+}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 
