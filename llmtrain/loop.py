@@ -119,6 +119,7 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
             samples=run.state.samples,
             window=meter.close(),
             peak_memory_bytes=_peak_memory(),
+            slowest=run.heart.slowest(),
         )
     )
     run.progress.show(record)

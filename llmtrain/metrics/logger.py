@@ -39,6 +39,8 @@ class StepMetrics:
     """The steps since the last logged one."""
     peak_memory_bytes: int | None
     """Highest memory in use on rank 0's device so far."""
+    slowest: tuple[int, float] | None = None
+    """The slowest rank of late, and its own time in that of the median rank; None where it is unknown."""
 
 
 class MetricsLogger:
@@ -70,6 +72,8 @@ class MetricsLogger:
             "peak_memory_bytes": metrics.peak_memory_bytes,
             "data_wait_s": window.data_wait_s / window.steps,
         }
+        if metrics.slowest is not None:
+            fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         return self._write(fields, "train")
 
     def log_eval(self, step: int, eval_loss: float) -> Record:

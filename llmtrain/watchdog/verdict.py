@@ -14,6 +14,8 @@ WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """What has a limit of its own: who is at it is waited for."""
 STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}
 """States of a process in which it does nothing, not even write its stack."""
+WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
+"""Where a rank waits unseen: in a backward pass that reduces gradients (DistributedDataParallel), in Horovod."""
 MOST_NAMED = 16
 """Ranks that a message describes one by one."""
 
@@ -46,6 +48,11 @@ class Status:
         return self.limit_s is not None and self.idle_s > self.limit_s
 
     @property
+    def waits(self) -> bool:
+        """Whether it is somewhere where ranks wait."""
+        return self.waiting or self.frame.endswith(WAITS_IN_C)
+
+    @property
     def still(self) -> bool:
         """Whether it can do nothing."""
         return self.state in STOPPED
@@ -75,7 +82,7 @@ def absent(statuses: Mapping[int, Status]) -> list[int]:
     still = [rank for rank, one in there.items() if one.still or not one.state]
     if still:
         return still
-    busy = [rank for rank, one in there.items() if not one.waiting and not (one.phase == Phase.BETWEEN and rank)]
+    busy = [rank for rank, one in there.items() if not one.waits and not (one.phase == Phase.BETWEEN and rank)]
     behind = [rank for rank in busy if there[rank].step == min(there[other].step for other in busy)]
     return behind if len(behind) < len(there) or len(there) == 1 else []
 
@@ -102,7 +109,7 @@ def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
 
 def _described(rank: int, one: Status) -> str:
     doing = "loading" if one.phase == Phase.LOADING else f"step {one.step:,}, {one.phase}"
-    state = STOPPED.get(one.state, "waiting" if one.waiting else "" if one.state else "its process is gone")
+    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "its process is gone")
     where = f"in {one.frame}" if one.frame else ""
     parts = (f"{doing} for {one.idle_s:.0f} s", state, where)
     return f"rank {rank} on {one.host} (process {one.pid}): {', '.join(part for part in parts if part)}"

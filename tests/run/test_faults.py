@@ -2,9 +2,13 @@
 
 import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,10 +25,12 @@ HANGS = ("--set", "watchdog.min_seconds=8")
 """Soon, and later than any step of a busy machine."""
 
 
+PATH = f"{FAULTY}:{REPOSITORY}"
+
+
 def train(small_recipe, run_dir, fault, *arguments) -> subprocess.CompletedProcess[str]:
     """A run with a broken rank."""
-    path = f"{FAULTY}:{REPOSITORY}"
-    return llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN, *arguments, FAULT=fault, PYTHONPATH=path)
+    return llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN, *arguments, FAULT=fault, PYTHONPATH=PATH)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +100,48 @@ def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("when", ["1", "evaluating", "saving"])
+def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path, when):
+    result = train(small_recipe, tmp_path / "run", f"pause:0:{when}:{tmp_path / 'once'}", *HANGS)
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stop", "kill"])
+def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted, tmp_path, fault):
+    run_dir = tmp_path / "run"
+    result = train(small_recipe, run_dir, f"{fault}:1:saving:{tmp_path / 'once'}", *HANGS, "--max-restarts", "1")
+    assert result.returncode == 0, result.stderr
+    assert "died in step 4, with no checkpoint" in result.stdout
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_storm_of_signals_during_a_save_is_one_save(small_recipe, uninterrupted, tmp_path):
+    run_dir, once = tmp_path / "run", tmp_path / "once"
+    command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *RUN]
+    env = {**os.environ, "PYTHONPATH": PATH, "FAULT": f"pause:0:saving:{once}"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not once.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pids = [process.pid, *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+    chosen = random.Random(1)
+    while process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.kill(chosen.choice(pids), chosen.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]))
+        time.sleep(0.005)
+    output, errors = process.communicate()
+    assert process.returncode == 75, output + errors
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step_00000004"]
+    assert llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN).returncode == 0
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
 def test_a_slow_rank_is_named(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
     result = train(
@@ -113,7 +161,7 @@ def test_a_hang_ends_with_exit_code_5_under_another_launcher(small_recipe, tmp_p
     for rank in range(2):
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "FAULT": "stop:1:5"}
-        env |= {"PYTHONPATH": f"{FAULTY}:{REPOSITORY}"}
+        env |= {"PYTHONPATH": PATH}
         command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir)]
         command += [*RUN[2:], *HANGS]
         ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True))

@@ -63,6 +63,7 @@ def test_who_waits_for_a_rank_that_saves_is_no_hang():
         ({0: status(), 1: status(phase=Phase.BETWEEN), 2: WAITING}, [0]),  # 1 waits for its word
         ({0: status(), 1: status(), 2: status()}, []),
         ({0: WAITING, 1: WAITING}, []),
+        ({0: status(frame="graph.py:979 in _engine_run_backward"), 1: status(frame="a.py:1 in f")}, [1]),
         ({0: status()}, [0]),
         ({0: WAITING, 1: status(phase=Phase.DONE, state="")}, []),
     ],

@@ -1,4 +1,7 @@
-"""On the path of a run's processes, breaks one of its ranks as FAULT says: `KIND:RANK:STEP[:FILE]`, with FILE once."""
+"""On the path of a run's processes, breaks one of its ranks as FAULT says: `KIND:RANK:WHEN[:FILE]`, with FILE once.
+
+WHEN is a step, or the name of a phase.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ctypes
 import os
 import signal
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -28,24 +32,37 @@ FAULTS = {
     "exception": _fail,
     "gil": _hold_the_gil,
     "sleep": lambda: time.sleep(600),
+    "pause": lambda: time.sleep(12),
 }
 SLOW_S = 0.2
 
-if os.environ.get("FAULT") and os.environ.get("RANK"):
+OWN_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+
+if os.environ.get("FAULT") and OWN_RANK:
     from llmtrain.heartbeat import Heartbeat
 
-    kind, rank, at, *once = os.environ["FAULT"].split(":")
-    begin_step = Heartbeat.begin_step
+    kind, rank, when, *once = os.environ["FAULT"].split(":")
+    begin_step, phase = Heartbeat.begin_step, Heartbeat.phase
+
+    def _strike() -> None:
+        if rank != OWN_RANK or (once and Path(once[0]).exists()):
+            return
+        if once:
+            Path(once[0]).touch()
+        FAULTS[kind]()
 
     def _begin_step(self, step):
         begin_step(self, step)
-        if os.environ["RANK"] != rank or step < int(at) or (once and Path(once[0]).exists()):
-            return
         if kind == "slow":
-            time.sleep(SLOW_S)
-        elif step == int(at):
-            if once:
-                Path(once[0]).touch()
-            FAULTS[kind]()
+            time.sleep(SLOW_S if rank == OWN_RANK else 0)
+        elif str(step) == when:
+            _strike()
 
-    Heartbeat.begin_step = _begin_step
+    @contextmanager
+    def _phase(self, entered):
+        with phase(self, entered):
+            if str(entered) == when:
+                _strike()
+            yield
+
+    Heartbeat.begin_step, Heartbeat.phase = _begin_step, _phase
