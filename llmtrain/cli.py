@@ -190,9 +190,11 @@ def _launch(
     from rich.console import Console
 
     from llmtrain.data import Progress, Schedule, prepare, report
+    from llmtrain.launch.local import caught_signals
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
     from llmtrain.restart import train_with_restarts
+    from llmtrain.signals import leave
 
     console = Console()
     _print_plan(plan, console, memory_of(plan))
@@ -208,7 +210,9 @@ def _launch(
     if max_steps:
         command += ["--max-steps", str(max_steps)]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-    return train_with_restarts(command, plan.workers, folder, resume, max_restarts, console)
+    with caught_signals():
+        # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
+        leave(train_with_restarts(command, plan.workers, folder, resume, max_restarts, console))
 
 
 @dataclass(frozen=True)

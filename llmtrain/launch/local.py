@@ -60,7 +60,7 @@ def run_workers(
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
-    with _caught_signals() as events, reserved_port() as port, _null() as null:
+    with caught_signals() as events, reserved_port() as port, _null() as null:
         pool = _Pool(run_dir, events, (board.descriptor,) if board else ())
         env = {**(env or {}), **(board.environment if board else {})}
         try:
@@ -258,7 +258,7 @@ class _Pool:
 
 def wait_for_signal(seconds: float) -> int | None:
     """Waits so long; ends at once with the number of a signal that stops a program. From the main thread only."""
-    with _caught_signals() as events:
+    with caught_signals() as events:
         try:
             event = events.get(timeout=seconds)
         except Empty:
@@ -267,7 +267,7 @@ def wait_for_signal(seconds: float) -> int | None:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
+def caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
     """A queue into which the signals that stop a program go, instead of stopping this one."""
     events: SimpleQueue[_Worker | int] = SimpleQueue()  # its `put` may be called from a signal handler
 
