@@ -12,6 +12,8 @@ from llmtrain.recipe import WatchdogConfig
 RULE = "worker.hang"
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """What has a limit of its own: who is at it is waited for."""
+HALTED = ("T", "t")
+"""States of a process that goes on only if somebody lets it."""
 STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}
 """States of a process in which it does nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
@@ -63,7 +65,7 @@ def limit_of(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> 
     if pulse.phase == Phase.DONE or not config.min_seconds:
         return None
     step_s = max(config.min_seconds, config.factor * p99_s)
-    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in ("T", "t"):
+    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in HALTED:
         return step_s  # a stopped process comes to no end of anything
     if pulse.phase == Phase.LOADING or not config.phase_seconds:
         return None
@@ -71,9 +73,11 @@ def limit_of(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> 
 
 
 def hangs(statuses: Mapping[int, Status]) -> bool:
-    """Whether some rank is late and none of the others is busy with what may take longer, which it may wait for."""
-    found = statuses.values()
-    return any(one.late for one in found) and not any(one.phase in WORKING and not one.late for one in found)
+    """Whether some rank is late, and waits for none that is busy with what may take longer."""
+    late = [one for one in statuses.values() if one.late]
+    if any(one.state in HALTED for one in late):
+        return True  # it waits for nobody
+    return bool(late) and not any(one.phase in WORKING and not one.late for one in statuses.values())
 
 
 def absent(statuses: Mapping[int, Status]) -> list[int]:
