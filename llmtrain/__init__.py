@@ -20,6 +20,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
     TrainedTokenizer,
+    WatchdogConfig,
 )
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "Source",
     "TrainConfig",
     "TrainedTokenizer",
+    "WatchdogConfig",
     "main",
 ]
 

@@ -57,6 +57,9 @@ def train(
     run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME[-VARIANT].")] = None,
     resume: Annotated[str, typer.Option(help="auto: from the newest checkpoint; never; or its folder.")] = "auto",
     max_steps: Annotated[int | None, typer.Option(help="Stop and save after this step.", min=1)] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Start a job that died again, from its last checkpoint, so many times.", min=0)
+    ] = 0,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -82,7 +85,7 @@ def train(
     from llmtrain.commands.job import JobRequest, check_job, check_no_job, enqueue
 
     if launcher == "slurm":
-        check_job(nproc, as_json)
+        check_job(nproc, as_json, max_restarts)
         enqueue(
             JobRequest(
                 recipe, assignments, nodes, gpus_per_node, device, slurm, run_dir, resume, max_steps, only_print=dry_run
@@ -91,15 +94,16 @@ def train(
         return
     check_no_job(slurm)
     from llmtrain.commands.dry import check_dry_run, run_small
-    from llmtrain.commands.start import train_here
+    from llmtrain.commands.start import check_restarts, train_here
     from llmtrain.launch import discover
 
     rank = discover(os.environ, sys.argv)
     check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
+    check_restarts(max_restarts, dry_run, rank)
     if dry_run:
         run_small(recipe, assignments, nproc, (nodes, gpus_per_node, device), run_dir, as_json)
     else:
-        train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps)
+        train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps, max_restarts)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.guard import Skipped
+from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.recipe import Recipe
 from llmtrain.signals import Agreement
@@ -36,6 +37,7 @@ class Run:
     """On rank 0 only."""
     skipped: int = 0
     """Updates that the guard has skipped, as far as they were told."""
+    heart: Heartbeat = field(default_factory=Heartbeat)
 
 
 class TooManySkippedError(Exception):
@@ -57,10 +59,12 @@ def fit(run: Run) -> None:
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
         while state.step < run.stop_step and not run.stop.agreed(state.step):
+            run.heart.begin_step(state.step + 1)
             asked = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - asked
             result = run.engine.train_step(batch)
+            run.heart.end_step(waited)
             state.step += 1
             state.samples += batch.samples
             state.tokens += batch.target_tokens
@@ -69,7 +73,8 @@ def fit(run: Run) -> None:
             # A run that stops early writes what an uninterrupted one would, so that it can be continued.
             at_end = state.step == recipe.train.max_steps
             if at_end or _due(recipe.logging.every_steps, state.step):
-                skipped = run.engine.guard.read()
+                with run.heart.waiting():
+                    skipped = run.engine.guard.read()
                 _log(run, result, meter, skipped)
                 if len(skipped.recent) > recipe.guard.max_skipped:
                     raise TooManySkippedError(skipped)
@@ -82,15 +87,16 @@ def fit(run: Run) -> None:
                 saved = state.step
     if saved != state.step:
         _save(run)
-    with run.progress.busy(_saving(run)):
+    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
         run.saver.wait()
 
 
 def evaluate(run: Run) -> None:
     """Mean loss over the target tokens of the held-out sequences, into `run.state` and the metrics."""
     total, targets = 0.0, 0
-    with run.progress.busy("evaluating"):
+    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
         for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
+            run.heart.beat()
             total += _weighted(run.engine, batch)
             targets += batch.target_tokens
     run.state.eval_loss, run.state.eval_step = total / targets, run.state.step
@@ -100,7 +106,7 @@ def evaluate(run: Run) -> None:
 
 def _save(run: Run) -> None:
     """Begins to save; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
-    with run.progress.busy(_saving(run)):
+    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
         run.saver.start(run.state)
@@ -126,7 +132,8 @@ def _log(run: Run, result: StepResult, meter: Meter, skipped: Skipped) -> None:
     if skipped.total > run.skipped:
         run.progress.note(skipped.told(run.state.step, skipped.total - run.skipped))
         run.skipped = skipped.total
-    loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    with run.heart.waiting():
+        loss, grad_norm = result.loss.item(), result.grad_norm.item()
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,
@@ -139,9 +146,12 @@ def _log(run: Run, result: StepResult, meter: Meter, skipped: Skipped) -> None:
             peak_memory_bytes=_peak_memory(),
             skipped_steps=skipped.total,
             rollbacks=run.state.rollbacks,
+            slowest=run.heart.slowest(),
         )
     )
     run.progress.show(record)
+    if slow := run.heart.straggler():
+        run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
 
 
 def _peak_memory() -> int:

@@ -27,6 +27,7 @@ LONGEST_WINDOW = 65_536
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -255,6 +256,19 @@ class LoggingConfig(Part):
     """Project (W&B) or experiment (MLflow) that the run belongs to."""
 
 
+class WatchdogConfig(Part):
+    """When a run that stands still is ended, with exit code 5, and which rank is called slow."""
+
+    min_seconds: NonNegativeFloat = 60.0
+    """A run that finishes no step for so long, in seconds, is ended, or for `factor` steps if longer. 0: never."""
+    factor: NonNegativeFloat = 10.0
+    """Times the 99th percentile of the last 1,000 steps' times."""
+    phase_seconds: NonNegativeFloat = 1800.0
+    """The same for a save, a batch of an evaluation, and each of the first two steps, which compile. 0: no limit."""
+    straggler_ratio: NonNegativeFloat = 1.5
+    """A rank that needs so many times as long for its own work as the median rank is named. 0: none is."""
+
+
 class ExportConfig(Part):
     """What a finished run leaves besides its last checkpoint."""
 
@@ -281,6 +295,7 @@ class Recipe(Part):
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     logging: LoggingConfig = LoggingConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     export: ExportConfig = ExportConfig()
 
     @property

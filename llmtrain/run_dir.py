@@ -31,7 +31,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.micro_batch_size|train\.max_steps"
     r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
-    r"|(evaluation|checkpoint|guard|logging|export)\..*"
+    r"|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
 )
 
 PACKAGES = (
@@ -138,6 +138,11 @@ class RunDir:
     def error_file(self, rank: int) -> Path:
         """The `Failure` of a worker, where it had one."""
         return self.logs / f"rank_{rank}.error.json"
+
+    def keep_failures(self, attempt: int) -> None:
+        """Renames the error files of an attempt, which the next one would replace. Logs are appended to."""
+        for file in self.logs.glob("rank_*.error.json"):
+            file.rename(file.with_name(f"attempt_{attempt}.{file.name}"))
 
     def check(self, recipe: Recipe) -> None:
         """Raises what `create` would raise about a recipe, and writes nothing."""

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from llmtrain.errors import Exit
 from llmtrain.launch.local import STOPS
@@ -99,7 +99,7 @@ class Agreement:
         return received
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends the process, not the interpreter: that would first put back handlers by which a late signal kills."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from llmtrain import watchdog
 from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.errors import Exit
+from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.launch import Rank, discover
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir, identity_of
@@ -48,11 +50,16 @@ def work(
     """
     signals = StopSignals()
     output = take_over_output(run_dir, rank)
+    heart = Heartbeat.of_worker(rank.local_rank)
+    watch = watchdog.start(rank, run_dir, plan, heart, output.stderr)
     try:
-        code = _train(rank, run_dir, plan, ds_config, resume, max_steps, signals, output)
+        code = _train(rank, run_dir, plan, ds_config, resume, max_steps, signals, output, heart, watch)
     except BaseException as error:
+        failed = output.report_failure(error)
+        watch.stop()
         # Not sys.exit: a process group whose other ranks wait in a collective cannot be torn down.
-        os._exit(output.report_failure(error))
+        os._exit(failed)
+    watch.stop()
     if code != Exit.DONE:
         leave(code)
 
@@ -66,6 +73,8 @@ def _train(
     max_steps: int | None,
     signals: StopSignals,
     output: WorkerOutput,
+    heart: Heartbeat,
+    watch: watchdog.Watch,
 ) -> Exit:
     from llmtrain.data import Progress, Schedule, prepare
 
@@ -76,15 +85,18 @@ def _train(
         from llmtrain.checkpoint.save import Saver
         from llmtrain.checkpoint.storage import probe
         from llmtrain.engines import build_engine
-        from llmtrain.engines.distributed import init_process_group
+        from llmtrain.engines.distributed import init_process_group, store
+        from llmtrain.engines.own_time import measure
         from llmtrain.loop import TooManySkippedError
         from llmtrain.rollback import Trouble, go_back
 
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
+        watch.meet(store("watch"))
         storage = probe(run_dir.checkpoints)
         # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
         choice = _choose(run_dir, plan, resume, storage, output)
         engine = build_engine(plan, ds_config, device)
+        measure(plan, engine, heart)
         state = _start(run_dir, plan, engine, choice, prepared.key, storage)
     data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
     if rank.is_main:
@@ -94,16 +106,18 @@ def _train(
     saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage, output.warn)
     while True:
         try:
-            stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output)
+            stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output, heart)
             break
         except TooManySkippedError as error:
-            saver.settle()
-            go_back(Trouble(plan, state, error.skipped), engine, run_dir.checkpoints, saver.run, storage)
+            with heart.phase(Phase.LOADING):
+                saver.settle()
+                go_back(Trouble(plan, state, error.skipped), engine, run_dir.checkpoints, saver.run, storage)
             told = (
                 f"too many updates skipped: back to step {state.step:,}, on with sample {state.samples:,} of the data"
             )
             output.console.print(told, highlight=False)
     dist.destroy_process_group()
+    heart.done()
     if stopped:
         return Exit.RESUME
     if rank.is_main:
@@ -125,6 +139,7 @@ def _fit(
     stop_step: int,
     signals: StopSignals,
     output: WorkerOutput,
+    heart: Heartbeat,
 ) -> bool:
     """Whether a signal stopped it."""
     from llmtrain.engines.distributed import barrier
@@ -139,7 +154,8 @@ def _fit(
         with TrainingProgress(output.console, stop_step, state.step) as progress:
             stop = Agreement.of_group(signals, attempt=state.rollbacks)
             skipped = engine.guard.read().total
-            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped))
+            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
+            heart.finish()
             progress.summary()
     finally:
         if metrics:

@@ -14,15 +14,15 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "recipe", "cluster"},
+    {"errors", "durable", "heartbeat", "recipe", "cluster"},
     {"plan"},
     {"ds_config", "run_dir", "launch"},
     {"models", "data"},
-    {"engines", "metrics", "console", "signals"},
+    {"engines", "metrics", "console", "signals", "watchdog"},
     {"checkpoint"},
     {"generate", "loop", "rollback"},
     {"finish"},
-    {"worker", "verify", "dry_run", "precheck"},
+    {"worker", "verify", "dry_run", "precheck", "restart"},
     {"commands"},
     {"cli"},
     {"entry", "__init__", "__main__"},
@@ -31,6 +31,7 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 PURE = {
     "errors",
     "durable",
+    "heartbeat",
     "recipe",
     "cluster",
     "plan",

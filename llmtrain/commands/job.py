@@ -43,9 +43,13 @@ def check_no_job(options: list[str]) -> None:
         raise RecipeError(Problem("launch.options", "--slurm", message, "--launcher slurm"))
 
 
-def check_job(nproc: int | None, as_json: bool) -> None:
+def check_job(nproc: int | None, as_json: bool, max_restarts: int) -> None:
     """Raises RecipeError for options that are not a job's."""
-    fixes = {"--nproc": (nproc, "--gpus-per-node"), "--json": (as_json, "leave it out")}
+    fixes = {
+        "--nproc": (nproc, "--gpus-per-node"),
+        "--json": (as_json, "leave it out"),
+        "--max-restarts": (max_restarts, f"a job starts itself again: --slurm max_requeues={max_restarts}"),
+    }
     problems = [
         Problem("launch.options", name, "was given, but is no option of a job", fix)
         for name, (value, fix) in fixes.items()

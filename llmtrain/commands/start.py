@@ -24,6 +24,7 @@ def train_here(
     run_dir: Path | None,
     resume: str,
     max_steps: int | None,
+    max_restarts: int,
 ) -> None:
     """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers."""
     from llmtrain.cluster import Cluster, local_cluster
@@ -48,7 +49,7 @@ def train_here(
         raise
     ds_config = render(plan)
     if rank is None:
-        sys.exit(_launch(plan, ds_config, folder, resume, max_steps))
+        sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts))
     from llmtrain.worker import work
 
     if rank.is_main:
@@ -96,14 +97,29 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
 
 
-def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
+def check_restarts(max_restarts: int, dry_run: bool, rank: Rank | None) -> None:
+    """Raises RecipeError where nobody is there to start a job again."""
+    if not max_restarts or (rank is None and not dry_run):
+        return
+    message = "a dry run is over when it ends" if dry_run else "only who has started the workers can start them again"
+    fix = "leave it out"
+    if rank is not None and rank.launcher == "torchrun":
+        fix = f"torchrun --max-restarts={max_restarts} ..."
+    raise RecipeError(Problem("launch.restarts", "--max-restarts", message, fix))
+
+
+def _launch(
+    plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None, max_restarts: int
+) -> int:
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
     from llmtrain.data import Progress, Schedule, prepare, report
-    from llmtrain.launch import run_workers
+    from llmtrain.launch.local import caught_signals
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
+    from llmtrain.restart import train_with_restarts
+    from llmtrain.signals import leave
 
     console = Console()
     print_plan(plan, console, memory_of(plan))
@@ -115,11 +131,13 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     console.print(report(prepared))
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
-    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path), "--resume", resume]
+    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path)]
     if max_steps:
         command += ["--max-steps", str(max_steps)]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-    return run_workers(command, plan.workers, folder)
+    with caught_signals():
+        # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
+        leave(train_with_restarts(command, plan.workers, folder, resume, max_restarts, console))
 
 
 def _is_finished(plan: Plan, folder: RunDir) -> bool:

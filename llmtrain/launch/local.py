@@ -22,6 +22,7 @@ from threading import Thread
 from types import FrameType
 
 from llmtrain.errors import Exit, Problem, WorkerError
+from llmtrain.heartbeat import Board
 from llmtrain.launch.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
 from llmtrain.run_dir import RunDir
@@ -38,7 +39,13 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SI
 """What tells a run to save and stop, the launcher and the workers alike."""
 
 
-def run_workers(command: list[str], world_size: int, run_dir: RunDir, env: Mapping[str, str] | None = None) -> int:
+def run_workers(
+    command: list[str],
+    world_size: int,
+    run_dir: RunDir,
+    env: Mapping[str, str] | None = None,
+    board: Board | None = None,
+) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes where the launcher does; the others write to their logs. When one dies, the others
@@ -46,18 +53,19 @@ def run_workers(command: list[str], world_size: int, run_dir: RunDir, env: Mappi
     others change nothing then, since batch systems repeat them. No worker outlives the launcher, even if that
     is killed. Must be called from the main thread, and `run_dir` must exist.
 
-    env: variables for the workers, over those of this process.
+    env: variables for the workers, over those of this process. board: where they leave their heartbeats.
     Returns the exit code: 0, 75 (stopped after saving), or 128 + the signal that stopped the launcher.
     Raises the `UserError` that a worker raised, or WorkerError where it died otherwise: that of the
     worker that failed first.
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
-    with _caught_signals() as events, reserved_port() as port, _null() as null:
-        pool = _Pool(run_dir, events)
+    with caught_signals() as events, reserved_port() as port, _null() as null:
+        pool = _Pool(run_dir, events, (board.descriptor,) if board else ())
+        env = {**(env or {}), **(board.environment if board else {})}
         try:
             for rank in range(world_size):
-                pool.start(rank, command, _environment(env or {}, rank, world_size, port), null)
+                pool.start(rank, command, _environment(env, rank, world_size, port), null)
             stopped_by = pool.wait()
         finally:
             pool.kill()
@@ -172,8 +180,10 @@ def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
 class _Pool:
     """The workers, and the one queue that everything that happens to them comes from."""
 
-    def __init__(self, run_dir: RunDir, events: SimpleQueue[_Worker | int]) -> None:
+    def __init__(self, run_dir: RunDir, events: SimpleQueue[_Worker | int], inherited: tuple[int, ...] = ()) -> None:
+        """inherited: file descriptors for the workers."""
         self.run_dir = run_dir
+        self.inherited = inherited
         self.events = events
         self.workers: list[_Worker] = []
 
@@ -195,6 +205,7 @@ class _Pool:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                pass_fds=self.inherited,
                 # Safe beside threads, as it takes no lock; `prctl` is looked up before the fork.
                 preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
             )
@@ -245,8 +256,18 @@ class _Pool:
             return None
 
 
+def wait_for_signal(seconds: float) -> int | None:
+    """Waits so long; ends at once with the number of a signal that stops a program. From the main thread only."""
+    with caught_signals() as events:
+        try:
+            event = events.get(timeout=seconds)
+        except Empty:
+            return None
+    return event if isinstance(event, int) else None
+
+
 @contextmanager
-def _caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
+def caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
     """A queue into which the signals that stop a program go, instead of stopping this one."""
     events: SimpleQueue[_Worker | int] = SimpleQueue()  # its `put` may be called from a signal handler
 

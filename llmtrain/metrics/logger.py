@@ -43,6 +43,8 @@ class StepMetrics:
     """Updates that were not taken, of all steps since the run began."""
     rollbacks: int = 0
     """How often the run went back to a checkpoint because of them."""
+    slowest: tuple[int, float] | None = None
+    """The slowest rank of late, and its own time in that of the median rank; None where it is unknown."""
 
 
 class MetricsLogger:
@@ -77,6 +79,8 @@ class MetricsLogger:
             "skipped_steps": metrics.skipped_steps,
             "rollbacks": metrics.rollbacks,
         }
+        if metrics.slowest is not None:
+            fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         return self._write(fields, "train")
 
     def log_eval(self, step: int, eval_loss: float) -> Record:

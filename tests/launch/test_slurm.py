@@ -141,6 +141,16 @@ class Submitted:
             os.kill(pid, signal.SIGSTOP)
         return len(logged(self.run_dir))
 
+    def kill_rank(self, number: int) -> None:
+        """Kills a rank, and not the watcher beside it."""
+        ranks = self.ranks().items()
+        named = {
+            pid: Path(f"/proc/{pid}/comm").read_text().strip()
+            for pid, env in ranks
+            if env["SLURM_PROCID"] == str(number)
+        }
+        os.kill(next(pid for pid, name in named.items() if name != "llmtrain-watch"), signal.SIGKILL)
+
     def let_go(self) -> None:
         for pid in self.ranks():
             os.kill(pid, signal.SIGCONT)
@@ -249,13 +259,25 @@ def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluste
     assert logged(job.run_dir) == uninterrupted
 
 
-def test_a_run_that_fails_by_itself_is_not_tried_again(cluster, submit):
-    job = submit()
-    job.hold(after=1)
-    os.kill(next(pid for pid, env in job.ranks().items() if env["SLURM_PROCID"] == "1"), signal.SIGKILL)
+def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, uninterrupted):
+    job = submit("--set", "checkpoint.every_steps=5")
+    job.hold(after=7)
+    job.kill_rank(1)
     job.let_go()
-    state = cluster.wait(job.number, "FAILED", seconds=120)
-    assert state["Restarts"] == "0"
+    job.until(lambda: "back into the queue" in job.log)
+    assert job.completed()["Restarts"] == "1"
+    assert "continuing after step 5" in job.log
+    assert logged(job.run_dir) == uninterrupted
+
+
+def test_a_run_that_dies_twice_in_one_place_ends(cluster, prepared, workers_environment, tmp_path):
+    path = f"{REPOSITORY / 'tests' / 'run' / 'faulty'}:{REPOSITORY}"
+    environment = {**workers_environment, "PYTHONPATH": path, "FAULT": "abort:1:6"}
+    extent = ("--nodes", "2", "--gpus-per-node", "1", "--slurm", "time=20")
+    job = Submitted(cluster, environment, tmp_path / "job" / "run", *extent)
+    state = cluster.wait(job.number, "FAILED", seconds=300)
+    assert state["Restarts"] == "1"
+    assert "died twice in the same place" in job.log
     assert not job.ranks()
 
 

@@ -112,7 +112,7 @@ def test_a_port_that_somebody_listens_on_is_left_to_them(job, tmp_path):
     [
         (0, 0, False, False),
         (2, 1, False, False),  # a mistake, whatever the nodes do
-        (5, 0, True, False),  # the run's own failure
+        (5, 0, True, False),  # the run's own failure, in a folder that is not known
         (5, 1, True, True),  # a node does not answer
         (137, 1, True, True),
     ],
@@ -123,6 +123,38 @@ def test_what_ends_a_job_and_what_starts_it_again(job, tmp_path, code, node, ask
     assert finished(job("recipes/tiny.py"))[0] == code
     assert (tmp_path / "nodes").exists() == asked
     assert (tmp_path / "requeued").exists() == requeued
+
+
+def test_a_run_that_died_is_started_again_until_it_dies_twice_in_one_place(job, tmp_path):
+    (tmp_path / "end").write_text("5")
+    run_dir = tmp_path / "a run"
+    (run_dir / "logs").mkdir(parents=True)
+    arguments = ("recipes/tiny.py", "--run-dir", str(run_dir))
+
+    def is_requeued(**env):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        code, told = finished(job(*arguments, **env))
+        assert code == 5
+        assert ("died twice in the same place" in told) == (not (tmp_path / "requeued").exists())
+        return (tmp_path / "requeued").exists()
+
+    assert is_requeued()  # before its first step
+    assert not is_requeued()
+    (run_dir / "metrics.jsonl").write_text('{"step": 10, "loss": 1}\n{"step": 20, "loss": 1}\n')
+    assert is_requeued()
+    assert not is_requeued()
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints/latest").write_text("step_00000020\n")
+    assert is_requeued()
+    assert not is_requeued()
+    assert is_requeued(SLURM_JOB_ID="654321")  # somebody has mended it and submitted it again
+
+
+def test_a_step_that_was_told_to_stop_past_its_job_stays_so(job, tmp_path):
+    (tmp_path / "end").write_text("75")
+    (tmp_path / "logs").mkdir()
+    assert finished(job("recipes/tiny.py", f"--run-dir={tmp_path}"))[0] == 75
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_the_warning_reaches_the_ranks_and_then_puts_the_job_back_into_the_queue(job, tmp_path):

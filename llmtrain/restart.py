@@ -1,0 +1,92 @@
+"""Starting a job again that died, from its last checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from llmtrain.errors import Problem, WorkerError
+from llmtrain.heartbeat import Board
+from llmtrain.launch import run_workers
+from llmtrain.launch.local import wait_for_signal
+from llmtrain.run_dir import RunDir
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before the first restart; twice as long before each one after it."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """Where an attempt died."""
+
+    step: int
+    """The last one that all workers had begun; 0 before the first."""
+    checkpoint: str | None
+    """The newest one."""
+
+    def __str__(self) -> str:
+        where = f"in step {self.step:,}" if self.step else "before its first step"
+        return f"{where}, with {self.checkpoint or 'no checkpoint'}"
+
+
+def train_with_restarts(
+    command: list[str], workers: int, folder: RunDir, resume: str, max_restarts: int, console: Console
+) -> int:
+    """Runs workers until the job is over; starts a job that died again, `max_restarts` times at most.
+
+    command: of a worker, without its --resume. A job that a user's mistake or a signal ended is not started
+    again, nor one that dies twice in the same step while no checkpoint was added. Returns as `run_workers`.
+    Raises what that raises, of the last attempt.
+    """
+    deaths: list[Death] = []
+    while True:
+        board = Board(workers)
+        try:
+            return run_workers([*command, "--resume", resume], workers, folder, board=board)
+        except WorkerError as error:
+            if not max_restarts:
+                raise
+            deaths.append(_death(board, folder))
+            if reason := enough(deaths, max_restarts):
+                raise WorkerError([*error.problems, Problem("restart.end", "--max-restarts", reason)]) from None
+            print(error.report(), file=sys.stderr, flush=True)
+        finally:
+            board.close()
+        folder.keep_failures(len(deaths))
+        resume = next_resume(resume, deaths[-1])
+        pause_s = pause_before(len(deaths))
+        told = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
+        console.print(told, highlight=False)
+        if (stopped_by := wait_for_signal(pause_s)) is not None:
+            return 128 + stopped_by
+
+
+def enough(deaths: Sequence[Death], max_restarts: int) -> str | None:
+    """Why a job that died so often is not started again; None where it is."""
+    if len(deaths) > 1 and deaths[-1] == deaths[-2]:
+        return f"died twice {deaths[-1]}: another attempt would too"
+    if len(deaths) > max_restarts:
+        return f"died {deaths[-1]}, after {max_restarts} restarts"
+    return None
+
+
+def next_resume(resume: str, death: Death) -> str:
+    """Where the next attempt starts: at the newest checkpoint, or where this one should have and never came to it."""
+    if death.checkpoint is None or (resume not in ("auto", "never") and death.step == 0):
+        return resume
+    return "auto"
+
+
+def pause_before(restart: int) -> float:
+    """Seconds before a restart, counted from 1."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (restart - 1))
+
+
+def _death(board: Board, folder: RunDir) -> Death:
+    from llmtrain.checkpoint.folder import newest
+
+    checkpoint = newest(folder.checkpoints)
+    return Death(board.step(), checkpoint.name if checkpoint else None)

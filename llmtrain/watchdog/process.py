@@ -1,0 +1,103 @@
+"""The watcher of a rank: a child of it, forked before it has threads, that the kernel ends with it.
+
+A thread of the rank would stand still with it, and not every launcher is ours. The child shares the page of the
+heartbeat and looks at it once a second. Rank 0's watcher hears the others, and decides for all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from llmtrain.heartbeat import Heartbeat
+from llmtrain.launch.local import STOPS, die_with
+from llmtrain.launch.rank import Rank
+from llmtrain.plan import Plan
+from llmtrain.run_dir import RunDir
+from llmtrain.watchdog.link import Hub, address_of, listen
+from llmtrain.watchdog.target import Target, prepare_end
+from llmtrain.watchdog.watcher import Follower, Leader, Watched, Watcher
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+PR_SET_NAME = 15  # <linux/prctl.h>
+
+
+class Watch:
+    """A rank's side of its watcher."""
+
+    def __init__(self, heart: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0, token: str = "") -> None:
+        """pid: of the watcher, None where there is none. port, token: of the socket that rank 0's listens on."""
+        self._heart = heart
+        self._rank = rank
+        self._pid = pid
+        self._port = port
+        self._token = token
+
+    def meet(self, store: Store) -> None:
+        """Tells the watchers of the other ranks where to find that of rank 0; called by all ranks."""
+        if self._rank.rank == 0:
+            store.set("address", json.dumps([self._port, self._token]))
+            return
+        port, token = json.loads(store.get("address"))
+        if port:
+            self._heart.tell_address(address_of(os.environ["MASTER_ADDR"], port, token))
+
+    def stop(self) -> None:
+        """Ends the watcher. The kernel does that too, but leaves a zombie to whoever started the rank."""
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self._pid, 0)
+            self._pid = None
+
+
+def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, stderr: TextIO) -> Watch:
+    """Forks the watcher of this process. To be called before there are threads, with the log as standard error.
+
+    stderr: the terminal, for who has no launcher of ours to say what happened.
+    """
+    config = plan.recipe.watchdog
+    if not (config.min_seconds or config.straggler_ratio):
+        return Watch(heart, rank)
+    prepare_end()
+    token = secrets.token_hex(16)
+    listener = listen() if rank.rank == 0 else None
+    port = listener.getsockname()[1] if listener else 0
+    for stream in (sys.stdout, sys.stderr, stderr):
+        stream.flush()
+    watched = Watched(rank, run_dir, plan, heart.reader(), Target(os.getpid(), run_dir.log_file(rank.rank)), stderr)
+    prctl = ctypes.CDLL(None).prctl
+    pid = os.fork()
+    if pid == 0:
+        _live(
+            lambda: Leader(watched, Hub(listener, token)) if listener else Follower(watched), watched.target.pid, prctl
+        )
+    if listener:
+        listener.close()
+    return Watch(heart, rank, pid, port, token)
+
+
+def _live(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
+    """The whole life of the child."""
+    try:
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)  # they are the rank's, and reach all of its process group
+        prctl(PR_SET_NAME, b"llmtrain-watch")
+        die_with(parent, prctl)
+        gc.freeze()  # what was inherited stays shared with the rank
+        make().run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -1,0 +1,91 @@
+"""The process of a rank, from outside: its state, its stack, its end. Nothing of it needs the rank's GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from llmtrain.errors import Exit
+
+DUMP = signal.SIGRTMIN + 8
+"""Has a rank write its stacks to its log. Nobody sends it but us: SIGUSR1 and 2 mean stop (`llmtrain.signals`)."""
+END = signal.Signals(int(Exit.WORKER))
+"""Ends a rank with exit code 5, which is its number: SIGTRAP."""
+DUMP_S = 2.0
+"""A rank that does not write its stacks so soon does not write them."""
+END_S = 3.0
+"""A rank that does not end so soon is killed."""
+_POLL_S = 0.05
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+
+
+def prepare_end() -> None:
+    """Prepares this process, whose log is its standard error, for `Target`.
+
+    The kernel gives the number of a signal to its handler, so `_exit` itself, as the handler of signal 5, ends
+    the process with code 5. No Python is run for that: a thread that holds the GIL for ever cannot prevent it.
+    """
+    faulthandler.register(DUMP, file=2, all_threads=True)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(END, ctypes.cast(libc._exit, ctypes.c_void_p))
+
+
+class Target:
+    """A rank that is watched by its child."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        self.pid = pid
+        self.log = log
+
+    @property
+    def state(self) -> str:
+        """Of the process, a letter as in `/proc/PID/stat`; empty once it is over."""
+        with suppress(OSError, IndexError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return "" if state in "ZX" else state
+        return ""
+
+    def dump(self) -> str:
+        """Has the stacks of all threads written to the log; where the main thread is, as `FILE:LINE in FUNCTION`."""
+        start = self.log.stat().st_size
+        if self.state in ("T", "t"):
+            return ""
+        self._send(DUMP)
+        written = start
+        deadline = time.monotonic() + DUMP_S
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            size = self.log.stat().st_size
+            if size > start and size == written:
+                break
+            written = size
+        with self.log.open("rb") as file:
+            file.seek(start)
+            return innermost(file.read().decode(errors="replace"))
+
+    def end(self) -> None:
+        """Ends it with exit code 5. It is this process's parent, so this does not return."""
+        if self.state in ("T", "t"):
+            self._send(DUMP)  # both are waiting when it goes on, and the stacks come first
+        self._send(END)
+        self._send(signal.SIGCONT)
+        time.sleep(END_S)
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def innermost(dump: str) -> str:
+    """The innermost frame of the main thread, the last one in what faulthandler writes; empty where there is none."""
+    threads = re.split(r"^(?:Current thread|Thread) 0x.*$", dump, flags=re.MULTILINE)
+    frames = _FRAME.search(threads[-1]) if len(threads) > 1 else None
+    return f"{frames[1]}:{frames[2]} in {frames[3]}" if frames else ""

@@ -1,0 +1,131 @@
+"""Whether a run hangs, and which ranks did not arrive; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmtrain.errors import Problem
+from llmtrain.heartbeat import Phase, Pulse
+from llmtrain.recipe import WatchdogConfig
+
+RULE = "worker.hang"
+WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
+"""What has a limit of its own: who is at it is waited for."""
+HALTED = ("T", "t")
+"""States of a process that goes on only if somebody lets it."""
+STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D": "waiting for a disk or a driver"}
+"""States of a process in which it does nothing, not even write its stack."""
+WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
+"""Where a rank waits unseen: in a backward pass that reduces gradients (DistributedDataParallel), in Horovod."""
+MOST_NAMED = 16
+"""Ranks that a message describes one by one."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank, as its watcher sees it."""
+
+    host: str
+    pid: int
+    step: int
+    phase: Phase
+    idle_s: float
+    """Seconds since its last beat."""
+    limit_s: float | None
+    """How many of them are allowed; None for any number."""
+    waiting: bool
+    """Waits for other ranks, or for its device."""
+    state: str
+    """One letter, as in `/proc/PID/stat`; empty where there is no such process."""
+    own_s: float = 0.0
+    measured: int = 0
+    """As in `Pulse`."""
+    frame: str = ""
+    """Where it is in its program, once its stack is written."""
+
+    @property
+    def late(self) -> bool:
+        """Whether it is beyond its limit."""
+        return self.limit_s is not None and self.idle_s > self.limit_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is somewhere where ranks wait."""
+        return self.waiting or self.frame.endswith(WAITS_IN_C)
+
+    @property
+    def still(self) -> bool:
+        """Whether it can do nothing."""
+        return self.state in STOPPED
+
+
+def limit_of(pulse: Pulse, p99_s: float, state: str, config: WatchdogConfig) -> float | None:
+    """Seconds that a rank may go without a beat; None for any number."""
+    if pulse.phase == Phase.DONE or not config.min_seconds:
+        return None
+    step_s = max(config.min_seconds, config.factor * p99_s)
+    if pulse.phase in (Phase.TRAINING, Phase.BETWEEN) or state in HALTED:
+        return step_s  # a stopped process comes to no end of anything
+    if pulse.phase == Phase.LOADING or not config.phase_seconds:
+        return None
+    return max(config.phase_seconds, step_s)
+
+
+def hangs(statuses: Mapping[int, Status]) -> bool:
+    """Whether some rank is late, and waits for none that is busy with what may take longer."""
+    late = [one for one in statuses.values() if one.late]
+    if any(one.state in HALTED for one in late):
+        return True  # it waits for nobody
+    return bool(late) and not any(one.phase in WORKING and not one.late for one in statuses.values())
+
+
+def absent(statuses: Mapping[int, Status]) -> list[int]:
+    """The ranks that the others wait for, as far as their hosts can tell."""
+    there = {rank: one for rank, one in statuses.items() if one.phase != Phase.DONE}
+    still = [rank for rank, one in there.items() if one.still or not one.state]
+    if still:
+        return still
+    busy = [rank for rank, one in there.items() if not one.waits and not (one.phase == Phase.BETWEEN and rank)]
+    behind = [rank for rank in busy if there[rank].step == min(there[other].step for other in busy)]
+    return behind if len(behind) < len(there) or len(there) == 1 else []
+
+
+def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
+    """What to tell the user of a hang."""
+    missing = absent(statuses)
+    silent = [rank for rank in range(world_size) if rank not in statuses]
+    late = max((one for one in statuses.values() if one.late), key=lambda one: one.idle_s)
+    doing = f"{late.phase}" if late.phase in WORKING else "no step"
+    message = f"{doing} for {late.idle_s:.0f} s, where {late.limit_s or 0:.0f} s are allowed"
+    lines = [_described(rank, statuses[rank]) for rank in missing[:MOST_NAMED]]
+    others = [rank for rank in statuses if rank not in missing]
+    if missing:
+        message = f"did not arrive: {message}"
+        lines += [f"the others wait: {_ranks(others)}"] if others else []
+    elif not silent:
+        message += "; which of them the others wait for cannot be told from outside"
+        lines += [_described(rank, statuses[rank]) for rank in others[:MOST_NAMED]]
+    lines += [f"nothing is heard of {_ranks(silent)}"] if silent else []
+    lines.append("the stacks of all ranks are in logs/rank_*.log; the same command continues from the last checkpoint")
+    return Problem(RULE, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
+
+
+def _described(rank: int, one: Status) -> str:
+    doing = "loading" if one.phase == Phase.LOADING else f"step {one.step:,}, {one.phase}"
+    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "its process is gone")
+    where = f"in {one.frame}" if one.frame else ""
+    parts = (f"{doing} for {one.idle_s:.0f} s", state, where)
+    return f"rank {rank} on {one.host} (process {one.pid}): {', '.join(part for part in parts if part)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`ranks 0-3, 7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = (f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"

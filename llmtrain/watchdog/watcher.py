@@ -1,0 +1,169 @@
+"""What a watcher does: look, tell, listen, and end its rank where the run hangs."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import NoReturn, TextIO
+
+from llmtrain.errors import Problem, WorkerError
+from llmtrain.heartbeat import Phase, Reader
+from llmtrain.launch.failure import Failure
+from llmtrain.launch.rank import Rank
+from llmtrain.plan import Plan
+from llmtrain.run_dir import RunDir
+from llmtrain.watchdog.link import Hub, Peer
+from llmtrain.watchdog.stragglers import Stragglers
+from llmtrain.watchdog.target import DUMP_S, Target
+from llmtrain.watchdog.verdict import Status, hangs, limit_of, problem
+
+POLL_S = 1.0
+SUSPENDED_S = 5.0
+"""A watcher that could not look for so long was stopped itself, and its rank with it: that time does not count."""
+ALONE_S = 10.0
+"""How much longer a watcher waits that cannot reach rank 0's."""
+
+
+@dataclass
+class Watched:
+    """A rank and what its watcher needs to know."""
+
+    rank: Rank
+    run_dir: RunDir
+    plan: Plan
+    reader: Reader
+    target: Target
+    stderr: TextIO
+    """The terminal."""
+
+
+class Watcher:
+    """What all watchers have in common."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched = watched
+        self.config = watched.plan.recipe.watchdog
+        self.host = socket.gethostname()
+        # Often enough to be on time where the limit is short.
+        self.poll_s = min(POLL_S, self.config.min_seconds / 4 or POLL_S)
+        self._looked = self._resumed = time.monotonic()
+
+    def run(self) -> NoReturn:
+        """Until the rank is over, which ends this process."""
+        while True:
+            self.look(self._status())
+
+    def look(self, status: Status) -> None:
+        """One round, of `poll_s`. status: of the own rank."""
+        raise NotImplementedError
+
+    def end(self, found: Problem) -> NoReturn:
+        """Ends the rank, with `found` as its error."""
+        rank, run_dir = self.watched.rank.rank, self.watched.run_dir
+        error = WorkerError(found)
+        print(error.report(), flush=True, file=sys.stderr)
+        Failure.of(rank, error).write(run_dir.error_file(rank))
+        self.watched.target.end()
+        sys.exit()
+
+    def tell_user(self, found: Problem) -> None:
+        """Our own launcher reads error files; under any other, one watcher speaks."""
+        if self.watched.rank.launcher != "local":
+            print(WorkerError(found).report(), file=self.watched.stderr, flush=True)
+
+    def _status(self) -> Status:
+        now = time.monotonic()
+        if now - self._looked > self.poll_s + SUSPENDED_S:
+            self._resumed = now
+        self._looked = now
+        pulse, state = self.watched.reader.read(), self.watched.target.state
+        return Status(
+            host=self.host,
+            pid=self.watched.target.pid,
+            step=pulse.step,
+            phase=pulse.phase,
+            idle_s=now - max(pulse.beat, self._resumed),
+            limit_s=limit_of(pulse, self.watched.reader.p99(), state, self.config),
+            waiting=pulse.waiting,
+            state=state,
+            own_s=pulse.own_s,
+            measured=pulse.measured,
+        )
+
+
+class Leader(Watcher):
+    """Rank 0's: hears all the others, and decides."""
+
+    def __init__(self, watched: Watched, hub: Hub) -> None:
+        super().__init__(watched)
+        self.hub = hub
+        world_size = watched.rank.world_size
+        per_stage = world_size // watched.plan.layout.pp
+        stages = {rank: rank // per_stage for rank in range(world_size)}
+        self.stragglers = Stragglers(self.config.straggler_ratio, stages)
+        self._hung = 0
+
+    def look(self, status: Status) -> None:
+        """Twice in a row, since what is heard of two ranks is up to a round apart."""
+        self.hub.poll(self.poll_s)
+        statuses = {0: status} | self.hub.statuses
+        self._compare(statuses)
+        self._hung = self._hung + 1 if hangs(statuses) else 0
+        if self._hung >= 2:
+            self._conclude(statuses)
+
+    def _conclude(self, statuses: dict[int, Status]) -> NoReturn:
+        self.hub.ask_for_stacks()
+        frames = {0: self.watched.target.dump()} | self.hub.answers(DUMP_S + self.poll_s)
+        statuses = {rank: replace(one, frame=frames.get(rank, "")) for rank, one in statuses.items()}
+        found = problem(statuses, self.watched.rank.world_size)
+        self.hub.end(found)
+        self.tell_user(found)
+        self.end(found)
+
+    def _compare(self, statuses: dict[int, Status]) -> None:
+        totals = {rank: (one.own_s, one.measured) for rank, one in statuses.items() if one.measured}
+        if self.watched.rank.world_size == 1 or len(totals) < self.watched.rank.world_size:
+            return
+        slowest = self.stragglers.seen(totals)
+        if slowest is None:
+            return
+        self.watched.reader.tell_slowest(slowest.rank, slowest.ratio, slowest.is_named)
+        if slowest.is_named:
+            slow = statuses[slowest.rank]
+            where = f"rank {slowest.rank} on {slow.host} (process {slow.pid})"
+            print(f"straggler: {where} takes {slowest.ratio:.1f} times as long as the median rank", flush=True)
+
+
+class Follower(Watcher):
+    """That of any other rank: tells how its rank does, and does what it is told."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self.peer = Peer(watched.rank.rank)
+
+    def look(self, status: Status) -> None:
+        """Decides alone where it cannot ask, and waits longer then: the others may do what takes time."""
+        address = self.watched.reader.address()
+        if not self.peer.is_connected and address is not None:
+            self.peer.connect(address)
+        self.peer.tell(status)
+        for message in self.peer.poll(self.poll_s):
+            if message["do"] == "dump":
+                self.peer.answer(self.watched.target.dump())
+            elif message["do"] == "end":
+                self.end(Problem(**message["problem"]))
+        if not self.peer.is_connected and status.late and status.idle_s > self._limit_alone(status):
+            self._end_alone(status)
+
+    def _limit_alone(self, status: Status) -> float:
+        others_may_work = 0.0 if status.still or status.phase == Phase.LOADING else self.config.phase_seconds
+        return max(status.limit_s or 0.0, others_may_work) + ALONE_S
+
+    def _end_alone(self, status: Status) -> NoReturn:
+        rank = self.watched.rank.rank
+        found = problem({rank: replace(status, frame=self.watched.target.dump())}, world_size=0)
+        self.tell_user(found)
+        self.end(found)

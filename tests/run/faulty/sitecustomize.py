@@ -1,0 +1,68 @@
+"""On the path of a run's processes, breaks one of its ranks as FAULT says: `KIND:RANK:WHEN[:FILE]`, with FILE once.
+
+WHEN is a step, or the name of a phase.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def _fail() -> None:
+    raise RuntimeError("injected")
+
+
+def _hold_the_gil() -> None:
+    """In a call that no signal ends; unlike CDLL, PyDLL keeps the GIL."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+FAULTS = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segv": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "exception": _fail,
+    "gil": _hold_the_gil,
+    "sleep": lambda: time.sleep(600),
+    "pause": lambda: time.sleep(12),
+}
+SLOW_S = 0.2
+
+OWN_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+
+if os.environ.get("FAULT") and OWN_RANK:
+    from llmtrain.heartbeat import Heartbeat
+
+    kind, rank, when, *once = os.environ["FAULT"].split(":")
+    begin_step, phase = Heartbeat.begin_step, Heartbeat.phase
+
+    def _strike() -> None:
+        if rank != OWN_RANK or (once and Path(once[0]).exists()):
+            return
+        if once:
+            Path(once[0]).touch()
+        FAULTS[kind]()
+
+    def _begin_step(self, step):
+        begin_step(self, step)
+        if kind == "slow":
+            time.sleep(SLOW_S if rank == OWN_RANK else 0)
+        elif str(step) == when:
+            _strike()
+
+    @contextmanager
+    def _phase(self, entered):
+        with phase(self, entered):
+            if str(entered) == when:
+                _strike()
+            yield
+
+    Heartbeat.begin_step, Heartbeat.phase = _begin_step, _phase

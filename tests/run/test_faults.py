@@ -1,0 +1,170 @@
+"""A rank that stops, hangs, crashes or is slow: it is named, the run ends with exit code 5, and goes on from there."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from commands import llmtrain, losses
+
+FAULTY = Path(__file__).parent / "faulty"
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 12
+RUN = (
+    *("--nproc", "2", "--set", "parallel.zero_stage=1", "--set", "export.at_end=false"),
+    *("--set", f"train.max_steps={STEPS}", "--set", "evaluation.every_steps=6"),
+)
+HANGS = ("--set", "watchdog.min_seconds=8")
+"""Soon, and later than any step of a busy machine."""
+
+
+PATH = f"{FAULTY}:{REPOSITORY}"
+
+
+def train(small_recipe, run_dir, fault, *arguments) -> subprocess.CompletedProcess[str]:
+    """A run with a broken rank."""
+    return llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN, *arguments, FAULT=fault, PYTHONPATH=PATH)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_recipe, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+def stacks(run_dir: Path, rank: int) -> str:
+    return (run_dir / "logs" / f"rank_{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "frame"),
+    [
+        ("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py"),
+        ("gil", "in _hold_the_gil", "_hold_the_gil"),
+        pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_path, fault, says, frame):
+    run_dir = tmp_path / "run"
+    result = train(small_recipe, run_dir, f"{fault}:1:5", *HANGS)
+    assert result.returncode == 5, result.stderr
+    assert re.search(r"^error: rank 1: did not arrive: no step for \d+ s, where 8 s are allowed", result.stderr)
+    assert re.search(rf"rank 1 on \S+ \(process \d+\): step 5, training for \d+ s, .*{re.escape(says)}", result.stderr)
+    assert "the others wait: rank 0" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert frame in stacks(run_dir, 1)
+    assert "all_reduce" in stacks(run_dir, 0)
+    for rank in (0, 1):
+        failure = json.loads((run_dir / "logs" / f"rank_{rank}.error.json").read_text())
+        assert (failure["exit_code"], failure["problems"][0]["rule"]) == (5, "worker.hang")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("kill", "killed by signal 9 (SIGKILL)"),
+        pytest.param("segv", "killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
+        pytest.param("abort", "killed by signal 6 (SIGABRT)", marks=pytest.mark.slow),
+        pytest.param("exception", "RuntimeError: injected", marks=pytest.mark.slow),
+        pytest.param("stop", "stopped by a signal (SIGSTOP)", marks=pytest.mark.slow),
+        pytest.param("gil", "in _hold_the_gil", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrupted, tmp_path, fault, says):
+    run_dir = tmp_path / "run"
+    result = train(small_recipe, run_dir, f"{fault}:1:6:{tmp_path / 'once'}", *HANGS, "--max-restarts", "2")
+    assert result.returncode == 0, result.stderr
+    assert says in result.stderr
+    assert "died in step 6, with step_00000004; restart 1 of 2 in 1 s" in result.stdout
+    assert "continuing after step 4" in result.stdout
+    assert losses(run_dir) == losses(uninterrupted)
+    for rank in (0, 1):
+        assert stacks(run_dir, rank).count(f": rank {rank} of 2, process ") == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
+    result = train(small_recipe, tmp_path / "run", "abort:1:6", "--max-restarts", "5")
+    assert result.returncode == 5
+    assert result.stdout.count("restart ") == 1
+    assert "died twice in step 6, with step_00000004" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["1", "evaluating", "saving"])
+def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path, when):
+    result = train(small_recipe, tmp_path / "run", f"pause:0:{when}:{tmp_path / 'once'}", *HANGS)
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["stop", "kill"])
+def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted, tmp_path, fault):
+    run_dir = tmp_path / "run"
+    result = train(small_recipe, run_dir, f"{fault}:1:saving:{tmp_path / 'once'}", *HANGS, "--max-restarts", "1")
+    assert result.returncode == 0, result.stderr
+    assert "died in step 4, with no checkpoint" in result.stdout
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_storm_of_signals_during_a_save_is_one_save(small_recipe, uninterrupted, tmp_path):
+    run_dir, once = tmp_path / "run", tmp_path / "once"
+    command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *RUN]
+    env = {**os.environ, "PYTHONPATH": PATH, "FAULT": f"pause:0:saving:{once}"}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not once.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pids = [process.pid, *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+    chosen = random.Random(1)
+    while process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.kill(chosen.choice(pids), chosen.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]))
+        time.sleep(0.005)
+    output, errors = process.communicate()
+    assert process.returncode == 75, output + errors
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["latest", "step_00000004"]
+    assert llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN).returncode == 0
+    assert losses(run_dir) == losses(uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named(small_recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    result = train(
+        small_recipe, run_dir, "slow:1:3", "--set", "train.max_steps=90", "--set", "evaluation.every_steps=0"
+    )
+    assert result.returncode == 0, result.stderr
+    told = re.search(r"^rank 1 is slow: it takes (\S+) times as long as the median rank", result.stdout, re.MULTILINE)
+    assert float(told[1]) >= 1.5
+    assert "straggler: rank 1 on " in stacks(run_dir, 0)
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_exit_code_5_under_another_launcher(small_recipe, tmp_path):
+    """Whoever has started the ranks; here each is started by hand."""
+    run_dir = tmp_path / "run"
+    ranks = []
+    for rank in range(2):
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "FAULT": "stop:1:5"}
+        env |= {"PYTHONPATH": PATH}
+        command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir)]
+        command += [*RUN[2:], *HANGS]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=200)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [5, 5]
+    assert "rank 1: did not arrive" in told[0]

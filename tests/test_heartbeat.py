@@ -1,0 +1,137 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain import heartbeat
+from llmtrain.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Board, Heartbeat, Phase
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def step(heart, clock, number, seconds):
+    heart.begin_step(number)
+    clock.now += seconds
+    heart.end_step(0.0)
+
+
+def test_what_a_rank_does_is_read_elsewhere(clock):
+    heart = Heartbeat()
+    reader = heart.reader()
+    assert reader.read().phase == Phase.LOADING
+    for number in range(1, WARM_STEPS + 1):
+        heart.begin_step(number)
+        assert reader.read().phase == Phase.FIRST_STEPS
+        heart.end_step(0.0)
+    heart.begin_step(3)
+    assert (reader.read().phase, reader.read().step) == (Phase.TRAINING, 3)
+    clock.now += 7
+    heart.end_step(0.0)
+    assert (reader.read().phase, reader.read().beat) == (Phase.BETWEEN, clock.now)
+    for phase in (Phase.EVALUATING, Phase.SAVING):
+        with heart.phase(phase):
+            assert reader.read().phase == phase
+        assert reader.read().phase == Phase.BETWEEN
+    with heart.waiting():
+        assert reader.read().waiting
+    assert not reader.read().waiting
+    heart.done()
+    assert reader.read().phase == Phase.DONE
+
+
+def test_the_p99_leaves_out_first_steps_evaluations_and_saves(clock):
+    heart = Heartbeat()
+    reader = heart.reader()
+    assert reader.p99() == 0
+    for number in range(1, WARM_STEPS + 1):
+        step(heart, clock, number, 500)
+    for number in range(3, 203):
+        step(heart, clock, number, 1 if number % 50 else 9)
+        with heart.phase(Phase.SAVING):
+            clock.now += 300
+    assert reader.p99() == 9
+
+
+def test_the_p99_is_of_recent_steps_and_counts_what_follows_them(clock):
+    heart = Heartbeat()
+    for number in range(1, WARM_STEPS + RECENT + 1):
+        step(heart, clock, number, 60)
+    for number in range(RECENT + 10):
+        step(heart, clock, 5000 + number, 1)
+        clock.now += 1  # reading the loss waits for the device
+    assert heart.reader().p99() == pytest.approx(2)
+
+
+def test_own_time_is_summed(clock):
+    class Own:
+        def begin(self):
+            self.begun = clock.now
+
+        def end(self, data_wait_s):
+            return clock.now - self.begun + data_wait_s
+
+    heart = Heartbeat()
+    heart.own = Own()
+    for number in range(1, 8):
+        heart.begin_step(number)
+        clock.now += 2
+        heart.end_step(0.5)
+    pulse = heart.reader().read()
+    assert (pulse.own_s, pulse.measured) == (5 * 2.5, 5)
+
+
+def test_what_the_watcher_says_comes_back_once():
+    heart = Heartbeat()
+    reader = heart.reader()
+    assert heart.slowest() is None
+    reader.tell_slowest(3, 1.2, is_named=False)
+    assert heart.slowest() == (3, 1.2)
+    assert heart.straggler() is None
+    reader.tell_slowest(3, 2.5, is_named=True)
+    assert heart.straggler() == (3, 2.5)
+    assert heart.straggler() is None
+
+
+def test_an_address_fits_or_is_refused():
+    heart = Heartbeat()
+    assert heart.reader().address() is None
+    heart.tell_address('["fe80::1", 1234, "aä"]')
+    assert heart.reader().address() == '["fe80::1", 1234, "aä"]'
+    with pytest.raises(ValueError, match="address"):
+        heart.tell_address("x" * 1000)
+
+
+def test_a_launcher_reads_the_steps_of_workers_that_are_gone():
+    board = Board(2)
+    program = """
+import sys
+from llmtrain.heartbeat import Heartbeat
+heart = Heartbeat.of_worker(int(sys.argv[1]))
+for step in range(1, int(sys.argv[2]) + 1):
+    heart.begin_step(step)
+import os; os.kill(os.getpid(), 9)
+"""
+    for rank, steps in ((0, 8), (1, 7)):
+        assert board.step() == 0
+        command = [sys.executable, "-c", program, str(rank), str(steps)]
+        env = {**os.environ, **board.environment}
+        assert subprocess.run(command, pass_fds=(board.descriptor,), env=env, check=False).returncode == -9
+    assert board.step() == 7
+    board.close()
+
+
+def test_a_page_has_room_for_all():
+    assert (heartbeat._RING + RECENT) * heartbeat.WORD <= PAGE_BYTES
+    assert PAGE_BYTES % os.sysconf("SC_PAGESIZE") == 0

@@ -1,0 +1,148 @@
+"""When a job that died is started again, and where."""
+
+import io
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from llmtrain import restart
+from llmtrain.errors import WorkerError
+from llmtrain.restart import Death, enough, next_resume, pause_before, train_with_restarts
+from llmtrain.run_dir import RunDir
+
+WORKER = """
+import os, sys
+from pathlib import Path
+from llmtrain.heartbeat import Heartbeat
+rank = int(os.environ["RANK"])
+log = Path(sys.argv[1])
+heart = Heartbeat.of_worker(rank)
+if rank == 0:
+    log.open("a").write(sys.argv[3] + "\\n")
+attempt = len(log.read_text().splitlines())
+outcome = sys.argv[4:][0].split(",")[attempt - 1]
+if outcome.startswith("@"):
+    heart.begin_step(int(outcome[1:]))
+    os.kill(os.getpid(), 9)
+sys.exit(int(outcome))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunDir(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(restart, "FIRST_PAUSE_S", 0.01)
+
+
+def train(folder, outcomes, max_restarts, resume="auto"):
+    """A job of one worker whose attempts die in a step (`@7`), or end with an exit code."""
+    script = folder.path / "worker.py"
+    script.write_text(WORKER.replace("sys.argv[4:][0]", repr(outcomes)))
+    command = [sys.executable, str(script), str(folder.path / "attempts")]
+    output = io.StringIO()
+    try:
+        return train_with_restarts(command, 1, folder, resume, max_restarts, Console(file=output)), output.getvalue()
+    except WorkerError as error:
+        return error, output.getvalue()
+
+
+def attempts(folder):
+    return (folder.path / "attempts").read_text().split()
+
+
+def test_a_job_that_died_starts_again_and_finishes(folder, quick):
+    code, told = train(folder, "@7,@9,0", max_restarts=3)
+    assert code == 0
+    assert attempts(folder) == ["auto"] * 3
+    assert "died in step 7, with no checkpoint; restart 1 of 3" in told
+    assert "died in step 9, with no checkpoint; restart 2 of 3" in told
+
+
+def test_dying_twice_in_one_step_is_enough(folder, quick):
+    error, _ = train(folder, "@7,@9,@9,0", max_restarts=9)
+    assert "died twice in step 9, with no checkpoint" in str(error)
+    assert "killed by signal 9" in str(error)
+    assert error.exit_code == 5
+    assert len(attempts(folder)) == 3
+
+
+def test_restarts_are_counted(folder, quick):
+    error, _ = train(folder, "@1,@2,@3,0", max_restarts=2)
+    assert "after 2 restarts" in str(error)
+    assert len(attempts(folder)) == 3
+
+
+def test_without_the_option_nothing_is_started_again(folder):
+    error, told = train(folder, "@1,0", max_restarts=0)
+    assert "restart" not in str(error) + told
+    assert len(attempts(folder)) == 1
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_what_ended_by_itself_stays_so(folder, code):
+    assert train(folder, f"{code},0", max_restarts=3)[0] == code
+    assert len(attempts(folder)) == 1
+
+
+def test_a_signal_ends_the_pause(folder, monkeypatch):
+    monkeypatch.setattr(restart, "FIRST_PAUSE_S", 60.0)
+
+    def interrupt():
+        while not list(folder.logs.parent.glob("attempts")) or not list(folder.logs.glob("told")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    keep = folder.keep_failures
+    monkeypatch.setattr(RunDir, "keep_failures", lambda self, attempt: (keep(attempt), (self.logs / "told").touch()))
+    # Within the pause, before which the marker is made; an instant earlier it would end the test, as it should a job.
+    waited = restart.wait_for_signal
+    monkeypatch.setattr(restart, "wait_for_signal", lambda seconds: (thread.start(), waited(seconds))[1])
+    thread = threading.Timer(0.2, interrupt)
+    assert train(folder, "@1,0", max_restarts=3)[0] == 128 + signal.SIGINT
+    assert len(attempts(folder)) == 1
+
+
+def test_errors_of_earlier_attempts_are_kept(folder):
+    folder.error_file(1).write_text("x")
+    folder.keep_failures(2)
+    assert [path.name for path in folder.logs.iterdir()] == ["attempt_2.rank_1.error.json"]
+
+
+def test_pauses_grow():
+    assert [pause_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.parametrize(
+    ("resume", "death", "following"),
+    [
+        ("auto", Death(0, None), "auto"),
+        ("never", Death(9, None), "never"),
+        ("never", Death(9, "step_00000004"), "auto"),
+        ("/other/step_00000004", Death(9, None), "/other/step_00000004"),  # else it would begin anew
+        ("/other/step_00000004", Death(9, "step_00000008"), "auto"),
+        ("checkpoints/step_00000004", Death(0, "step_00000008"), "checkpoints/step_00000004"),  # it never went back
+        ("checkpoints/step_00000004", Death(5, "step_00000004"), "auto"),
+    ],
+)
+def test_where_the_next_attempt_starts(resume, death, following):
+    assert next_resume(resume, death) == following
+
+
+def test_a_later_checkpoint_is_progress():
+    deaths = [Death(9, "step_00000004"), Death(9, "step_00000008")]
+    assert enough(deaths, 5) is None
+    assert "died twice" in (enough([*deaths, deaths[-1]], 5) or "")
+    assert all(enough(deaths[:count], 0) for count in range(1, 3))
+    assert list(itertools.accumulate(enough(deaths[:count], 2) is None for count in (1, 2))) == [1, 2]
