@@ -1,0 +1,152 @@
+"""Measures how much of a run's time trains it when workers are killed: `python benchmarks/effective_time.py`.
+
+A run of two workers under `llmtrain train --max-restarts` loses a random worker to SIGKILL at seeded, exponentially
+distributed instants. Effective time is what the same steps take without a kill, over the wall time from the command to
+its end. The ideal for this interval of checkpoints and these kills saves at once and starts at once: it loses nothing
+but the steps since the last checkpoint that was due. Both are written to `effective_time.json`, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests" / "run"))
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+from commands import metrics  # noqa: E402
+from small_runs import write_small_recipe  # noqa: E402
+
+from llmtrain.run_dir import environment  # noqa: E402
+
+WORKERS = 2
+FIELDS = {
+    "parallel.zero_stage": 1,
+    "model.config.hidden_size": 256,
+    "model.config.intermediate_size": 1024,
+    "batch.micro_batch_size": 4,
+    "evaluation.every_steps": 0,
+    "export.at_end": "false",
+}
+
+
+def main() -> None:
+    """Runs, kills, and writes what was seen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=15.0, help="of training, without the kills")
+    parser.add_argument("--between", type=float, default=240.0, help="mean seconds between kills")
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds of training between checkpoints")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = write_small_recipe(folder)
+        step_s = _step_time(recipe, folder / "alone")
+        steps, every = round(60 * options.minutes / step_s), max(1, round(options.interval / step_s))
+        command = _command(recipe, folder / "run", steps, every)
+        command += ["--max-restarts", "1000"]
+        kills = _instants(options.between, random.Random(options.seed))
+        wall_s, lost = _killed_run(command, folder / "run", every, kills, random.Random(options.seed))
+    training_s = steps * step_s
+    effective, ideal = training_s / wall_s, training_s / (training_s + sum(lost) * step_s)
+    _write(
+        {
+            "step_s": round(step_s, 4),
+            "steps": steps,
+            "checkpoint_every_steps": every,
+            "mean_s_between_kills": options.between,
+            "kills": len(lost),
+            "steps_lost": lost,
+            "wall_s": round(wall_s, 1),
+            "effective": round(effective, 4),
+            "ideal": round(ideal, 4),
+            "of_the_ideal": round(effective / ideal, 4),
+        }
+    )
+
+
+def _command(recipe: Path, run: Path, steps: int, every: int) -> list[str]:
+    fields = {**FIELDS, "train.max_steps": steps, "checkpoint.every_steps": every, "checkpoint.keep_last": 2}
+    sets = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+    base = [sys.executable, "-m", "llmtrain", "train", str(recipe), "--run-dir", str(run)]
+    return [*base, "--nproc", str(WORKERS), *sets]
+
+
+def _step_time(recipe: Path, run: Path) -> float:
+    """Seconds of a step of a run that is left alone and saves once."""
+    subprocess.run(_command(recipe, run, 120, 120), check=True, stdout=subprocess.DEVNULL)
+    return statistics.median([line["step_time_s"] for line in metrics(run) if "loss" in line][20:])
+
+
+def _instants(mean_s: float, generator: random.Random) -> Iterator[float]:
+    """Seconds since the start, one after the other."""
+    at = 0.0
+    while True:
+        at += generator.expovariate(1 / mean_s)
+        yield at
+
+
+def _killed_run(
+    command: list[str], run: Path, every: int, instants: Iterator[float], generator: random.Random
+) -> tuple[float, list[int]]:
+    """Seconds of a run whose workers are killed at these instants, and the steps that each kill has cost."""
+    started, lost = time.monotonic(), []
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    due = next(instants)
+    while process.poll() is None:
+        if time.monotonic() - started >= due:
+            workers = _workers(process.pid)
+            if len(workers) == WORKERS and (step := _last_step(run)):
+                os.kill(generator.choice(workers), signal.SIGKILL)
+                lost.append(step % every)
+                print(f"{due:.0f} s: killed after step {step}, {step % every} steps lost", flush=True)
+            due = next(instants)
+        time.sleep(0.05)
+    if process.returncode:
+        raise SystemExit(f"the run ended with exit code {process.returncode}; see {run / 'logs'}")
+    return time.monotonic() - started, lost
+
+
+def _workers(launcher: int) -> list[int]:
+    """Process ids of the workers that a launcher has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children if b"llmtrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _last_step(run: Path) -> int:
+    """The last logged step; 0 where there is none."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _write(found: dict[str, Any]) -> None:
+    about = environment()
+    document = {
+        "command": " ".join(["python", *sys.argv]),
+        "commit": about["git"] and about["git"]["commit"],
+        "hardware": f"{about['cpus']} × {platform.machine()} CPU, gloo",
+        "versions": {"python": about["python"], **{name: about["packages"][name] for name in ("torch", "deepspeed")}},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **found,
+    }
+    Path(__file__).with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    print(f"{found['effective']:.1%} effective, {found['of_the_ideal']:.1%} of the ideal ({found['ideal']:.1%})")
+
+
+if __name__ == "__main__":
+    main()
