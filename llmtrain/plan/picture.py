@@ -9,11 +9,14 @@ ROW = 22
 """Height of a row, with the space below it."""
 LEFT = 64
 """Where rows begin, after their names."""
+WIDEST = 7
+"""Width of a letter of the title, about."""
 DARK, GREY = "#222222", "#e4e4e4"
 
 
 def picture(width: float, height: float, title: str, elements: Iterable[str]) -> str:
-    """The whole document, white, its title on top."""
+    """The whole document, white, its title on top; wider than `width` where the title is."""
+    width = max(width, 16 + WIDEST * len(title))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="9">'

@@ -84,6 +84,7 @@ def schedule_svg(stages: int, batch: Batch) -> str:
     title = f"1F1B, {stages} stages, {micro_batches} micro-batches: bubble {bubble_of(stages, micro_batches):.1%}"
     if shown < micro_batches:
         title += f" (the picture has {shown} micro-batches)"
+    title += "; blue forward, green backward"
     rows = []
     for stage in range(stages):
         y = TOP + stage * ROW

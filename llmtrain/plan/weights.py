@@ -74,15 +74,18 @@ class Weights(Part):
     def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
         """The weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
 
-        A stage that has both ends holds a tied weight once.
+        In the order of the model's parameters: a tied weight is found at the embedding, also on a last stage that
+        has no other use for that, and once where a stage has both ends.
         """
         if first:
             yield from self.embedding
+        elif last and self.tied:
+            yield from self.head
         for index in range(first_layer, end):
             yield from self.layer(index)
         if last:
             yield from self.outside
-            if not (self.tied and first):
+            if not self.tied:
                 yield from self.head
 
     def layer(self, index: int) -> tuple[Weight, ...]:

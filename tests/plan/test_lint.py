@@ -33,6 +33,17 @@ def test_rendered_files_pass():
     assert [finding for file in files for finding in lint_file(file) if finding.severity == "error"] == []
 
 
+def test_brackets_after_an_unquoted_text_are_pointed_out():
+    text = "{\n  // device: x }\n  zero_optimization: { stage: 3, contiguous_gradients: true }\n"
+    text += '  "a": {b: "c"}\n  offload: { device: nvme }\n}\n'
+    (finding,) = errors(text)
+    assert finding.rule == "lint.unreadable"
+    assert finding.fix.startswith("line 5: an unquoted text goes to the end of its line")
+    assert finding.fix.endswith('write "nvme"')
+    (finding,) = errors('{"train_batch_size": 8, "bf16": {"enabled": true}')
+    assert (finding.rule, finding.fix) == ("lint.unreadable", "")
+
+
 def test_misspelt_keys_have_a_place():
     (finding,) = errors('{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 2}\n}')
     assert (finding.rule, finding.severity, finding.field) == ("lint.unknown_key", "error", "zero_optimisation")

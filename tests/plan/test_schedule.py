@@ -44,6 +44,14 @@ def test_the_picture_is_one(tmp_path):
     assert "bubble 27.3%" in "".join(root.itertext())
 
 
+def test_the_title_of_a_short_step_is_not_cut_off():
+    batch = Batch(global_batch_size=1, micro_batch_size=1, gradient_accumulation_steps=1, tokens_per_step=1)
+    root = ElementTree.fromstring(schedule_svg(2, batch))
+    title = next(one.text for one in root.findall("{*}text") if one.get("font-size") == "13")
+    assert title.endswith("blue forward, green backward")
+    assert float(root.get("width")) > 6.5 * len(title)
+
+
 def test_the_picture_of_a_long_step_stays_small():
     batch = Batch(global_batch_size=10**6, micro_batch_size=1, gradient_accumulation_steps=10**6, tokens_per_step=1)
     picture = schedule_svg(8, batch)

@@ -33,8 +33,8 @@ def printable(text: str, longest: int = 300) -> str:
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)
     """The file holds no configuration."""
 
-    def __init__(self, message: str, line: int = 0, column: int = 0) -> None:
-        self.finding = Finding("lint.unreadable", "error", "file", printable(message), line=line, column=column)
+    def __init__(self, message: str, line: int = 0, column: int = 0, fix: str = "") -> None:
+        self.finding = Finding("lint.unreadable", "error", "file", printable(message), printable(fix), line, column)
         super().__init__(message)
 
 

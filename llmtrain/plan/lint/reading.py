@@ -50,7 +50,7 @@ def read_text(text: str, world_size: int | None = None) -> Document:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:  # of json and of hjson alike
         line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
-        raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column) from None
+        raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("holds no JSON object")
     return Document(values, places, tuple(_repeated(values)), world_size)
@@ -150,6 +150,25 @@ def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
         elif token["bracket"] and path:
             path.pop()
     return places
+
+
+_WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}\]]*+)")
+
+
+def _swallowed(text: str) -> str:
+    """The first unquoted text that has a bracket in it: Hjson takes it to the end of the line."""
+    end = 0
+    for token in _TOKEN.finditer(text):
+        colon = _COLON.match(text, token.end()) if token["name"] and token.start() >= end else None
+        word = _WORD.match(text, colon.end()) if colon else None
+        if word is None:
+            continue
+        end = text.find("\n", word.end()) % (len(text) + 1)
+        if any(bracket in text[word.end() : end] for bracket in "}]"):
+            line = text.count("\n", 0, word.start(1)) + 1
+            told = "an unquoted text goes to the end of its line, brackets and commas with it"
+            return f'line {line}: {told}; write "{word[1].strip()}"'
+    return ""
 
 
 def _unquoted(name: str) -> str:
