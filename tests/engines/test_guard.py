@@ -189,10 +189,9 @@ def _fp16(rank: int, stage: int) -> tuple[list[int], int, list[bool]]:
     engine = engine_of(plan)
     spoiler = Spoiler(engine)
     scaler = engine.engine.optimizer.loss_scaler
-    scaler.cur_scale = 1.0
     counted, same = [], []
-    for step, (scale, factor) in enumerate([(1.0, 1.0), (2.0**40, 1.0), (1.0, 1.0), (1.0, math.nan)]):
-        scaler.cur_scale = max(scale, 4.0)
+    for step, (scale, factor) in enumerate([(4.0, 1.0), (2.0**40, 1.0), (4.0, 1.0), (4.0, math.nan)]):
+        scaler.cur_scale = scale
         spoiler.factor = factor if rank == 1 else 1.0
         before = [*_held(engine)]
         engine.train_step(step_batch(step, 2, plan.batch.gradient_accumulation_steps, rank, 2))
