@@ -35,7 +35,7 @@ class Trouble:
         guard, recent = self.plan.recipe.guard, self.skipped.recent
         first, last = recent[0], recent[-1]
         return (
-            f"{len(recent)} updates were skipped in {guard.window_steps:,} steps, more than {guard.max_skipped}: "
+            f"{len(recent)} of the last {guard.window_steps:,} updates were skipped, more than {guard.max_skipped}: "
             f"first step {self.first_step:,} ({first.why()}), last step {self.state.step - last.steps_ago:,} "
             f"({last.why()}); {self._rule()}"
         )
@@ -75,7 +75,7 @@ def _problem(trouble: Trouble, choice: Choice | None) -> Problem:
     elif choice is None:
         fix = f"no checkpoint was saved to go back to (checkpoint.every_steps); {WAYS_ON}"
     else:
-        message += f"; the run has gone back {state.rollbacks} times"
+        message += f"; the run may not go back again, after {state.rollbacks} of {guard.max_rollbacks} times"
         fix = (
             f"{choice.folder.name} is the last checkpoint before; {WAYS_ON}, guard.max_rollbacks how often it goes back"
         )

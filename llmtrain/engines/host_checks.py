@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor
@@ -49,4 +48,5 @@ def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor 
     """As DeepSpeed's own, which multiplies by 1 where it would not multiply."""
     factor = max_norm / (global_norm + 1e-6)
     factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)
-    torch._foreach_mul_([tensor.detach() for tensor in input_tensors], factor)
+    for tensor in input_tensors:
+        tensor.detach().mul_(factor)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from deepspeed.accelerator import get_accelerator
 from harness import run_ranks
 from torch import nn
 from traces import engine_of, plan_of, reference_of, worst
 
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.cluster import Cluster
+from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe
 
 STEPS, BAD = 6, 2
@@ -64,6 +72,31 @@ class Spoiler:
         matrix.register_forward_hook(lambda _, __, output: output * self.factor if self.factor != 1.0 else output)
 
 
+@contextmanager
+def _readers() -> Iterator[set[str]]:
+    """Files of ours, and of DeepSpeed, that have the host wait for a number, up to the end of the context."""
+    found: set[str] = set()
+    names = ("item", "tolist", "__bool__", "__float__", "__int__")
+    own = {name: getattr(torch.Tensor, name) for name in names}
+
+    def noting(name: str):
+        def read(tensor: torch.Tensor):
+            file = sys._getframe(1).f_code.co_filename
+            if "/deepspeed/" in file or "/llmtrain/" in file:
+                found.add(file)
+            return own[name](tensor)
+
+        return read
+
+    for name in names:
+        setattr(torch.Tensor, name, noting(name))
+    try:
+        yield found
+    finally:
+        for name in names:
+            setattr(torch.Tensor, name, own[name])
+
+
 def _held(engine) -> Iterator[np.ndarray]:
     """Everything that is trained, what the optimizer keeps for it, and its counts of updates."""
     for pieces in engine.pieces():
@@ -74,7 +107,7 @@ def _held(engine) -> Iterator[np.ndarray]:
 
 
 def _run(rank: int, names: list[str], spoiled_rank: int):
-    """Of each case: losses, norms, rates, what was skipped, and whether all was left as it was."""
+    """Of each case: losses, norms, rates; what was skipped; whether all was left as it was; who waited for numbers."""
     found = []
     for name in names:
         plan = plan_of(_recipe(name), torch.distributed.get_world_size())
@@ -87,12 +120,14 @@ def _run(rank: int, names: list[str], spoiled_rank: int):
             spoiler.factor = math.nan if bad and rank == spoiled_rank else 1.0
             before = [*_held(engine)] if bad else []
             weights = {key: value.clone() for key, value in engine.named_weights()} if bad else {}
-            results.append(engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp)))
+            batch = step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp)
+            with _readers() as readers:
+                results.append(engine.train_step(batch))
             if bad:
                 same = all(np.array_equal(old, new) for old, new in zip(before, _held(engine), strict=True))
                 same &= all(torch.equal(weights[key], value) for key, value in engine.named_weights())
         numbers = [(one.loss.item(), one.grad_norm.item(), one.lr) for one in results]
-        found.append((numbers, engine.guard.read(), same))
+        found.append((numbers, engine.guard.read(), same, readers))
     return found
 
 
@@ -115,8 +150,10 @@ QUICK = ("zero0", "zero1_bf16", "zero3", "pipeline", "ddp", "fsdp2")
 def _check(names, ranks: int, spoiled_rank: int) -> None:
     by_rank = run_ranks(ranks, _run, list(names), spoiled_rank)
     for index, name in enumerate(names):
-        for numbers, skipped, same in (found[index] for found in by_rank):
+        for numbers, skipped, same, readers in (found[index] for found in by_rank):
             assert same, name
+            # Offloaded states are updated by the host, and it sends tokens to experts by their numbers.
+            assert not readers or "offload" in name or "expert" in name, (name, readers)
             assert skipped.total == len(skipped.recent) == 1, name
             assert skipped.recent[0].steps_ago == STEPS - 1 - BAD, name
             assert not math.isfinite(skipped.recent[0].loss), name
@@ -139,3 +176,107 @@ def test_nan_on_one_rank_changes_no_weight_and_the_run_goes_on():
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_nan_on_one_rank_under_every_strategy(name, spoiled_rank):
     _check([name], 2, spoiled_rank)
+
+
+def _fp16(rank: int, stage: int) -> tuple[list[int], int, list[bool]]:
+    """What the guard has counted, and how often DeepSpeed's scaler dropped a step; what changed no weight.
+
+    A CPU that says it has fp16: torch computes it there. One step that the loss scale spoils, then a loss of NaN.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+    recipe = tiny_recipe(**{"batch.micro_batch_size": 2, "parallel.zero_stage": stage, "parallel.precision": "fp16"})
+    plan = resolve(recipe, Cluster(devices_per_node=2, device="gpu"))  # on a CPU a rule refuses it
+    engine = engine_of(plan)
+    spoiler = Spoiler(engine)
+    scaler = engine.engine.optimizer.loss_scaler
+    counted, same = [], []
+    for step, (scale, factor) in enumerate([(4.0, 1.0), (2.0**40, 1.0), (4.0, 1.0), (4.0, math.nan)]):
+        scaler.cur_scale = scale
+        spoiler.factor = factor if rank == 1 else 1.0
+        before = [*_held(engine)]
+        engine.train_step(step_batch(step, 2, plan.batch.gradient_accumulation_steps, rank, 2))
+        same.append(all(np.array_equal(old, new) for old, new in zip(before, _held(engine), strict=True)))
+        counted.append(engine.guard.read().total)
+    return counted, engine.engine.skipped_steps, same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_the_loss_scale_spoils_is_no_fault_of_the_run(stage):
+    for found in run_ranks(2, _fp16, stage):
+        assert found == ([0, 0, 0, 1], 2, [False, True, False, True])
+
+
+WINDOW, STOP, SPIKE, END = 3, 4, 6, 8
+"""A run is saved at STOP, in the midst of what the guard needs to find the spike."""
+
+
+def _recipe_of_a_spike(name: str) -> Recipe:
+    return _recipe(name).with_(**{"guard.window_steps": WINDOW, "model.config.attention_dropout": 0.1})
+
+
+def _steps(engine, plan, spoiler: Spoiler, steps: range) -> list[tuple[float, float, float]]:
+    """A NaN on the second rank, and later a spike."""
+    shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+    numbers = []
+    for step in steps:
+        spoiler.factor = {BAD: math.nan, SPIKE: 1e4}.get(step, 1.0) if torch.distributed.get_rank() == 1 else 1.0
+        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+        numbers.append((result.loss.item(), result.grad_norm.item(), result.lr))
+    return numbers
+
+
+def _interrupted(rank: int, names: list[str], folder):
+    """Of each case: the run, the same one from its checkpoint on, gone back in place, and under another plan."""
+    found = []
+    for name in names:
+        plan = plan_of(_recipe_of_a_spike(name), 2)
+        first = engine_of(plan)
+        spoiler = Spoiler(first)
+        _steps(first, plan, spoiler, range(STOP))
+        Saver(folder / name, plan, first).save(TrainerState(step=STOP, data="key"))
+        runs = [_steps(first, plan, spoiler, range(STOP, END))]
+        skipped = [str(first.guard.read())]
+        weights = [_weights(first)]
+        load(newest(folder / name), first, plan, "key")
+        runs.append(_steps(first, plan, spoiler, range(STOP, END)))
+        skipped.append(str(first.guard.read()))
+        weights.append(_weights(first))
+        second = engine_of(plan)
+        load(newest(folder / name), second, plan, "key")
+        runs.append(_steps(second, plan, Spoiler(second), range(STOP, END)))
+        skipped.append(str(second.guard.read()))
+        weights.append(_weights(second))
+        other_plan = plan_of(_recipe_of_a_spike("zero2"), 2)
+        other = engine_of(other_plan)
+        load(newest(folder / name), other, other_plan, "key")
+        found.append((runs, skipped, weights, other.guard.read()))
+    return found
+
+
+def _weights(engine) -> dict[str, np.ndarray]:
+    return {name: weight.float().numpy().copy() for name, weight in engine.named_weights()}
+
+
+RESUMED = ("zero0", "zero1_bf16", "zero3")
+
+
+def _check_resumed(names, folder) -> None:
+    for by_case in run_ranks(2, _interrupted, list(names), folder):
+        for name, (runs, skipped, weights, elsewhere) in zip(names, by_case, strict=True):
+            assert str(runs[1]) == str(runs[2]) == str(runs[0]), name  # the same digits, and NaN where there was NaN
+            assert skipped[1] == skipped[2] == skipped[0], name
+            assert skipped[0].startswith("Skipped(total=2"), name
+            for again in weights[1:]:
+                assert all(np.array_equal(value, again[key]) for key, value in weights[0].items()), name
+            assert (elsewhere.total, [one.steps_ago for one in elsewhere.recent]) == (1, [STOP - 1 - BAD]), name
+
+
+def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path):
+    _check_resumed(RESUMED, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2_bf16", "zero3_bf16", "zero1_offload", "pipeline", "tensor", "ddp", "fsdp2"])
+def test_goes_on_bit_for_bit_under_every_strategy(name, tmp_path):
+    _check_resumed([name], tmp_path)

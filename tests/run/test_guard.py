@@ -79,7 +79,7 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
 def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 0, "guard.max_rollbacks": 1})
     assert result.returncode != 0
-    assert "the run has gone back 1 times" in result.stderr
+    assert "may not go back again, after 1 of 1 times" in result.stderr
     assert "guard.max_rollbacks" in result.stderr
 
 
@@ -91,7 +91,7 @@ def test_stops_where_the_recipe_says_so(small_recipe, tmp_path):
     assert result.returncode == Exit.WORKER, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
     assert "[guard.skipped]" in result.stderr
-    assert "1 updates were skipped in 3 steps, more than 0: first step" in result.stderr
+    assert "1 of the last 3 updates were skipped, more than 0: first step" in result.stderr
     assert "--set guard.then=rollback" in result.stderr
     last = metrics(tmp_path / "run")[-1]
     assert last["skipped_steps"] == 1
