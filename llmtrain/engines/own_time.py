@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -44,10 +45,12 @@ class Waits:
         self._begun = self._waited_s = 0.0
 
     def attach(self) -> None:
-        """Has `Work.wait` go past this object."""
-        wait = Work.wait
+        """Has `Work.wait` go past this object, in this thread."""
+        wait, trainer = Work.wait, threading.get_ident()
 
         def watched(work: Work, *arguments: Any) -> bool:
+            if threading.get_ident() != trainer:
+                return wait(work, *arguments)  # who saves in the background holds nobody up
             started = time.perf_counter()
             with self._heart.waiting():
                 done = wait(work, *arguments)

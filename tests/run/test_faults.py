@@ -49,7 +49,7 @@ def stacks(run_dir: Path, rank: int) -> str:
     ("fault", "says", "frame"),
     [
         ("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py"),
-        ("gil", "in _hold_the_gil", "_hold_the_gil"),
+        pytest.param("gil", "in _hold_the_gil", "_hold_the_gil", marks=pytest.mark.slow),
         pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.slow),
     ],
 )

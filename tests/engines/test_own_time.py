@@ -1,0 +1,98 @@
+"""A rank's own time leaves out what it waits for others, and nothing else."""
+
+import threading
+import time
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import distributed as dist
+from torch import nn
+
+from llmtrain.engines.own_time import PASSES, Forwards, Waits
+from llmtrain.heartbeat import Heartbeat
+
+SLOW_S = 0.5
+
+
+def _steps(rank, collective):
+    """Rank 1 is late for a collective; (own seconds, whether it was seen to wait)."""
+    heart = Heartbeat()
+    waits = Waits(heart)
+    waits.attach()
+    reader, seen = heart.reader(), []
+    stop = threading.Event()
+
+    def look():
+        while not stop.wait(0.01):
+            seen.append(reader.read().waiting)
+
+    observer = threading.Thread(target=look)
+    dist.barrier()
+    observer.start()
+    waits.begin()
+    if rank == 1:
+        time.sleep(SLOW_S)
+    value = torch.ones(4)
+    if collective == "async":
+        dist.all_reduce(value, async_op=True).wait()
+    else:
+        dist.all_reduce(value)
+    own = waits.end(0.0)
+    stop.set()
+    observer.join()
+    return own, any(seen), float(value[0])
+
+
+@pytest.mark.parametrize("collective", ["sync", "async"])
+def test_who_waits_works_less_than_who_is_late(collective):
+    (quick, waited, total), (slow, _, _) = run_ranks(2, _steps, collective)
+    assert slow >= SLOW_S
+    assert quick < slow
+    assert waited
+    assert total == 2
+
+
+def _in_the_background(rank):
+    heart = Heartbeat()
+    waits = Waits(heart)
+    waits.attach()
+    waits.begin()
+    reader, seen = heart.reader(), []
+
+    def save():
+        if rank == 1:
+            time.sleep(SLOW_S)
+        dist.barrier()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    while thread.is_alive():
+        seen.append(reader.read().waiting)
+        thread.join(0.01)
+    return waits.end(0.0), any(seen)
+
+
+def test_a_wait_in_another_thread_is_not_the_trainers():
+    for own, waited in run_ranks(2, _in_the_background):
+        assert own > 0
+        assert not waited
+
+
+def test_forward_passes_with_gradients_count():
+    class Slow(nn.Linear):
+        def forward(self, inputs):
+            time.sleep(0.05)
+            return super().forward(inputs)
+
+    module = Slow(2, 2)
+    forwards = Forwards(module)
+    forwards.begin()
+    with torch.no_grad():
+        module(torch.ones(1, 2))
+    assert forwards.end(0.25) == 0.25
+    module(torch.ones(1, 2))
+    module(torch.ones(1, 2))
+    assert forwards.end(0.25) >= 0.25 + PASSES * 0.1
+    forwards.begin()
+    assert forwards.end(0.0) == 0.0
