@@ -35,6 +35,11 @@ class WorkerOutput:
     started: float
     """Time of the take-over, seconds since the epoch."""
 
+    def warn(self, text: str) -> None:
+        """Tells the user, and the log of the rank, of something that the run survives."""
+        self.console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        print(f"warning: {text}", flush=True)
+
     def report_failure(self, error: BaseException) -> int:
         """Leaves `error` in the log and in the error file of the rank; returns the exit code of the worker.
 

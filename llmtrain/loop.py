@@ -61,11 +61,14 @@ def fit(run: Run) -> None:
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
-                if _due(recipe.checkpoint.every_steps, state.step):
+            if _due(recipe.checkpoint.every_steps, state.step):
+                with meter.saving():
                     _save(run)
-                    saved = state.step
+                saved = state.step
     if saved != state.step:
         _save(run)
+    with run.progress.busy(_saving(run)):
+        run.saver.wait()
 
 
 def evaluate(run: Run) -> None:
@@ -81,12 +84,16 @@ def evaluate(run: Run) -> None:
 
 
 def _save(run: Run) -> None:
-    """Saves; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
-    signal = run.stop.stopped_by
-    with run.progress.busy(f"stopping on {signal.name}: saving" if signal else "saving"):
+    """Begins to save; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
+    with run.progress.busy(_saving(run)):
         if run.metrics:
             run.metrics.flush()
-        run.saver.save(run.state)
+        run.saver.start(run.state)
+
+
+def _saving(run: Run) -> str:
+    signal = run.stop.stopped_by
+    return f"stopping on {signal.name}: saving" if signal else "saving"
 
 
 def _weighted(engine: Engine, batch: StepBatch) -> float:

@@ -217,6 +217,8 @@ class CheckpointConfig(Part):
     """Beside those of `keep_last`, keep the checkpoints of the steps that this divides."""
     keep_best: PositiveInt | None = None
     """Beside those of `keep_last`, keep so many with the lowest loss of an evaluation after the same step."""
+    background: bool = True
+    """Copy to host memory and write while training goes on. Takes as much host memory as the rank saves bytes."""
 
 
 class LoggingConfig(Part):

@@ -89,7 +89,7 @@ def _train(
         shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
         print(f"engine: {engine.describe()}")
     stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
-    saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage)
+    saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage, output.warn)
     stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output)
     dist.destroy_process_group()
     if stopped:
@@ -159,7 +159,7 @@ def _choose(run_dir: RunDir, plan: Plan, resume: str, storage: Storage, output: 
         choice = choose_newest(run_dir.checkpoints, _run_id(run_dir), storage)
     if choice:
         for problem in choice.rejected:
-            output.console.print(f"warning: {problem}", highlight=False, markup=False, soft_wrap=True)
+            output.warn(str(problem))
         if choice.rejected:
             output.console.print(f"falling back to {choice.folder.name}", highlight=False)
     return choice

@@ -11,22 +11,33 @@ from llmtrain.errors import CheckpointError, Problem
 
 T = TypeVar("T")
 
+Group = dist.ProcessGroup | None
+"""What all ranks talk over; None for the one that they train over."""
 
-def gather(value: T) -> list[T]:
+
+def group_of_threads() -> Group:
+    """A group of all ranks for a thread of its own, over the network of the hosts; made by all ranks.
+
+    The group that is trained over has an order of its own, and its devices have other things to do.
+    """
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
+
+
+def gather(value: T, group: Group = None) -> list[T]:
     """The value of each rank, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast(value: T, source: int = 0) -> T:
+def broadcast(value: T, source: int = 0, group: Group = None) -> T:
     """The value of one rank, on every rank."""
     if world_size() == 1:
         return value
     shared = [value]
-    dist.broadcast_object_list(shared, src=source)
+    dist.broadcast_object_list(shared, src=source, group=group)
     return shared[0]
 
 
@@ -50,12 +61,12 @@ def failed(error: OSError, what: str) -> Problem:
     return Problem("checkpoint.write", where, f"cannot {what}: {error.strerror or error}")
 
 
-def united(problems: list[Problem]) -> list[Problem]:
+def united(problems: list[Problem], group: Group = None) -> list[Problem]:
     """The problems of all ranks, each one once."""
-    return list(dict.fromkeys(problem for found in gather(problems) for problem in found))
+    return list(dict.fromkeys(problem for found in gather(problems, group) for problem in found))
 
 
-def raise_together(problems: list[Problem]) -> None:
+def raise_together(problems: list[Problem], group: Group = None) -> None:
     """Raises CheckpointError on every rank where any of them has a problem."""
-    if found := united(problems):
+    if found := united(problems, group):
         raise CheckpointError(found)

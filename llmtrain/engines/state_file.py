@@ -10,14 +10,14 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from llmtrain.engines.pieces import Piece, Region
-from llmtrain.engines.writer import Writer
+from llmtrain.engines.writer import Part, Writer, size_of
 
 FOLDER = "engine"
 """Folder of these files in a checkpoint."""
@@ -69,7 +69,7 @@ def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
             continue
         # Of what other ranks hold as well each has saved a part, so all of them read all of it.
         private = all(piece.copy == (0, 1) for piece in pieces)
-        writer.stream(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _Content(shares).write, private)
+        writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(shares), private)
 
 
 def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
@@ -99,45 +99,38 @@ def _key(index: int, kind: str) -> str:
     return f"{index}.{kind}"
 
 
-class _Content:
-    """A safetensors file, written tensor by tensor: the library's own writer wants all bytes at once."""
+def _content(pieces: list[Piece]) -> list[Part]:
+    """A safetensors file in parts, so that no second copy of the tensors is made: the library's writer makes one."""
+    tensors = {
+        _key(index, kind): tensor.detach()
+        for index, piece in enumerate(pieces)
+        for kind, tensor in piece.tensors.items()
+    }
+    header = json.dumps(_header(pieces, tensors)).encode()
+    header += b" " * (-len(header) % 8)
+    return [len(header).to_bytes(8, "little"), header, *tensors.values()]
 
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
 
-    def write(self, stream: BinaryIO) -> None:
-        header = json.dumps(self._header()).encode()
-        header += b" " * (-len(header) % 8)
-        stream.write(len(header).to_bytes(8, "little"))
-        stream.write(header)
-        for _, tensor in self._tensors():
-            stream.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for index, piece in enumerate(self.pieces):
-            for kind, tensor in piece.tensors.items():
-                yield _key(index, kind), tensor
-
-    def _header(self) -> dict[str, Any]:
-        described = [
-            {
-                "name": piece.name,
-                "region": piece.region.to_json(),
-                "start": piece.start,
-                "numel": piece.numel,
-                "kinds": list(piece.tensors),
-                "steps": None if piece.steps is None else piece.steps.item(),
-            }
-            for piece in self.pieces
-        ]
-        header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(described)}}
-        offset = 0
-        for key, tensor in self._tensors():
-            size = tensor.numel() * tensor.element_size()
-            header[key] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": [tensor.numel()],
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        return header
+def _header(pieces: list[Piece], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    described = [
+        {
+            "name": piece.name,
+            "region": piece.region.to_json(),
+            "start": piece.start,
+            "numel": piece.numel,
+            "kinds": list(piece.tensors),
+            "steps": None if piece.steps is None else piece.steps.item(),
+        }
+        for piece in pieces
+    ]
+    header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(described)}}
+    offset = 0
+    for key, tensor in tensors.items():
+        size = size_of(tensor)
+        header[key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    return header

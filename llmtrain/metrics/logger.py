@@ -69,6 +69,7 @@ class MetricsLogger:
             **asdict(rates(self._plan, window)),
             "peak_memory_bytes": metrics.peak_memory_bytes,
             "data_wait_s": window.data_wait_s / window.steps,
+            "save_blocked_s": window.save_blocked_s,
         }
         return self._write(fields, "train")
 

@@ -22,6 +22,8 @@ class Window:
     """Tokens trained on, over all devices."""
     data_wait_s: float
     """Seconds of it in which rank 0 waited for data."""
+    save_blocked_s: float = 0.0
+    """Seconds between these steps in which checkpoints held training up; no part of `seconds`."""
 
 
 class Meter:
@@ -40,6 +42,7 @@ class Meter:
         self._paused_s = 0.0
         self._steps = self._tokens = 0
         self._data_wait_s = 0.0
+        self._save_blocked_s = 0.0
 
     def add(self, tokens: int, data_wait_s: float) -> None:
         """Counts one step. tokens: over all devices; data_wait_s: seconds spent waiting for its data."""
@@ -49,19 +52,29 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what runs inside: evaluation, checkpoints."""
+        """Leaves out what runs inside, as evaluation."""
         started = self._clock()
         try:
             yield
         finally:
             self._paused_s += self._clock() - started
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Leaves out a save, and counts how long it held training up."""
+        before = self._paused_s
+        try:
+            with self.paused():
+                yield
+        finally:
+            self._save_blocked_s += self._paused_s - before
+
     def close(self) -> Window:
         """The window since the last one; the next begins now. Raises ValueError where no step was counted."""
         if not self._steps:
             raise ValueError("a window without a step has no step time")
         seconds = self._clock() - self._started - self._paused_s
-        window = Window(self._steps, seconds, self._tokens, self._data_wait_s)
+        window = Window(self._steps, seconds, self._tokens, self._data_wait_s, self._save_blocked_s)
         self._open()
         return window
 

@@ -223,7 +223,7 @@ def _full_at_every_call(rank: int, folder: Path, every: int) -> int:
     failures, at = 0, 1
     while True:
         checkpoints = folder / str(at)
-        saver = Saver(checkpoints, plan, engine, RUN)
+        saver = Saver(checkpoints, plan, engine, RUN, pauses=())
         for step in (1, 2):
             saver.save(_state(step))
         faults = Faults(at, "full")

@@ -32,7 +32,7 @@ class Tensors:
 
 def saver_of(checkpoints: Path, run: str = RUN, elements: int = 1000, **fields) -> Saver:
     """A saver of a run whose recipe has these fields."""
-    return Saver(checkpoints, plan_of(tiny_recipe(**fields), 1), Tensors(elements), run)
+    return Saver(checkpoints, plan_of(tiny_recipe(**fields), 1), Tensors(elements), run, pauses=())
 
 
 def save(saver: Saver, step: int, eval_loss: float | None = None) -> Path:

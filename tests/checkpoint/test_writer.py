@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from llmtrain.durable import create, fingerprint
-from llmtrain.engines.writer import Writer
+from llmtrain.engines.writer import DiskWriter
 
 
 def test_fingerprints_are_those_of_the_files(tmp_path):
-    writer = Writer(tmp_path)
-    writer.stream("engine/a", lambda stream: stream.write(b"1" * 3_000_000), private=True)
+    writer = DiskWriter(tmp_path)
+    writer.file("engine/a", [b"1" * 3_000_000], private=True)
     writer.tensors("b.safetensors", {"x": torch.arange(5)})
     writer.text("c.json", "ä")
     assert writer.error is None
@@ -44,7 +44,7 @@ def test_the_fingerprint_does_not_depend_on_how_it_was_written(tmp_path):
 
 
 def test_the_first_error_is_kept_and_nothing_is_written_after_it(tmp_path, monkeypatch):
-    writer, written = Writer(tmp_path), os.write
+    writer, written = DiskWriter(tmp_path), os.write
 
     def full(descriptor, data):
         if os.lseek(descriptor, 0, os.SEEK_CUR) > 1_000_000:
@@ -54,7 +54,7 @@ def test_the_first_error_is_kept_and_nothing_is_written_after_it(tmp_path, monke
     writer.text("before", "1")
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        writer.stream("large", lambda stream: [stream.write(b"1" * 800_000) for _ in range(4)])
+        writer.file("large", [b"1" * 800_000] * 4)
     writer.text("after", "1")
     assert writer.error
     assert writer.error.errno == errno.ENOSPC

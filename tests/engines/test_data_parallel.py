@@ -12,7 +12,7 @@ from traces import Trace, trace, worst
 from llmtrain.cluster import Cluster
 from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.reference import ReferenceEngine
-from llmtrain.engines.writer import Writer
+from llmtrain.engines.writer import DiskWriter
 from llmtrain.models import build_model
 from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe
@@ -77,7 +77,7 @@ def test_it_goes_on_from_what_it_saved(tmp_path):
     first, second = (_engine(1, CPU, micro_batch=2) for _ in range(2))
     for step in range(3):
         first.train_step(step_batch(step, *first.shape))
-    first.save(Writer(tmp_path))
+    first.save(DiskWriter(tmp_path))
     second.load(tmp_path)
     whole, continued = (trace(engine, range(3, STEPS), *engine.shape) for engine in (first, second))
     assert continued.losses == whole.losses

@@ -6,7 +6,7 @@ import torch
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 
 from llmtrain.engines.reference import ReferenceEngine
-from llmtrain.engines.writer import Writer
+from llmtrain.engines.writer import DiskWriter
 from llmtrain.models import build_model
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_saved_bf16_reference_continues_as_it_was(tmp_path):
     engine, again = _engine(), _engine()
     engine.train_step(step_batch(0, 4, 2))
     engine.train_step(step_batch(1, 4, 2))
-    engine.save(Writer(tmp_path))
+    engine.save(DiskWriter(tmp_path))
     again.load(tmp_path)
     ours, theirs = (one.train_step(step_batch(2, 4, 2)) for one in (engine, again))
     assert ours == theirs

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmtrain.plan.memory.activations import activations_of, in_flight
 from llmtrain.plan.memory.parts import GIB, Parts
-from llmtrain.plan.memory.state import state_of
+from llmtrain.plan.memory.state import saved_bytes, state_of
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
 
@@ -32,6 +32,8 @@ class StageMemory(Part):
     """While the optimizer runs."""
     host: int
     """Bytes of host memory of this rank, where something is offloaded."""
+    host_copies: int
+    """Bytes of host memory of this rank for a checkpoint on its way to the disk (`checkpoint.background`)."""
     in_flight: int
     """Micro-batches whose activations are held at once."""
 
@@ -82,6 +84,7 @@ class PlanMemory(Part):
             "moment": fullest.moment,
             "parts": fullest.peak.by_part(),
             "host_bytes_per_rank": max(stage.host for stage in self.stages),
+            "host_copy_bytes_per_rank": max(stage.host_copies for stage in self.stages),
             "stages": [
                 {"needed_bytes": stage.peak.total, "moment": stage.moment, "in_flight": stage.in_flight}
                 | {"parts": stage.peak.by_part(), "host_bytes": stage.host}
@@ -103,6 +106,8 @@ class PlanMemory(Part):
         yield f"         activations {'traced' if self.is_traced else 'estimated'}; not measured on a GPU"
         if host := max(stage.host for stage in self.stages):
             yield f"         {_gib(host)} of host memory per rank"
+        if copies := max(stage.host_copies for stage in self.stages):
+            yield f"         {_gib(copies)} of host memory per rank for a checkpoint on its way to the disk"
 
 
 LABELS = {
@@ -141,6 +146,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
                 backward=state.backward.plus(**fixed),
                 update=state.update.plus(framework=framework),
                 host=state.host,
+                host_copies=saved_bytes(plan, weights, stage) if plan.recipe.checkpoint.background else 0,
                 in_flight=in_flight(plan, stage),
             )
         )

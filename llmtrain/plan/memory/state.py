@@ -54,6 +54,12 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
     return state
 
 
+def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
+    """What a rank of a stage saves: the fp32 weights and moments of its share, whatever the engine keeps besides."""
+    elements = sum(-(-group.elements // group.ranks) for group in groups_of(plan, weights, stage))
+    return 4 * (1 + moments(plan)) * elements
+
+
 def has_bf16_optimizer(plan: Plan) -> bool:
     """Whether DeepSpeed takes `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
     parallel = plan.recipe.parallel

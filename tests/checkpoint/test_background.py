@@ -1,0 +1,158 @@
+"""Training goes on while a checkpoint is written, and the checkpoint is that of the step it was begun at."""
+
+from __future__ import annotations
+
+import os
+from threading import Event, Thread
+
+import pytest
+from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from faults import Faults, injected
+from harness import run_ranks
+from small_saves import RUN, save, saver_of
+from traces import engine_of, plan_of
+
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.folder import newest, read_latest, whole
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.errors import CheckpointError
+from llmtrain.plan.memory.count import memory_of
+from llmtrain.plan.memory.flat import groups_of
+
+SECONDS = 60
+
+
+@pytest.fixture
+def held_disk(monkeypatch):
+    """A disk on which nothing is safe before the event is set."""
+    released, flushed = Event(), os.fsync
+
+    def slow(descriptor):
+        assert released.wait(SECONDS)
+        flushed(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    yield released
+    released.set()
+
+
+def _start(saver, step):
+    saver.engine.step = step
+    saver.start(TrainerState(step=step, samples=8 * step, data="key"))
+
+
+def test_training_goes_on_before_anything_is_on_the_disk(tmp_path, held_disk):
+    saver = saver_of(tmp_path)
+    _start(saver, 1)
+    saver.engine.step = 2  # the engine trains on
+    assert read_latest(tmp_path) is None
+    held_disk.set()
+    saver.wait()
+    load(newest(tmp_path), saver.engine, saver.plan, "key")
+    assert saver.engine.step == 1
+
+
+def test_one_save_at_a_time(tmp_path, held_disk):
+    saver = saver_of(tmp_path)
+    _start(saver, 1)
+    second = Thread(target=_start, args=(saver, 2))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # waits for the first
+    assert not whole(tmp_path)
+    held_disk.set()
+    second.join(SECONDS)
+    assert "step_00000001" in [path.name for path in whole(tmp_path)]
+    saver.wait()
+    assert read_latest(tmp_path) == "step_00000002"
+
+
+def test_a_step_of_another_size_fits(tmp_path):
+    saver = saver_of(tmp_path)
+    for step, elements in ((1, 1000), (2, 10), (3, 5000)):
+        saver.engine.elements = elements
+        verify(save(saver, step))
+        load(newest(tmp_path), saver.engine, saver.plan, "key")
+        assert saver.engine.step == step
+
+
+def test_what_fails_is_told_and_tried_again(tmp_path):
+    said: list[str] = []
+    saver = saver_of(tmp_path)
+    saver.warn, saver.pauses = said.append, (0.0, 0.0)
+    with injected(Faults(5, "full")):
+        save(saver, 1)
+    assert read_latest(tmp_path) == "step_00000001"
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    assert "trying again" in said[0]
+
+
+def test_what_fails_for_good_is_told_and_costs_one_save(tmp_path, monkeypatch):
+    said: list[str] = []
+    saver = saver_of(tmp_path)
+    saver.warn = said.append
+    save(saver, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", _full)
+        _start(saver, 2)
+        saver._join()
+    assert "the checkpoint of step 2 was not written" in said[0]
+    assert "step_00000001 is the last whole checkpoint" in said[0]
+    _start(saver, 3)  # the run has gone on
+    saver.wait()
+    assert read_latest(tmp_path) == "step_00000003"
+
+
+def test_the_last_save_of_a_run_must_succeed(tmp_path, monkeypatch):
+    saver = saver_of(tmp_path)
+    saver.warn = lambda _: None
+    monkeypatch.setattr(os, "mkdir", _full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(saver, 1)
+
+
+def _full(*_):
+    raise OSError(28, "No space left on device", "injected")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}]
+)
+def test_what_is_saved_beside_training_is_what_is_saved_without(fields, tmp_path):
+    run_ranks(2, _beside_training, tmp_path, fields)
+
+
+def _beside_training(rank, folder, fields):
+    """Saves after each step, while the ranks train on, over the same network."""
+    files = []
+    for background in (True, False):
+        recipe = tiny_recipe(**fields, **{"checkpoint.background": background})
+        plan = plan_of(recipe, 2)
+        engine = engine_of(plan)
+        saver = Saver(folder / str(background), plan, engine, RUN)
+        for step in range(1, 6):
+            engine.train_step(step_batch(step, 1, GLOBAL_BATCH // 2, rank, 2))
+            saver.start(TrainerState(step=step, samples=step * GLOBAL_BATCH, data="key"))
+        saver.wait()
+        saved = [verify(path)[0].files for path in whole(saver.checkpoints)]
+        assert len(saved) == 5
+        if background:
+            _is_as_large_as_planned(plan, newest(saver.checkpoints))
+        files.append([{name: file for name, file in one.items() if name != "plan.json"} for one in saved])
+    assert files[0] == files[1]
+
+
+def _is_as_large_as_planned(plan, checkpoint):
+    """Padding aside: fewer elements than ranks for each parameter (ZeRO-3), twice the ranks for a group (ZeRO-1)."""
+    planned = memory_of(plan).summary()["host_copy_bytes_per_rank"]
+    ranks, parameters = plan.layout.dp, sum(len(one.sizes) for one in groups_of(plan, plan.model.weights, 0))
+    for rank in range(ranks):
+        saved = sum(_tensor_bytes(path) for path in checkpoint.glob(f"engine/rank_{rank:05d}.*"))
+        assert abs(saved - planned) <= 12 * 2 * ranks * parameters
+
+
+def _tensor_bytes(path):
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
