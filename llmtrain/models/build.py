@@ -137,7 +137,9 @@ def stage_builder(
         if recipe.model.pretrained is None:
             initialise(stage.model, recipe.train.seed, whole)
         else:
-            own = {whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()}
+            own: dict[str, torch.Tensor] = {
+                whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()
+            }
             own |= persistent_buffers(stage.model)
             _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         return stage

@@ -1,8 +1,8 @@
 """Weights as files of the hub have them, which is not always as the modules of `transformers` do.
 
-The experts of a layer are one tensor in a module and one for each expert in a file, a head may be left out because it is
-tied, a prefix may be missing. `transformers` knows how to translate a whole model; here it is asked for one weight,
-or the few that belong together, at a time. Nothing but these is in memory.
+The experts of a layer are one tensor in a module and one for each expert in a file, a head may be left out because
+it is tied, a prefix may be missing. `transformers` knows how to translate a whole model; here it is asked for one
+weight, or the few that belong together, at a time. Nothing but these is in memory.
 """
 
 from __future__ import annotations
