@@ -171,6 +171,7 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
+    from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch import run_workers
     from llmtrain.plan.memory import memory_of
@@ -181,9 +182,12 @@ def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, 
     if resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
+    checkpoint = check_resume(plan, folder, resume, is_local=True)
     check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
+    if checkpoint:
+        check_data(checkpoint, prepared.key)
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
     command = [sys.executable, "-m", "llmtrain.worker", str(folder.path), "--resume", resume]
@@ -235,6 +239,7 @@ def _enqueue(
     """Checks everything that can be known before a job starts, then prints its script or submits it."""
     from rich.console import Console
 
+    from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
     from llmtrain.launch.slurm import Job, following, parse_options, render_job, submit
     from llmtrain.plan.load import load_recipe
@@ -255,6 +260,7 @@ def _enqueue(
     if not options.sweep:
         arguments = (*arguments, "--run-dir", str(path))
         plan = _runnable(declared, cluster, folder, resume, cluster.world_size)
+        check_resume(plan, folder, resume, is_local=False)
         _print_plan(plan, Console(stderr=True), memory_of(plan))
     job = Job(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
     script = render_job(job)

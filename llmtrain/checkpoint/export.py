@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -17,8 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.model_card import model_card
+from llmtrain.checkpoint.new_folder import check_new, new_folder
 from llmtrain.checkpoint.state import read_plan, read_state
-from llmtrain.durable import create, flush_tree, rename
+from llmtrain.durable import create
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.state import Source
 from llmtrain.engines.tensor_file import stream_tensors
@@ -45,13 +43,12 @@ def export(
     fp32 and as it is written, never the model. Written under a temporary name and renamed, so `out` is whole or
     not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(Problem("export.exists", str(out), "is not empty", "name a new folder"))
+    check_new(out)
     manifests = verify(checkpoint)
     plan, source = read_plan(checkpoint), Source(checkpoint)
     model = _model(plan, dtype)
     outgoing = Outgoing(model, _names(checkpoint, source, model))
-    with _built(out) as folder:
+    with new_folder(out) as folder:
         _write_settings(model, tokenizer, folder)
         _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
@@ -91,30 +88,6 @@ def _names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str
         raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))
     ignored = set(model._keys_to_ignore_on_save or ())
     return [name for name in model.state_dict() if stored[groups[name][0]] == name and name not in ignored]
-
-
-@contextmanager
-def _built(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when the context ends, or is gone where it fails."""
-    out = out.absolute()
-    temporary = out.with_name(f".{out.name}.partial")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        flush_tree(temporary)
-        if out.exists():
-            out.rmdir()
-        rename(temporary, out)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        problem = Problem(
-            "export.write", str(out), f"cannot be written: {error.strerror or error}", "name another folder"
-        )
-        raise CheckpointError(problem) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:

@@ -147,6 +147,20 @@ def stage_builder(
     return build
 
 
+def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
+    """Of each stage the weights that it holds, by their names in the whole model; nothing is allocated.
+
+    Raises RecipeError as `find_stages`.
+    """
+    config, cut, _ = find_stages(recipe, stages)
+    meta = torch.device("meta")
+    built = (
+        build_stage(config, index, cut.bounds, recipe.model.attention, torch.float32, meta, cut)
+        for index in range(stages)
+    )
+    return [sorted(stage.hf_names().values()) for stage in built]
+
+
 @torch.no_grad()
 def _load_named(
     weights: dict[str, torch.Tensor], source: ModelConfig, config: PreTrainedConfig, gather: Gather, is_reader: bool
