@@ -15,8 +15,8 @@ from typing import TextIO
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
-from llmtrain.launch.discovery import Rank
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.rank import Rank
 from llmtrain.run_dir import RunDir
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

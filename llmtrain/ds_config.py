@@ -79,9 +79,17 @@ def _gradients(plan: Plan) -> Block:
 
 
 def _optimizer(optim: OptimConfig) -> Block:
-    """torch's own optimizers, fused where torch has that: DeepSpeed's would be compiled at the first start."""
+    """torch's own optimizers: DeepSpeed's would be compiled at the first start.
+
+    Fused, as those can be told on the device to leave the weights as they are (`llmtrain.engines.guard`).
+    """
     if optim.name == "sgd":
-        params: Block = {"lr": optim.lr, "momentum": optim.betas[0], "weight_decay": optim.weight_decay}
+        params: Block = {
+            "lr": optim.lr,
+            "momentum": optim.betas[0],
+            "weight_decay": optim.weight_decay,
+            "fused": True,
+        }
         return {"type": "SGD", "params": params}
     params = {
         "lr": optim.lr,
@@ -99,7 +107,8 @@ def _optimizer(optim: OptimConfig) -> Block:
 def _precision(plan: Plan) -> Block:
     precision = plan.recipe.parallel.precision
     return {
-        "bf16": {"enabled": precision == "bf16", "immediate_grad_update": False, "check_grad_overflow": True},
+        # Overflow is found by the guard, on the device; DeepSpeed's check waits for it at each step.
+        "bf16": {"enabled": precision == "bf16", "immediate_grad_update": False, "check_grad_overflow": False},
         "fp16": {
             "enabled": precision == "fp16",
             "auto_cast": False,

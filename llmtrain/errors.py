@@ -91,6 +91,10 @@ class RecipeError(UserError):
     """The command line, the recipe or the plan is wrong. All faults are reported at once."""
 
 
+class MachineError(RecipeError):
+    """A machine lacks what the plan needs of it; others may have it."""
+
+
 class DataError(UserError):
     """The corpus, the tokenizer or the token store cannot be used."""
 
@@ -101,6 +105,12 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
     exit_code = Exit.CHECKPOINT
+
+
+class DivergedError(UserError):
+    """Training stopped because too many of its updates would have spoiled the weights."""
+
+    exit_code = Exit.WORKER
 
 
 class WorkerError(UserError):

@@ -13,6 +13,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
+from llmtrain.engines.guard import Skipped
 from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.recipe import Recipe
 from llmtrain.signals import Agreement
@@ -33,12 +34,23 @@ class Run:
     stop: Agreement
     metrics: MetricsLogger | None
     """On rank 0 only."""
+    skipped: int = 0
+    """Updates that the guard has skipped, as far as they were told."""
+
+
+class TooManySkippedError(Exception):
+    """The guard has skipped more updates than the recipe allows; raised on all ranks after the same step."""
+
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(f"{len(skipped.recent)} updates skipped")
+        self.skipped = skipped
 
 
 def fit(run: Run) -> None:
     """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
 
-    What it ends with is saved, by then or before.
+    What it ends with is saved, by then or before. Raises TooManySkippedError, with nothing saved, where a logged step
+    shows that.
     """
     recipe, state = run.recipe, run.state
     meter = Meter()
@@ -57,7 +69,10 @@ def fit(run: Run) -> None:
             # A run that stops early writes what an uninterrupted one would, so that it can be continued.
             at_end = state.step == recipe.train.max_steps
             if at_end or _due(recipe.logging.every_steps, state.step):
-                _log(run, result, meter)
+                skipped = run.engine.guard.read()
+                _log(run, result, meter, skipped)
+                if len(skipped.recent) > recipe.guard.max_skipped:
+                    raise TooManySkippedError(skipped)
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
@@ -104,10 +119,13 @@ def _due(every_steps: int, step: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def _log(run: Run, result: StepResult, meter: Meter) -> None:
-    """Reads the numbers of a step, which waits for the device; the other ranks do not log, and do not wait."""
+def _log(run: Run, result: StepResult, meter: Meter, skipped: Skipped) -> None:
+    """Reads the numbers of a step, for which rank 0 waits."""
     if run.metrics is None:
         return
+    if skipped.total > run.skipped:
+        run.progress.note(skipped.told(run.state.step, skipped.total - run.skipped))
+        run.skipped = skipped.total
     loss, grad_norm = result.loss.item(), result.grad_norm.item()
     record = run.metrics.log_step(
         StepMetrics(
@@ -119,6 +137,8 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
             samples=run.state.samples,
             window=meter.close(),
             peak_memory_bytes=_peak_memory(),
+            skipped_steps=skipped.total,
+            rollbacks=run.state.rollbacks,
         )
     )
     run.progress.show(record)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import RecipeError
+from llmtrain.errors import MachineError, RecipeError
+from llmtrain.launch.disks import disk_problems
 from llmtrain.plan import Plan, resolve
 from llmtrain.plan.cheapest import cheapest_ways
 from llmtrain.plan.enumerate import NamedPlan, Refused
@@ -58,6 +59,12 @@ def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) 
         plan = resolve(recipe, cluster)
         check_runnable(plan, workers)
     return plan
+
+
+def check_machine(plan: Plan) -> None:
+    """Raises MachineError with what a plan needs of each machine and this one lacks."""
+    if problems := disk_problems(plan):
+        raise MachineError(problems)
 
 
 def check_stages(plan: Plan) -> None:

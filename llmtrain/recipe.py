@@ -22,6 +22,8 @@ Many = Annotated[
 ]
 LARGEST = 10**12
 """Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
+LONGEST_WINDOW = 65_536
+"""Steps that statistics are kept of: they lie on each device, and are read as often as a step is logged."""
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -221,6 +223,27 @@ class CheckpointConfig(Part):
     """Copy to host memory and write while training goes on. Takes as much host memory as the rank saves bytes."""
 
 
+class GuardConfig(Part):
+    """Which updates are not taken, and what happens after too many of them.
+
+    A loss or a gradient norm that is not finite never reaches the weights.
+    """
+
+    spike_sigma: Annotated[float, Field(ge=0)] = 6.0
+    """Skip the update of a step whose loss, or gradient norm before clipping, is so many standard deviations above the
+    mean of the last `window_steps` updates that were taken, once there were so many. A deviation counts as a thousandth
+    of the mean at least. 0: only what is not finite is skipped."""
+    window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
+    """Updates that mean and deviation are taken over, and steps that skipped ones are counted in."""
+    max_skipped: NonNegativeInt = 8
+    """More skipped updates than these within the last `window_steps` steps are too many."""
+    then: Literal["rollback", "stop"] = "rollback"
+    """After too many: go back to the last checkpoint from before the first of them and go on with the data that come
+    now, or stop."""
+    max_rollbacks: NonNegativeInt = 3
+    """Stop where the run would go back more often than this."""
+
+
 class LoggingConfig(Part):
     """What is written while training."""
 
@@ -256,6 +279,7 @@ class Recipe(Part):
     train: TrainConfig
     evaluation: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: GuardConfig = GuardConfig()
     logging: LoggingConfig = LoggingConfig()
     export: ExportConfig = ExportConfig()
 

@@ -66,13 +66,16 @@ class Agreement:
         """The signal that all ranks stop on, once they have agreed."""
 
     @classmethod
-    def of_group(cls, signals: StopSignals) -> Self:
-        """Among the ranks of the process group."""
+    def of_group(cls, signals: StopSignals, attempt: int = 0) -> Self:
+        """Among the ranks of the process group.
+
+        attempt: counts up where a run takes steps again, whose old verdicts nobody must read.
+        """
         from torch import distributed as dist
 
         from llmtrain.engines.distributed import store
 
-        return cls(signals, dist.get_rank(), store("stop") if dist.get_world_size() > 1 else None)
+        return cls(signals, dist.get_rank(), store(f"stop/{attempt}") if dist.get_world_size() > 1 else None)
 
     def agreed(self, step: int) -> bool:
         """Whether the ranks stop after `step` steps. Each rank asks once for each step, in the same order."""

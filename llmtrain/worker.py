@@ -77,6 +77,8 @@ def _train(
         from llmtrain.checkpoint.storage import probe
         from llmtrain.engines import build_engine
         from llmtrain.engines.distributed import init_process_group
+        from llmtrain.loop import TooManySkippedError
+        from llmtrain.rollback import Trouble, go_back
 
         device = init_process_group(rank, plan.cluster.spec.on_cpu)
         storage = probe(run_dir.checkpoints)
@@ -90,7 +92,17 @@ def _train(
         print(f"engine: {engine.describe()}")
     stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
     saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage, output.warn)
-    stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output)
+    while True:
+        try:
+            stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output)
+            break
+        except TooManySkippedError as error:
+            saver.settle()
+            go_back(Trouble(plan, state, error.skipped), engine, run_dir.checkpoints, saver.run, storage)
+            told = (
+                f"too many updates skipped: back to step {state.step:,}, on with sample {state.samples:,} of the data"
+            )
+            output.console.print(told, highlight=False)
     dist.destroy_process_group()
     if stopped:
         return Exit.RESUME
@@ -125,8 +137,9 @@ def _fit(
     metrics = MetricsLogger(run_dir, plan, state.step) if rank.is_main else None
     try:
         with TrainingProgress(output.console, stop_step, state.step) as progress:
-            stop = Agreement.of_group(signals)
-            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics))
+            stop = Agreement.of_group(signals, attempt=state.rollbacks)
+            skipped = engine.guard.read().total
+            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped))
             progress.summary()
     finally:
         if metrics:

@@ -10,8 +10,8 @@ MODEL = {
 }
 
 
-def small_plan() -> Plan:
-    """A plan of two ranks whose run is never started."""
+def small_plan(**fields: object) -> Plan:
+    """A plan of two ranks whose run is never started. fields: of its recipe."""
     recipe = Recipe(
         name="small",
         model=ModelConfig(architecture="llama", config=MODEL),
@@ -20,5 +20,5 @@ def small_plan() -> Plan:
         batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
         train=TrainConfig(max_steps=100),
     )
-    plan = resolve(recipe, Cluster(devices_per_node=2))
+    plan = resolve(recipe.with_(**fields), Cluster(devices_per_node=2))
     return plan.model_copy(update={"flops_per_token": 6000.0})

@@ -20,14 +20,28 @@ LAYERS = (
     {"models", "data"},
     {"engines", "metrics", "console", "signals"},
     {"checkpoint"},
-    {"generate", "loop"},
+    {"generate", "loop", "rollback"},
     {"finish"},
     {"worker", "verify", "dry_run", "precheck"},
+    {"commands"},
     {"cli"},
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {"errors", "durable", "recipe", "cluster", "plan", "ds_config", "launch", "run_dir", "precheck", "cli", "entry"}
+PURE = {
+    "errors",
+    "durable",
+    "recipe",
+    "cluster",
+    "plan",
+    "ds_config",
+    "launch",
+    "run_dir",
+    "precheck",
+    "commands",
+    "cli",
+    "entry",
+}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

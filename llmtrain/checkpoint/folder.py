@@ -42,6 +42,11 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
 
+def step_of(name: str) -> int:
+    """The step that the name of a checkpoint tells."""
+    return int(name.removeprefix("step_"))
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Whether a folder of this name is a checkpoint."""
     return _NAME.fullmatch(name) is not None

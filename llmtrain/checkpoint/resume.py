@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtrain.checkpoint.agree import attempt, gather, raise_together
 from llmtrain.checkpoint.check import verify_together
-from llmtrain.checkpoint.folder import find, point_latest, read_latest
+from llmtrain.checkpoint.folder import find, point_latest, read_latest, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.errors import CheckpointError, Problem
@@ -24,13 +24,16 @@ class Choice:
     """What is wrong with newer ones."""
 
 
-def choose_newest(checkpoints: Path, run: str, storage: Storage) -> Choice | None:
+def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> Choice | None:
     """The newest checkpoint of a run that is whole on all nodes; None where the run has never had one.
 
+    before: of those that were saved before this step, which are then the only ones that count.
     Called by all ranks. Raises CheckpointError where there are checkpoints, or were, and none can be used:
     a run must not start anew because of that.
     """
     names, rejected = _candidates(checkpoints, storage)
+    if before is not None:
+        names, rejected = [name for name in names if step_of(name) < before], []
     for name in names:
         folder = checkpoints / name
         manifests, problems = verify_together(folder, storage)

@@ -73,7 +73,7 @@ class Saver:
 
         Waits for the save before. That one may have failed: `warn` was told, and this one takes its place.
         """
-        self._join()
+        self.settle()
         if self._error is not None and not isinstance(self._error, CheckpointError):
             raise self._error
         self._error = None
@@ -93,7 +93,7 @@ class Saver:
         Raises CheckpointError on every rank where any of them could not write, after so many tries. What was
         written is removed then, and `latest` names the checkpoint that it named before.
         """
-        self._join()
+        self.settle()
         if self._error is not None:
             raise self._error
 
@@ -102,7 +102,8 @@ class Saver:
         self.start(state)
         self.wait()
 
-    def _join(self) -> None:
+    def settle(self) -> None:
+        """Waits until nothing is being written, be it whole or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

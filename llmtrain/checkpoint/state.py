@@ -40,6 +40,8 @@ class TrainerState:
     """Last evaluation, in nats per token."""
     eval_step: int | None = None
     """Step of that evaluation."""
+    rollbacks: int = 0
+    """How often the run has gone back to a checkpoint after too many skipped updates."""
 
     def write(self, writer: Writer) -> None:
         """Writes `trainer.json`."""

@@ -33,6 +33,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from llmtrain.data import StepBatch
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.forward import forward
+from llmtrain.engines.guard import Guard, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.pieces import Piece, Region
@@ -40,19 +41,10 @@ from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.accelerate import MIXED_PRECISION
 from llmtrain.models import build_model
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
-from llmtrain.recipe import Precision
-
-MIXED_PRECISION: dict[Precision, str] = {
-    "fp32": "no",
-    "bf16": "bf16",
-    "autocast_bf16": "bf16",
-    "fp16": "fp16",
-    "autocast_fp16": "fp16",
-}
-"""Accelerate's words. `bf16` is autocast under DistributedDataParallel, and bf16 copies of fp32 weights under FSDP2."""
 
 
 class AcceleratedDataParallel:
@@ -75,6 +67,8 @@ class AcceleratedDataParallel:
             )
             self.engine, prepared = self.accelerator.prepare(model, optimizer)
         self.optimizer = prepared.optimizer
+        self.guard = Guard(recipe.guard, device)
+        self.guard.watch(self.optimizer)
         # Not prepared: accelerate would step it once for each process.
         self.scheduler = schedule(self.optimizer, recipe)
 
@@ -103,10 +97,12 @@ class AcceleratedDataParallel:
             total += loss_sum.detach()
         limit = self.plan.recipe.optim.clip_grad_norm or float("inf")
         grad_norm = _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
+        self.guard.begin(lambda: over_ranks(total / batch.target_tokens, grad_norm))
         self.optimizer.step()
+        measured = self.guard.end()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss=self._mean(total, batch), grad_norm=grad_norm, lr=lr)
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -117,7 +113,8 @@ class AcceleratedDataParallel:
             with self._autocast():
                 total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
         self._reshard()
-        return self._mean(total, batch)
+        dist.all_reduce(total)
+        return total / batch.target_tokens
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""
@@ -167,10 +164,6 @@ class AcceleratedDataParallel:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _mean(self, total: Tensor, batch: StepBatch) -> Tensor:
-        dist.all_reduce(total)
-        return total / batch.target_tokens
-
     def _autocast(self) -> AbstractContextManager[object]:
         is_on = self.plan.recipe.parallel.precision == "autocast_bf16"
         context: AbstractContextManager[object] = self.accelerator.autocast() if is_on else nullcontext()
@@ -192,17 +185,15 @@ class AcceleratedDeepSpeed(DeepSpeedDataParallel):
         # Else `transformers` would partition the next model that this process builds by itself.
         unset_hf_deepspeed_config()
         self._step, engine.step = engine.step, self._step_after_norm
-        self._norm: Tensor | None = None
         return engine
 
-    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
         self.accelerator.sync_gradients = is_last
         self.accelerator.backward(loss, scale_wrt_gas=False)
-        return self._norm if is_last else None
 
     def _step_after_norm(self, *args: Any, **kwargs: Any) -> None:
         """What `accelerator.backward` calls after the last micro-batch, with no room for us in between."""
-        self._norm = self._replicated_grad_norm()
+        self._own_norm = self._replicated_grad_norm()
         self._step(*args, **kwargs)
 
     def describe(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.forward import forward
+from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
+from llmtrain.engines.host_checks import no_host_checks
 from llmtrain.engines.leaves import gather_experts_together
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
@@ -45,7 +47,10 @@ class DeepSpeedDataParallel:
         if plan.layout.zero_stage == 3:
             gather_experts_together(model)
         self.model = model
+        self._own_norm: Tensor | None = None
         self.engine = self._initialise(model, ds_config)
+        self.guard = Guard(recipe.guard, device)
+        self.guard.watch(self.engine.basic_optimizer)
 
     def _initialise(self, model: PreTrainedModel, ds_config: dict[str, Any]) -> _Engine:
         """Hands the model, its parameter groups and its schedule to DeepSpeed."""
@@ -82,17 +87,17 @@ class DeepSpeedDataParallel:
         self.engine.train()
         lr = self.engine.get_lr()[0]
         total = torch.zeros((), device=self.device)
-        grad_norm: Tensor | None = None
-        for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
-            if auxiliary is not None:
-                loss = loss + auxiliary / len(batch.micro_batches)
-            grad_norm = self._backward(loss, is_last=index == len(batch.micro_batches))
-            total += loss_sum.detach()
-        if grad_norm is None:
-            grad_norm = self._engine_grad_norm()
-        return StepResult(loss=self._sum_over_replicas(total) / batch.target_tokens, grad_norm=grad_norm, lr=lr)
+        self.guard.begin(lambda: self._measure(total / batch.target_tokens))
+        with no_host_checks(self.plan.recipe.parallel.precision):
+            for index, micro_batch in enumerate(batch.micro_batches, start=1):
+                loss_sum, auxiliary = self._forward(micro_batch)
+                loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
+                if auxiliary is not None:
+                    loss = loss + auxiliary / len(batch.micro_batches)
+                total += loss_sum.detach()
+                self._backward(loss, is_last=index == len(batch.micro_batches))
+        measured = self.guard.end()
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -153,12 +158,16 @@ class DeepSpeedDataParallel:
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             return parameter.detach().clone()
 
-    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
-        """Adds the gradients of a micro-batch and, after the last one, updates; the norm where DeepSpeed keeps none."""
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch and, after the last one, updates."""
         self.engine.backward(loss, scale_wrt_gas=False)
-        grad_norm = self._replicated_grad_norm() if is_last else None
+        self._own_norm = self._replicated_grad_norm() if is_last else None
         self.engine.step()
-        return grad_norm
+
+    def _measure(self, loss: Tensor) -> Measured:
+        """Of all ranks, from this one's share of the loss, when the optimizer is about to begin."""
+        norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
+        return over_ranks(loss, norm, copies=dist.get_world_size() // self.averaged_ranks)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         if self.averaged_ranks > 1:
@@ -221,7 +230,8 @@ class DeepSpeedDataParallel:
         return parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
 
     def _engine_grad_norm(self) -> Tensor:
-        norm = self.engine.get_global_grad_norm()
+        # The engine's own copy is of the step before until this one is over.
+        norm = self.engine.optimizer._global_grad_norm
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
 
 

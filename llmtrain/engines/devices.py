@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.discovery import SLURM, Rank
+from llmtrain.launch.rank import Rank
+from llmtrain.launch.slurm_step import LAUNCHER as SLURM
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -26,7 +27,7 @@ def device_index(rank: Rank, visible: int) -> int:
     they are, and whether by number or UUID, is CUDA's business. Raises RecipeError for anything else.
     """
     who = f"rank {rank.rank}, worker {rank.local_rank} of {rank.local_world_size} on its machine, sees {visible} GPUs"
-    if rank.launcher == SLURM and visible > rank.local_world_size:
+    if rank.launcher == SLURM.name and visible > rank.local_world_size:
         fix = f"--ntasks-per-node={visible}, one task for each GPU"
         raise RecipeError(Problem(RULE, "SLURM_NTASKS_PER_NODE", f"{who}: the rest would be idle", fix))
     if visible == 1:

@@ -11,7 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from llmtrain.engines.devices import check_distinct, device_index, gpu_identity
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.discovery import HOROVODRUN, Rank
+from llmtrain.launch.discovery import HOROVODRUN
+from llmtrain.launch.rank import Rank
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:

@@ -30,13 +30,13 @@ class DeepSpeedExpertTensor(DeepSpeedTensorParallel, DeepSpeedExpertParallel):
             # DeepSpeed would count the experts of the first rank of each tensor parallel group only.
             self.engine.optimizer._average_expert_grad_norms = self._count_all_experts
 
-    def _backward(self, loss: Tensor, is_last: bool) -> Tensor | None:
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
         if isinstance(self.engine.optimizer, BF16_Optimizer):
             # DeepSpeed scales gradients of experts and adds up those of routers, micro-batch by micro-batch, and marks
             # them as done. Nothing takes the mark off before the next one, which would be left as it is.
             for parameter in self.model.parameters():
                 clear_autoep_folding_gradient_corrected(parameter)
-        return super()._backward(loss, is_last)
+        super()._backward(loss, is_last)
 
     def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
         # Of experts the ranks of a tensor parallel group have no copies: they are ranks like any other.

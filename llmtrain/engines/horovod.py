@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.guard import Measured
 from llmtrain.engines.horovod_ranks import join
 from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.errors import Problem, RecipeError
@@ -81,6 +82,11 @@ class HorovodDataParallel(ReferenceEngine):
     def _update(self) -> None:
         with self.optimizer.skip_synchronize():  # type: ignore[attr-defined]
             super()._update()
+
+    def _measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        both = torch.stack([loss.double(), grad_norm.double() / hvd.size()])
+        loss, grad_norm = hvd.allreduce(both, op=hvd.Sum, name="measured").float()
+        return Measured(loss, grad_norm)
 
     def _over_ranks(self, total: Tensor) -> Tensor:
         summed: Tensor = hvd.allreduce(total, op=hvd.Sum, name="loss")

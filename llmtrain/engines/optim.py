@@ -30,11 +30,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> Optimizer:
-    """The recipe's optimizer as plain PyTorch builds it."""
+    """The recipe's optimizer as plain PyTorch builds it; fused, so that `llmtrain.engines.guard` can skip an update."""
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0], fused=True)
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
 
 
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:

@@ -24,7 +24,9 @@ from llmtrain.data import StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
+from llmtrain.engines.host_checks import no_host_checks
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
@@ -155,9 +157,8 @@ class DeepSpeedPipeline:
             self.ulysses = Ulysses(self.module.stage.model, sequence_group(plan.layout))
             # Micro-batches are interleaved, so each forward pass brings the positions that its masks are made from.
             self.module.stage.register_forward_pre_hook(lambda _, inputs: self._receive(inputs[0]))
-        self._replicated_grad_norm: Tensor | None = None
-        if plan.layout.zero_stage == 0:
-            self.engine.optimizer.register_step_pre_hook(lambda *_: self._take_grad_norm())
+        self.guard = Guard(recipe.guard, device)
+        self.guard.watch(self.engine.basic_optimizer)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -173,11 +174,11 @@ class DeepSpeedPipeline:
         """
         lr = self.engine.get_lr()[0]
         self._start(batch)
-        with self._sharing_attention():
+        self.guard.begin(lambda: self._measure(batch))
+        with self._sharing_attention(), no_host_checks(self.plan.recipe.parallel.precision):
             self.engine.train_batch(self._micro_batches(batch))
-        norm = self._replicated_grad_norm if self.plan.layout.zero_stage == 0 else self.engine.get_global_grad_norm()
-        norm = torch.as_tensor(norm, device=self.device, dtype=torch.float32)
-        return StepResult(loss=self._mean(batch), grad_norm=norm, lr=lr)
+        measured = self.guard.end()
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -257,14 +258,22 @@ class DeepSpeedPipeline:
             return name, region_of(shard, parameter.shape, rank, size), copy
         return name, Region.whole(parameter.shape), multiplied(copy, (rank, size))
 
-    def _take_grad_norm(self) -> None:
+    def _measure(self, batch: StepBatch) -> Measured:
+        """Of all ranks, when the optimizer is about to begin; every rank of a last stage has its replica's loss."""
+        if self.plan.layout.zero_stage == 0:
+            norm = self._gradient_norm()
+        else:
+            norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device, dtype=torch.float32)
+        return over_ranks(self._total / batch.target_tokens, norm, copies=self.plan.layout.tp)
+
+    def _gradient_norm(self) -> Tensor:
         """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
         own = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
         square = self._square(weight for weight in own if shard_of(weight))
         dist.all_reduce(square, group=self.engine.grid.get_slice_parallel_group())
         square += self._square(weight for weight in own if not shard_of(weight))
         dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
-        self._replicated_grad_norm = square.sqrt()
+        return square.sqrt()
 
     def _square(self, weights: Iterable[nn.Parameter]) -> Tensor:
         norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.forward import forward
+from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.pieces import Piece, Region
@@ -47,6 +48,8 @@ class ReferenceEngine:
         self.trained: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         self.optimizer = self._optimizer(groups)
         self.scheduler = schedule(self.optimizer, recipe)
+        self.guard = Guard(recipe.guard, self.device)
+        self.guard.watch(self.optimizer)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -71,10 +74,12 @@ class ReferenceEngine:
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         self._reduce_gradients()
         grad_norm = nn.utils.clip_grad_norm_(self.trained, limit)
+        self.guard.begin(lambda: self._measure(total / batch.target_tokens, grad_norm))
         self._update()
+        measured = self.guard.end()
         self._round_masters()
         self.scheduler.step()
-        return StepResult(loss=self._over_ranks(total) / batch.target_tokens, grad_norm=grad_norm, lr=lr)
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -137,6 +142,10 @@ class ReferenceEngine:
 
     def _update(self) -> None:
         self.optimizer.step()
+
+    def _measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        """Of all ranks, from this one's share of the loss and the norm of the reduced gradients."""
+        return Measured(loss, grad_norm)
 
     def _over_ranks(self, total: Tensor) -> Tensor:
         """The sum of a scalar over all ranks."""

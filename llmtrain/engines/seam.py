@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from llmtrain.data import StepBatch
+from llmtrain.engines.guard import Guard
 from llmtrain.engines.writer import Writer
 
 
@@ -33,11 +34,15 @@ class Engine(Protocol):
     """One optimizer step of a plan. Every method is called by all ranks together."""
 
     @property
+    def guard(self) -> Guard:
+        """Which updates were not taken."""
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which replica this rank belongs to, and so which samples it reads."""
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Forward and backward over this rank's micro-batches, and one update of the weights."""
+        """Forward and backward over this rank's micro-batches, and one update, if the guard allows it."""
 
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.engines import state_file
 from llmtrain.engines.distributed import rank
+from llmtrain.engines.guard import Guard
 from llmtrain.engines.held import Held
 from llmtrain.engines.pieces import WEIGHT, Piece, Region
 from llmtrain.engines.state_file import Files, Stored
@@ -20,6 +22,7 @@ from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 
 PROGRESS_FILE = f"{state_file.FOLDER}/progress.json"
+GUARD_FILE = f"{state_file.FOLDER}/guard.safetensors"
 
 Place = tuple[str, Region, tuple[int, int]]
 """Where what this rank holds of a parameter, ZeRO aside, lies: the weight's Hugging Face name, the region, and
@@ -28,6 +31,10 @@ which copy of it this is of how many."""
 
 class HasState(Protocol):
     """What an engine shows of itself to be saved."""
+
+    @property
+    def guard(self) -> Guard:
+        """Equal on all ranks."""
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Live pieces, in lists; those of a list may be gone when the next one is asked for."""
@@ -44,6 +51,7 @@ def save_state(engine: HasState, writer: Writer) -> None:
     state_file.write(writer, rank(), engine.pieces())
     if rank() == 0:
         writer.text(PROGRESS_FILE, json.dumps(engine.progress(), indent=1))
+        writer.tensors(GUARD_FILE, engine.guard.state())
 
 
 @torch.no_grad()
@@ -56,6 +64,8 @@ def load_state(engine: HasState, folder: Path) -> None:
     for pieces in engine.pieces():
         fill(pieces, source)
     engine.resumed(json.loads((folder / PROGRESS_FILE).read_text()))
+    if (folder / GUARD_FILE).exists():  # else it was written before there was a guard
+        engine.guard.load(load_file(folder / GUARD_FILE))
 
 
 def fill(pieces: list[Piece], source: Source) -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.launch.templating import render_template
 from llmtrain.recipe import Part, PositiveInt
 
 RULE = "slurm.option"
@@ -149,7 +149,7 @@ class Job:
 def render_job(job: Job) -> str:
     """The batch script of a job. Raises RecipeError for a path that no line of a script can hold."""
     options = job.options
-    return _render(
+    return render_template(
         "train.sbatch.j2",
         comment=[job.summary],
         directives=[*_directives(job), *options.directives],
@@ -234,10 +234,10 @@ def committed() -> dict[str, str]:
     train |= {"program": "python -m llmtrain", "max_requeues": SlurmOptions().max_requeues}
     one: dict[str, Any] = {"program": "python -m llmtrain", "setup": ()}
     scripts = {
-        "train.sbatch": _render(
+        "train.sbatch": render_template(
             "train.sbatch.j2", comment=TRAIN, directives=_options([*own, *several, *again]), array=False, **train
         ),
-        "train_array.sbatch": _render(
+        "train_array.sbatch": render_template(
             "train.sbatch.j2",
             comment=TRAIN_ARRAY,
             directives=_options([own[0], "output=%x-%A_%a.log", "array=0-2", *several, *again]),
@@ -249,7 +249,7 @@ def committed() -> dict[str, str]:
         ("prepare_data", PREPARE_DATA, ["nodes=1", "ntasks=1", "cpus-per-task=16", "time=12:00:00"]),
         ("verify", VERIFY, ["nodes=1", "ntasks=1", "cpus-per-task=16", "gpus-per-node=8", "time=04:00:00"]),
     ):
-        scripts[f"{name}.sbatch"] = _render(
+        scripts[f"{name}.sbatch"] = render_template(
             "one_node.sbatch.j2",
             comment=comment,
             directives=_options([f"job-name=llmtrain_{name}", own[1], *shape]),
@@ -288,19 +288,6 @@ VERIFY = (
 
 def _options(words: Iterable[str]) -> list[str]:
     return [f"--{word}" for word in words]
-
-
-def _render(template: str, **values: Any) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        comment_start_string="{--",  # bash counts an array's elements by {#
-        comment_end_string="--}",
-    )
-    return environment.get_template(template).render(template=template, **values)
 
 
 def submit(script: str) -> str:

@@ -6,6 +6,8 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
+from llmtrain.launch.rank import FIRST_PORT, PORTS, Launcher, Rank, Reader
+
 MARKER = "SLURM_STEP_NUM_TASKS"
 """Only `srun` sets it, and not a batch script. One task starts workers itself, as any process does."""
 NAMES = {
@@ -16,13 +18,34 @@ NAMES = {
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
 """What a worker wants to know → the variable that tells it."""
-FIRST_PORT, PORTS = 20000, 10000
-"""Rank 0 listens on a port of this range unless MASTER_PORT names one: every step of a job on another."""
+LAUNCHER = Launcher("slurm", (MARKER,), **{name.lower(): variable for name, variable in NAMES.items()})
+"""Tasks of one step of `srun`, one for each device."""
 
 
 def is_worker(env: Mapping[str, str]) -> bool:
     """Whether this process is one of several tasks of a step."""
     return env.get(MARKER, "").isdecimal() and int(env[MARKER]) > 1
+
+
+def read(reader: Reader) -> Rank:
+    """This process; what is wrong is noted in `reader`."""
+    env = reader.env
+    node = reader.number("SLURM_NODEID")
+    counts = reader.parsed(NAMES["LOCAL_WORLD_SIZE"], tasks_per_node) or [1]
+    nodes = reader.parsed(NAMES["MASTER_ADDR"], hosts) or [""]
+    if node >= len(counts) and not reader.problems:
+        reader.refuse("SLURM_NODEID", f"{node} is not among the {len(counts)} nodes of {NAMES['LOCAL_WORLD_SIZE']}")
+    return Rank(
+        rank=reader.number(NAMES["RANK"]),
+        local_rank=reader.number(NAMES["LOCAL_RANK"]),
+        world_size=reader.number(NAMES["WORLD_SIZE"], least=1),
+        local_world_size=counts[min(node, len(counts) - 1)],
+        # slurm/train.sbatch sets both: the address that Slurm knows the node by, and a port nobody listens on.
+        master_addr=env.get("MASTER_ADDR") or nodes[0],
+        master_port=reader.port("MASTER_PORT") if env.get("MASTER_PORT") else port_of(env),
+        launcher=LAUNCHER.name,
+        nodes=len(counts),
+    )
 
 
 def tasks_per_node(text: str) -> list[int]:

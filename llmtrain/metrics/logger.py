@@ -39,6 +39,10 @@ class StepMetrics:
     """The steps since the last logged one."""
     peak_memory_bytes: int | None
     """Highest memory in use on rank 0's device so far."""
+    skipped_steps: int = 0
+    """Updates that were not taken, of all steps since the run began."""
+    rollbacks: int = 0
+    """How often the run went back to a checkpoint because of them."""
 
 
 class MetricsLogger:
@@ -70,6 +74,8 @@ class MetricsLogger:
             "peak_memory_bytes": metrics.peak_memory_bytes,
             "data_wait_s": window.data_wait_s / window.steps,
             "save_blocked_s": window.save_blocked_s,
+            "skipped_steps": metrics.skipped_steps,
+            "rollbacks": metrics.rollbacks,
         }
         return self._write(fields, "train")
 

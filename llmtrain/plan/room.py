@@ -7,11 +7,12 @@ from typing import Any
 
 from llmtrain.plan.assemble import assemble
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.memory import Shortage
 from llmtrain.plan.nearest import MICRO_BATCH, changed
 from llmtrain.plan.plan import Plan
 
-Fits = Callable[[Plan], str | None]
-"""Why a plan does not fit into its devices' memory ("does not fit by 3.1 GiB on stage 0"); None where it fits."""
+Fits = Callable[[Plan], Shortage | None]
+"""What a plan lacks; None where it fits."""
 
 
 class Room:
@@ -21,7 +22,7 @@ class Room:
         self._fits = fits
         self._hopeless: dict[Any, bool] = {}
 
-    def lacking(self, draft: Draft) -> str | None:
+    def lacking(self, draft: Draft) -> Shortage | None:
         """Why a legal draft does not fit."""
         return self._fits(assemble(draft))
 

@@ -15,6 +15,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.assemble import assemble
 from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.memory import Shortage
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.nearest import DEGREES, MICRO_BATCH, Fields, as_arguments, changed
 from llmtrain.plan.plan import ModelFacts, Plan
@@ -26,12 +27,20 @@ from llmtrain.recipe import Recipe
 MOST = 10
 """Plans that are shown."""
 MOST_MISSES = 16
-"""Near misses that are shown, of each kind."""
+"""Slower plans that are shown."""
+MOST_TOO_LARGE = 6
+"""Plans that do not fit which are shown."""
+MOST_ASKED = 1000
+"""Plans that are asked what they lack, which takes a millisecond each; beyond, what cannot fit is passed over."""
 MOST_SIZES = 16
 """Micro-batch sizes that are tried, the smallest ones."""
 
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 """Where optimizer states and parameters live. A folder for nvme is not ours to name."""
+
+
+Timed = tuple[StepTime, Fields, Draft]
+"""A legal plan: its predicted time, what it changes in the recipe, and its draft."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class SearchResult:
     best: tuple[Found, ...]
     """The fastest first."""
     too_large: tuple[Found, ...]
-    """Faster than the last of `best`, but they do not fit; empty where nobody could say."""
+    """Faster than the last of `best`, but they do not fit; what lacks least first. Empty where nobody could say."""
     slower: tuple[Found, ...]
     """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
     legal: int
@@ -75,29 +84,41 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         raise RecipeError(_nothing(recipe, cluster, facts))
     room = Room(fits) if fits else None
     best: list[Found] = []
-    too_large: list[Found] = []
+    too_large: list[tuple[Shortage, Timed]] = []
     slower: list[Found] = []
     for time, fields, draft in timed:
         if len(best) == MOST and len(slower) == MOST_MISSES:
             break
         shown = best if len(best) < MOST else slower
         known = _saves_in_vain if shown is best else _alike
-        if any(known(draft, one) for one in (*best, *slower)):
+        if any(known(draft, one.plan.recipe) for one in (*best, *slower)):
             continue
-        reason = None
-        if room and (shown is slower or len(too_large) == MOST_MISSES):
-            if not room.has(draft):
+        if room and shown is best and len(too_large) < MOST_ASKED:
+            if shortage := room.lacking(draft):
+                too_large.append((shortage, (time, fields, draft)))
                 continue
-        elif room:
-            reason = room.lacking(draft)
-        why = reason or (loses(time, best[0].time) if shown is slower else "")
-        (too_large if reason else shown).append(_found(recipe, cluster, facts, fields, time, why))
+        elif room and not room.has(draft):
+            continue
+        why = loses(time, best[0].time) if shown is slower else ""
+        shown.append(_found(recipe, cluster, facts, fields, time, why))
+    misses = tuple(_found(recipe, cluster, facts, fields, time, why) for why, (time, fields, _) in _nearest(too_large))
     if not best:
-        raise RecipeError(_too_large(recipe, too_large))
-    return SearchResult(tuple(best), tuple(too_large), tuple(slower), len(timed), fits is not None)
+        raise RecipeError(_too_large(recipe, misses))
+    return SearchResult(tuple(best), misses, tuple(slower), len(timed), fits is not None)
 
 
-def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[tuple[StepTime, Fields, Draft]]:
+def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]:
+    """Of plans that do not fit those that lack least, one of each ZeRO stage and kinds of parallelism."""
+    found: list[tuple[str, Timed]] = []
+    for shortage, timed in sorted(too_large, key=lambda miss: miss[0].size):
+        if len(found) == MOST_TOO_LARGE:
+            break
+        if not any(_alike(timed[2], other[2].recipe) for _, other in found):
+            found.append((shortage.said, timed))
+    return found
+
+
+def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Timed]:
     """Every legal plan with its predicted time, the fastest first; empty where nothing can be predicted."""
     timed = [(time, fields, draft) for fields, draft in legal_plans(recipe, cluster, facts) if (time := _time(draft))]
     return sorted(timed, key=lambda item: -item[0].tokens_per_second)
@@ -202,16 +223,15 @@ def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, 
     return Found(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
 
 
-def _saves_in_vain(draft: Draft, found: Found) -> bool:
+def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
     """Whether a plan differs from a faster one that fits by nothing but what saves memory."""
-    other = found.plan.recipe
     degrees = (*DEGREES, "parallel.zero_stage", MICRO_BATCH)
     return all(_value(draft.recipe, field) == _value(other, field) for field in degrees)
 
 
-def _alike(draft: Draft, found: Found) -> bool:
+def _alike(draft: Draft, other: Recipe) -> bool:
     """Whether two plans have the ZeRO stage and the kinds of parallelism in common, of whatever degrees."""
-    one, other = draft.recipe, found.plan.recipe
+    one = draft.recipe
     kinds = all((_value(one, field) == 1) == (_value(other, field) == 1) for field in DEGREES)
     return kinds and one.parallel.zero_stage == other.parallel.zero_stage
 
@@ -231,7 +251,7 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
 
 
-def _too_large(recipe: Recipe, misses: list[Found]) -> Problem:
+def _too_large(recipe: Recipe, misses: tuple[Found, ...]) -> Problem:
     """No plan fits."""
     tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")

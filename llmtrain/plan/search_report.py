@@ -17,7 +17,7 @@ def lines(result: SearchResult) -> list[str]:
         found.append(UNKNOWN_MEMORY)
     found += [line for number, one in enumerate(result.best, 1) for line in _entry(f"{number:>2}", one)]
     for title, misses in (
-        ("faster, but", result.too_large),
+        ("faster, but too large; of each kind what lacks least", result.too_large),
         ("the fastest of other kinds, and why they lose", result.slower),
     ):
         if misses:

@@ -97,7 +97,7 @@ def test_what_fails_for_good_is_told_and_costs_one_save(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "mkdir", _full)
         _start(saver, 2)
-        saver._join()
+        saver.settle()
     assert "the checkpoint of step 2 was not written" in said[0]
     assert "step_00000001 is the last whole checkpoint" in said[0]
     _start(saver, 3)  # the run has gone on

@@ -69,7 +69,8 @@ def test_ranks_that_reach_other_experts_train_on(recipe):
 
 @pytest.mark.slow
 def test_unmarked_they_wait_for_ever(recipe):
-    with pytest.raises(TimeoutError):
+    # Or gloo ends a rank, when tensors of other sizes meet than it was told of.
+    with pytest.raises((TimeoutError, AssertionError), match=r"did not finish|died without a word"):
         run_ranks(2, _train_unmarked, recipe, timeout=30)
 
 

@@ -1,11 +1,9 @@
-import os
-import subprocess
-import sys
+import json
 
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.discovery import Rank, accelerate_processes, discover, without_local_rank
+from llmtrain.launch.discovery import Rank, discover, without_local_rank
 
 COMMON = {
     "RANK": "3",
@@ -24,6 +22,23 @@ HOROVODRUN = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "node-1",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "29501",
 }
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "758841345",
+    "MASTER_ADDR": "node-1",
+    "MASTER_PORT": "29501",
+}
+MPICH = {
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "MASTER_ADDR": "node-1",
+    "MASTER_PORT": "29501",
+}
 
 
 def expected(launcher: str) -> Rank:
@@ -38,6 +53,13 @@ def expected(launcher: str) -> Rank:
         (HOROVODRUN, "horovodrun"),
         ({**COMMON, "LOCAL_WORLD_SIZE": "2"}, "environment"),
         ({**COMMON, "LOCAL_WORLD_SIZE": "2", "LLMTRAIN_LAUNCHER": "local"}, "local"),
+        (OPEN_MPI, "openmpi"),
+        (MPICH, "mpich"),
+        ({**COMMON, "LOCAL_WORLD_SIZE": "2", **OPEN_MPI}, "openmpi"),
+        # torchrun's workers, one torchrun for each process of mpirun
+        ({**TORCHRUN, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "torchrun"),
+        # The same by a script that numbers them itself
+        ({**COMMON, "LOCAL_WORLD_SIZE": "2", **MPICH, "PMI_RANK": "1", "PMI_SIZE": "2"}, "environment"),
         # The innermost launcher is believed.
         ({**TORCHRUN, **DEEPSPEED, **HOROVODRUN, "LLMTRAIN_LAUNCHER": "local"}, "local"),
     ],
@@ -54,6 +76,8 @@ def test_each_launcher_is_recognised(env, launcher):
         # accelerate's simple launcher, with --num_processes 2 on a CPU
         {"ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"},
         {"RANK": ""},
+        {**MPICH, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'},
     ],
 )
 def test_nothing_launched_us(env):
@@ -103,31 +127,72 @@ def test_local_rank_argument_is_taken_out():
     assert without_local_rank(["--local_rank=1", "--set", "a=--local_rank=1"]) == ["--set", "a=--local_rank=1"]
 
 
+def problems_of(env):
+    with pytest.raises(RecipeError) as error:
+        discover(env)
+    return [(problem.field, problem.message, problem.fix) for problem in error.value.problems]
+
+
+def test_a_stale_number_under_mpirun_makes_no_lonely_workers():
+    stale = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    fields = [field for field, _, _ in problems_of({**OPEN_MPI, **stale})]
+    assert fields == ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
+
+
+def test_ranks_of_mpi_meet_on_their_machine_or_where_they_are_told():
+    alone = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    told = {name: value for name, value in alone.items() if not name.startswith("MASTER")}
+    rank = discover(told)
+    assert rank.master_addr == "127.0.0.1"
+    assert (
+        rank.master_port
+        == discover({**told, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).master_port
+    )
+    assert rank.master_port != discover({**told, "PMIX_NAMESPACE": "758841346"}).master_port
+    [(field, _, fix)] = problems_of({**OPEN_MPI, "MASTER_ADDR": ""})
+    assert field == "MASTER_ADDR"
+    assert "mpirun -x MASTER_ADDR=HOST" in fix
+    assert [field for field, _, _ in problems_of({**MPICH, "MASTER_ADDR": "", "MASTER_PORT": ""})] == [
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
+
+
+def tf_config(kind="worker", index=1, **cluster):
+    cluster = cluster or {"chief": ["a:2222"], "worker": ["a:2223", "b:2222", "b:2223"]}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "number"),
+    ("kind", "index", "numbers"),
+    [("chief", 0, (0, 0)), ("worker", 0, (1, 1)), ("worker", 1, (2, 0)), ("worker", 2, (3, 1))],
+)
+def test_a_described_cluster(kind, index, numbers):
+    assert discover(tf_config(kind, index)) == Rank(*numbers, 4, 2, "a", 2222, "tf_config", nodes=2)
+
+
+def test_ipv6_addresses():
+    rank = discover(tf_config(index=1, worker=["[fd00::1]:2222", "[fd00::2]:2222"]))
+    assert (rank.master_addr, rank.master_port, rank.local_rank) == ("fd00::1", 2222, 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
     [
-        (["--num_processes", "2"], 2),
-        (["--num-processes=3"], 3),
-        ([], None),
-        (["--num_processes", "many"], None),
+        ({"TF_CONFIG": "{"}, "is no JSON"),
+        ({"TF_CONFIG": "[1, 2]"}, "the fields `cluster` and `task`"),
+        (tf_config("evaluator", 0), "'evaluator', which does not train"),
+        (tf_config("worker", 9), "says that this is worker 9, of 3"),
+        (tf_config("worker", 0, worker=["a:1", "b:2"], ps=["c:1"]), "tasks of the kind ps"),
+        (tf_config("worker", 0, worker=["a:1", "b"]), "names 'b', which is no host:port"),
+        (tf_config("worker", 0, worker=["a:1", "b:99999"]), "no host:port"),
     ],
 )
-def test_accelerate_was_asked_for_processes(arguments, number):
-    env = {"ACCELERATE_MIXED_PRECISION": "no"}
-    parent = ["python", "accelerate", "launch", *arguments, "recipes/tiny.py"]
-    assert accelerate_processes(env, parent) == number
+def test_a_description_that_cannot_be_is_refused(env, said):
+    [(field, message, _)] = problems_of(env)
+    assert field == "TF_CONFIG"
+    assert said in message
 
 
-def test_without_accelerate_nothing_was_asked_for():
-    assert accelerate_processes({}, ["accelerate", "launch", "--num_processes", "2"]) is None
-    assert accelerate_processes({**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}, ["--num_processes", "2"]) is None
-
-
-def test_the_parent_is_really_asked():
-    """A parent with accelerate's arguments starts a child as accelerate does."""
-    child = "from llmtrain.launch import accelerate_processes; print(accelerate_processes())"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
-    env.pop("RANK", None)
-    command = [sys.executable, "-c", parent, "--num_processes", "2", "recipes/tiny.py"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout == "2\n"
+def test_a_launcher_within_a_described_cluster_is_believed():
+    assert discover({**TORCHRUN, **tf_config()}).launcher == "torchrun"

@@ -12,9 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import dataclasses, sys
-from llmtrain.launch import accelerate_processes, discover
+from llmtrain.launch import discover
+from llmtrain.launch.accelerate import processes_asked
 rank = discover(argv=sys.argv[1:])
-print(f"<<{rank and dataclasses.asdict(rank)}|{accelerate_processes()}>>", flush=True)
+print(f"<<{rank and dataclasses.asdict(rank)}|{processes_asked()}>>", flush=True)
 """
 COMMANDS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2"],

@@ -13,7 +13,7 @@ from llmtrain.metrics.logger import forget_after
 STEP_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "samples", "step_time_s"),
     *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu"),
-    *("peak_memory_bytes", "data_wait_s", "save_blocked_s"),
+    *("peak_memory_bytes", "data_wait_s", "save_blocked_s", "skipped_steps", "rollbacks"),
 ]
 
 

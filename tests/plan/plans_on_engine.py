@@ -66,16 +66,15 @@ def verdict(case: Case) -> str:
 def _wrong(case: Case) -> str:
     """Of a refused plan, by each way to see it.
 
-    Adam hides a wrong scale, and SGD what only Adam's moments show; a lower precision hides what fp32 shows.
+    Adam hides a wrong scale, and what rounds each gradient relative to itself; SGD hides what only Adam's moments
+    show; a lower precision hides what fp32 shows. So each is tried, and SGD in fp32 too.
     """
-    found = _probed(case.draft)
-    if found:
-        return found
-    recipe = case.draft.recipe
-    drafts = [_changed(case.draft, sgd_fields(recipe, _reference(_plain(recipe)).grad_norms))]
+    drafts = [case.draft]
     exact = _changed(case.draft, {"parallel.precision": "fp32"})
     if exact != case.draft and rules_of(exact) == case.rules:
         drafts.append(exact)
+    for draft in [*drafts]:
+        drafts.append(_changed(draft, sgd_fields(draft.recipe, _reference(_plain(draft.recipe)).grad_norms)))
     return next(filter(None, map(_probed, drafts)), "")
 
 

@@ -41,6 +41,15 @@ def test_what_is_refused_goes_wrong(rule, ranks, fields, sizes, words):
     assert words in verdict(one)
 
 
+@pytest.mark.slow
+def test_sums_in_fp16_show_where_nothing_hides_them():
+    """Under autocast, and with Adam in fp32, other roundings are as large; SGD in fp32 has the sums' own."""
+    fields = {"parallel.zero_stage": 3, "parallel.precision": "autocast_bf16", "parallel.grad_accum_dtype": "fp16"}
+    one = plan_of(fields, {}, 1)
+    assert one.rules == {"precision.grad_accum"}
+    assert "deviates" in verdict(one)
+
+
 def test_experts_whose_rows_are_uneven_run_nowhere():
     """Not in the plain loop either."""
     one: Case = plan_of({}, EXPERTS | {"intermediate_size": 54}, 1)

@@ -15,7 +15,7 @@ from llmtrain.plan import resolve
 from llmtrain.plan.assemble import assemble
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.memory import lacking
+from llmtrain.plan.memory import Shortage, lacking
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.room import Room
 from llmtrain.plan.rules import LEGALITY, RULES, broken
@@ -102,16 +102,22 @@ def test_what_does_not_fit_is_a_near_miss(llama):
     def fits(plan):
         if plan.layout.zero_stage == 3 and plan.layout.tp > 1:
             return None
-        return "does not fit by 3.1 GiB on stage 0"
+        size = 3 if plan.layout.zero_stage == 3 else 4
+        return Shortage(size + plan.layout.dp, f"does not fit by {size} GiB on stage 0")
 
     result = search_plans(llama, NODE, fits)
     assert {(one.plan.layout.zero_stage, one.plan.layout.tp > 1) for one in result.best} == {(3, True)}
     assert result.too_large
-    assert {one.why for one in result.too_large} == {"does not fit by 3.1 GiB on stage 0"}
+    assert len(result.too_large) == 6
+    kinds = [_kind(one.plan.layout) for one in result.too_large]
+    assert len({*kinds}) == len(kinds)
+    lack = [fits(one.plan).size for one in result.too_large]
+    assert lack == sorted(lack)
+    assert [one.why for one in result.too_large] == [fits(one.plan).said for one in result.too_large]
     assert all(one.time.tokens_per_second > result.best[-1].time.tokens_per_second for one in result.too_large)
     assert UNKNOWN_MEMORY not in lines(result)
     with pytest.raises(RecipeError, match=r"no legal plan of llama_1b fits: .*needs 99 GiB"):
-        search_plans(llama, NODE, lambda plan: "needs 99 GiB")
+        search_plans(llama, NODE, lambda plan: Shortage(99, "needs 99 GiB"))
 
 
 def test_losers_say_why():

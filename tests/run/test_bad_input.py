@@ -9,6 +9,10 @@ import pytest
 from commands import llmtrain
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
+ON_DISK = [
+    *("--set", "parallel.zero_stage=3", "--set", "parallel.offload_optimizer=nvme"),
+    *("--set", "parallel.nvme_path=/dev/null/states"),
+]
 
 
 def _refused(result, code: int, *words: str) -> str:
@@ -37,6 +41,7 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.backend=data_parallel"], ["data_parallel.devices"]),
         (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["backend.zero_stage"]),
+        (["{recipe}", *ON_DISK], ["nvme.path", "/dev/null is no folder"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
     ],

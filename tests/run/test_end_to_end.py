@@ -84,6 +84,27 @@ def test_every_launcher_trains_the_same_losses(launcher, small_recipe, two_worke
     assert (run_dir / "logs" / "rank_1.log").is_file()
 
 
+@pytest.mark.slow
+def test_accelerate_with_the_configuration_of_the_plan(small_recipe, two_workers, tmp_path):
+    on_two = ("--nodes", "1", "--gpus-per-node", "2", "--device", "cpu")
+    assert llmtrain("plan", small_recipe, *on_two, "--write", tmp_path).returncode == 0
+    _trains_alike(tmp_path / "accelerate.yaml", small_recipe, two_workers, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_accelerate_with_a_configuration_that_starts_one_process_of_two(small_recipe, two_workers, tmp_path):
+    configuration = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
+    (tmp_path / "accelerate.yaml").write_text(configuration)
+    _trains_alike(tmp_path / "accelerate.yaml", small_recipe, two_workers, tmp_path / "run")
+
+
+def _trains_alike(configuration: Path, recipe: Path, two_workers, run_dir: Path) -> None:
+    """`accelerate launch` with a configuration trains on two workers."""
+    result = run(BIN / "accelerate", "launch", "--config_file", configuration, recipe, "--run-dir", run_dir)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert losses(run_dir) == losses(two_workers[0])
+
+
 def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small_recipe):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

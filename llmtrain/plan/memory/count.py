@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.plan.memory.activations import activations_of, in_flight
-from llmtrain.plan.memory.parts import GIB, Parts
+from llmtrain.plan.memory.parts import GIB, Parts, Shortage
 from llmtrain.plan.memory.state import saved_bytes, state_of
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
@@ -153,8 +153,8 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
     return PlanMemory(stages=tuple(stages), capacity=plan.cluster.spec.memory_bytes, is_traced=traced is not None)
 
 
-def lacking(plan: Plan) -> str | None:
-    """Why a plan does not fit into its devices ("does not fit by 3.1 GiB on stage 0"); None where it does.
+def lacking(plan: Plan) -> Shortage | None:
+    """Why a plan does not fit into its devices; None where it does.
 
     None too where nobody knows what they have, or what the plan needs.
     """
@@ -162,7 +162,8 @@ def lacking(plan: Plan) -> str | None:
     if memory is None or memory.capacity is None or memory.fits:
         return None
     where = f" on stage {memory.fullest}" if plan.layout.pp > 1 else ""
-    return f"does not fit by {_gib(memory.needed - memory.capacity)}{where}"
+    size = memory.needed - memory.capacity
+    return Shortage(size, f"does not fit by {_gib(size)}{where}")
 
 
 def _gib(size: int) -> str:

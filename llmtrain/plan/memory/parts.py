@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llmtrain.recipe import Part
 
 GIB = 2**30
@@ -58,3 +60,13 @@ class State(Part):
     """While the optimizer runs."""
     host: int = 0
     """Bytes of host memory, where something is offloaded."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Why a plan does not fit into its devices' memory."""
+
+    size: int
+    """Bytes that are lacking on the fullest rank."""
+    said: str
+    """"does not fit by 3.1 GiB on stage 0"."""

@@ -1,0 +1,48 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmtrain.errors import Problem, RecipeError, nearest
+
+if TYPE_CHECKING:
+    from llmtrain.cluster import Cluster
+
+MOST_WORKERS = 1024
+"""Of one machine."""
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py.")]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a field, as in optim.lr=3e-4. May be given again."),
+]
+NodesOption = Annotated[int | None, typer.Option(help="Machines; default those the recipe names.", min=1)]
+PerNodeOption = Annotated[int | None, typer.Option(help="Devices on each.", min=1)]
+DeviceOption = Annotated[str | None, typer.Option(help="a100, h100, h200, b200, mi300x, cpu, or the recipe's own.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
+    """The cluster of the options, which fall back on the recipe's own, then on this machine."""
+    from pydantic import ValidationError
+
+    from llmtrain.cluster import known_devices, local_cluster
+    from llmtrain.recipe import recipe_problems
+
+    base = written_for or local_cluster()
+    known = known_devices(base.own_devices)
+    if device is not None and device.lower() not in known:
+        listing = f"known: {', '.join(known)}"
+        raise RecipeError(
+            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
+        )
+    try:
+        return base.resized(nodes, per_node, device)
+    except ValidationError as error:
+        options = {"nodes": "--nodes", "devices_per_node": "--gpus-per-node"}
+        raise RecipeError(
+            Problem("cluster.size", options.get(problem.field, problem.field), problem.message, "use fewer devices")
+            for problem in recipe_problems(error)
+        ) from None

@@ -1,0 +1,121 @@
+"""`llmtrain plan`: a resolved plan, or the fastest ones, printed or written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.commands.options import named_cluster
+from llmtrain.commands.shown import print_plan
+from llmtrain.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.cluster import Cluster
+    from llmtrain.plan import Plan
+    from llmtrain.plan.memory import PlanMemory
+    from llmtrain.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line asks of a plan."""
+
+    recipe: str
+    assignments: list[str]
+    nodes: int | None
+    per_node: int | None
+    device: str | None
+    search: bool
+    trace: bool
+    as_json: bool
+    write: Path | None
+
+
+def show_plan(request: PlanRequest) -> None:
+    """Prints the plan, or what is legal. Raises RecipeError, which is printed where JSON is asked for."""
+    from llmtrain.plan.load import load_recipe
+
+    try:
+        declared, written_for = load_recipe(request.recipe, request.assignments)
+        cluster = named_cluster(written_for, request.nodes, request.per_node, request.device)
+        if request.search:
+            _search(declared, cluster, request)
+            return
+        plan, memory = _resolved(declared, cluster, request.trace)
+    except RecipeError as error:
+        if request.as_json:
+            print(json.dumps(error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    _show(plan, memory, request)
+
+
+def _resolved(declared: Recipe, cluster: Cluster, trace: bool) -> tuple[Plan, PlanMemory | None]:
+    from llmtrain.plan import resolve
+    from llmtrain.plan.memory import memory_of
+    from llmtrain.precheck import check_stages, suggesting
+
+    with suggesting(declared, cluster):
+        plan = resolve(declared, cluster)
+    if plan.model.source != "arithmetic":  # else it is asked where torch may be loaded
+        check_stages(plan)
+    return plan, memory_of(plan, _trace(plan) if trace else None)
+
+
+def _trace(plan: Plan) -> tuple[int, ...]:
+    """Bytes that each layer saves, from the model itself."""
+    from llmtrain.models.trace import traced_layers
+
+    return traced_layers(plan)
+
+
+def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
+    from rich.console import Console
+
+    from llmtrain.ds_config import render
+    from llmtrain.plan.time import predict
+
+    ds_config = render(plan)
+    if request.write:
+        _write(request.write, plan, memory, ds_config)
+    if request.as_json:
+        time = predict(plan)
+        known = {"memory": memory and memory.summary(), "time": time and time.model_dump()}
+        print(json.dumps({**plan.summary(), **known, "ds_config": ds_config or None}, indent=2))
+    else:
+        print_plan(plan, Console(), memory)
+
+
+def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> None:
+    """The plan, its configurations for DeepSpeed and accelerate, and pictures of its memory and of its schedule."""
+    from llmtrain.launch.accelerate import has_configuration, render_configuration
+    from llmtrain.plan.memory.drawn import memory_svg
+    from llmtrain.plan.schedule import schedule_svg
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if plan.layout.pp > 1:
+        (folder / "schedule.svg").write_text(schedule_svg(plan.layout.pp, plan.batch), encoding="utf-8")
+    if memory:
+        (folder / "memory.svg").write_text(memory_svg(memory), encoding="utf-8")
+    (folder / "plan.json").write_text(plan.model_dump_json(indent=2) + "\n")
+    ds_config_file = folder / "ds_config.json"
+    if ds_config:
+        ds_config_file.write_text(json.dumps(ds_config, indent=2) + "\n")
+    if has_configuration(plan):
+        (folder / "accelerate.yaml").write_text(render_configuration(plan, ds_config_file.absolute()))
+
+
+def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
+    """Prints the fastest legal plans."""
+    from llmtrain.plan.memory import lacking
+    from llmtrain.plan.search import search_plans
+    from llmtrain.plan.search_report import document, lines
+
+    if request.write:
+        message = "writes one plan, and --search finds many"
+        raise RecipeError(Problem("search.write", "--write", message, "write the one you choose, with its --set"))
+    result = search_plans(declared, cluster, lacking)
+    print(json.dumps(document(result), indent=2) if request.as_json else "\n".join(lines(result)))

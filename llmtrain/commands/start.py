@@ -1,0 +1,137 @@
+"""`llmtrain train` on this machine, and what is checked before workers start anywhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.commands.shown import print_plan
+from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
+
+if TYPE_CHECKING:
+    from llmtrain.cluster import Cluster
+    from llmtrain.launch import Rank
+    from llmtrain.plan import Plan
+    from llmtrain.run_dir import RunDir
+
+
+def train_here(
+    recipe: str,
+    assignments: list[str],
+    rank: Rank | None,
+    nproc: int | None,
+    run_dir: Path | None,
+    resume: str,
+    max_steps: int | None,
+) -> None:
+    """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers."""
+    from llmtrain.cluster import Cluster, local_cluster
+    from llmtrain.ds_config import render
+    from llmtrain.launch.accelerate import processes_asked
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.precheck import check_machine
+    from llmtrain.run_dir import RunDir, default_run_dir
+
+    declared, _ = load_recipe(recipe, assignments)
+    cluster = local_cluster(nproc or processes_asked())
+    if rank is not None:
+        nodes, per_node = rank.shape
+        cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=cluster.device)
+    folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
+    try:
+        plan = startable(declared, cluster, folder, resume, rank.world_size if rank else None)
+        check_machine(plan)
+    except UserError as error:
+        if rank is not None and not _speaks(rank, error):
+            sys.exit(error.exit_code)
+        raise
+    ds_config = render(plan)
+    if rank is None:
+        sys.exit(_launch(plan, ds_config, folder, resume, max_steps))
+    from llmtrain.worker import work
+
+    if rank.is_main:
+        folder.create(plan, ds_config)
+        folder.write_launch(rank.launcher, rank.world_size, sys.argv)
+    work(rank, folder, plan, ds_config, resume, max_steps)
+
+
+def _speaks(rank: Rank, error: UserError) -> bool:
+    """Whether a worker reports an error: rank 0 what all have found, the first of each machine what that one lacks."""
+    return rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
+
+
+def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
+    """The plan, after everything that can be known before a worker starts; `workers` where a launcher started some."""
+    from llmtrain.metrics.trackers import check_trackers
+    from llmtrain.precheck import runnable_plan
+
+    plan = runnable_plan(declared, cluster, workers)
+    check_trackers(declared)
+    folder.check(declared)
+    if resume == "never" and any(folder.checkpoints.glob("step_*")):
+        raise RecipeError(
+            Problem(
+                "resume.never",
+                "--resume",
+                f"{folder.path} holds checkpoints, which a new run would replace",
+                "name another --run-dir, or continue with --resume auto",
+            )
+        )
+    if resume not in ("auto", "never"):
+        _check_named(Path(resume), folder)
+    return plan
+
+
+def _check_named(checkpoint: Path, folder: RunDir) -> None:
+    """Refuses what is no checkpoint, and one of another run where that would replace checkpoints of this one."""
+    from llmtrain.checkpoint.manifest import manifest_files
+
+    if not manifest_files(checkpoint):
+        raise CheckpointError(Problem("resume.path", "--resume", f"{checkpoint} is no checkpoint folder"))
+    is_own = checkpoint.resolve().parent == folder.checkpoints.resolve()
+    if not is_own and any(folder.checkpoints.glob("step_*")):
+        message = f"{checkpoint} is of another run, and {folder.path} has checkpoints of its own"
+        raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
+
+
+def _launch(plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None) -> int:
+    """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
+    from rich.console import Console
+
+    from llmtrain.checkpoint.before import check_data, check_resume
+    from llmtrain.data import Progress, Schedule, prepare, report
+    from llmtrain.launch import run_workers
+    from llmtrain.plan.memory import memory_of
+    from llmtrain.precheck import check_stages
+
+    console = Console()
+    print_plan(plan, console, memory_of(plan))
+    if resume == "auto" and _is_finished(plan, folder):
+        console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
+        return Exit.DONE
+    checkpoint = check_resume(plan, folder, resume, is_local=True)
+    check_stages(plan)
+    prepared = prepare(plan.recipe, Progress(console))
+    console.print(report(prepared))
+    if checkpoint:
+        check_data(checkpoint, prepared.key)
+    Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
+    folder.create(plan, ds_config)
+    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path), "--resume", resume]
+    if max_steps:
+        command += ["--max-steps", str(max_steps)]
+    console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
+    return run_workers(command, plan.workers, folder)
+
+
+def _is_finished(plan: Plan, folder: RunDir) -> bool:
+    """Whether the run has taken all its steps and left what it should."""
+    from llmtrain.checkpoint.folder import newest
+    from llmtrain.checkpoint.manifest import read_manifests
+
+    checkpoint = newest(folder.checkpoints)
+    if checkpoint is None or (plan.recipe.export.at_end and not folder.export.is_dir()):
+        return False
+    return read_manifests(checkpoint)[0].step >= plan.recipe.train.max_steps

@@ -1,0 +1,99 @@
+"""Hugging Face Accelerate's launcher: what it was asked for, and a plan as its configuration file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llmtrain.launch.templating import render_template
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Precision
+
+MIXED_PRECISION: dict[Precision, str] = {
+    "fp32": "no",
+    "bf16": "bf16",
+    "autocast_bf16": "bf16",
+    "fp16": "fp16",
+    "autocast_fp16": "fp16",
+}
+"""Accelerate's words. `bf16` is autocast under DistributedDataParallel, and bf16 copies of fp32 weights under FSDP2."""
+DISTRIBUTED_TYPE = {"deepspeed": "DEEPSPEED", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
+"""Strategy → accelerate's word. `MULTI_GPU` starts workers on CPUs too; `MULTI_CPU` starts one (`processes_asked`)."""
+
+
+def has_configuration(plan: Plan) -> bool:
+    """Whether accelerate knows of the plan's strategy; it does not of Horovod and of `nn.DataParallel`."""
+    return plan.recipe.parallel.strategy in DISTRIBUTED_TYPE
+
+
+def render_configuration(plan: Plan, ds_config: Path) -> str:
+    """`accelerate.yaml`: `accelerate launch --config_file accelerate.yaml recipes/NAME.py`.
+
+    ds_config: the plan's DeepSpeed configuration, which says all that it says; accelerate refuses to hear it twice.
+    """
+    strategy = plan.recipe.parallel.strategy
+    return render_template(
+        "accelerate.yaml.j2",
+        plan=plan,
+        ds_config=str(ds_config),
+        distributed_type=DISTRIBUTED_TYPE[strategy],
+        mixed_precision=None if strategy == "deepspeed" else MIXED_PRECISION[plan.recipe.parallel.precision],
+    )
+
+
+def processes_asked(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
+    """How many processes `accelerate launch` was asked for where it started only this one, else None.
+
+    On a CPU its simple launcher starts one process and passes the number on to nobody
+    (accelerate/commands/launch.py), so it is read where accelerate reads it: on the parent's command line, in the
+    configuration that is named there, or in the user's own.
+
+    parent: the parent's command line; read from /proc where it is not given.
+    """
+    env = os.environ if env is None else env
+    if "ACCELERATE_MIXED_PRECISION" not in env or env.get("RANK"):
+        return None
+    parent = _parent_command() if parent is None else parent
+    if (named := _option(parent, "num_processes")) is not None:
+        return _positive(named)
+    file = _option(parent, "config_file")
+    return _processes_in(Path(file) if file else _default_configuration(env))
+
+
+def _option(command: Sequence[str], name: str) -> str | None:
+    """Value of an option of accelerate, which may be written with dashes or underscores."""
+    for index, argument in enumerate(command):
+        option, equals, value = argument.partition("=")
+        if option.startswith("--") and option[2:].replace("-", "_") == name:
+            return value if equals else "".join(command[index + 1 : index + 2])
+    return None
+
+
+def _default_configuration(env: Mapping[str, str]) -> Path:
+    """Where `accelerate config` writes (accelerate/commands/config/config_args.py)."""
+    cache = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(env.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "accelerate" / "default_config.yaml"
+
+
+def _processes_in(configuration: Path) -> int | None:
+    """A line of its own in YAML and in JSON."""
+    try:
+        text = configuration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
+    return _positive(found[1]) if found else None
+
+
+def _positive(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _parent_command() -> list[str]:
+    try:
+        raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(part) for part in raw.split(b"\0") if part]

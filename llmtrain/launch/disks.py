@@ -1,0 +1,77 @@
+"""What offload to a disk needs of a machine: DeepSpeed compiles its operator for that when it is first used."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from llmtrain.errors import Problem
+from llmtrain.plan import Plan
+
+LIBAIO = "apt install libaio-dev (Debian), dnf install libaio-devel (Fedora), or name its folder in CFLAGS and LDFLAGS"
+PROGRAM = "void io_submit(void); int main(int count, char** words) { io_submit(); return 0; }"
+
+
+def disk_problems(plan: Plan) -> list[Problem]:
+    """What this machine lacks to offload to a disk as the plan does; nothing where it does not."""
+    parallel = plan.recipe.parallel
+    fields = [name for name in ("offload_optimizer", "offload_param") if getattr(parallel, name) == "nvme"]
+    if not fields:
+        return []
+    instead = " ".join(f"--set parallel.{name}=cpu" for name in fields) + " --set parallel.nvme_path=null"
+    problems = [
+        Problem("nvme.machine", f"parallel.{fields[0]}", f"'nvme' was given, but {lack}", f"{fix}; or {instead}")
+        for lack, fix in ([] if _is_built() else [*_lacking(), *_without_library()])
+    ]
+    return [*problems, *_folder_problems(Path(parallel.nvme_path or ""))]
+
+
+def _is_built() -> bool:
+    """Whether DeepSpeed was installed with its operator compiled (`DS_BUILD_AIO=1`)."""
+    spec = find_spec("deepspeed")
+    roots = spec.submodule_search_locations or () if spec else ()
+    return any([*Path(root).glob("ops/aio/async_io_op*.so")] for root in roots)
+
+
+def _lacking() -> Iterator[tuple[str, str]]:
+    """Programs that torch compiles with, which are not there; and what installs them."""
+    if not shutil.which("ninja"):
+        yield "no ninja is on the PATH, with which torch compiles", "pip install ninja"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
+    if not shutil.which(compiler):
+        yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
+
+
+def _without_library() -> Iterator[tuple[str, str]]:
+    """A program is linked with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "aio.c"
+        source.write_text(PROGRAM)
+        flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+        command = [*shlex.split(compiler), *flags[0], str(source), "-o", f"{folder}/aio", *flags[1], "-laio"]
+        try:
+            linked = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            linked = False
+    if not linked:
+        yield "libaio is not found here, which DeepSpeed reads and writes disks with", LIBAIO
+
+
+def _folder_problems(folder: Path) -> list[Problem]:
+    """Whether states can be written below a folder, which is made when it is not there."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return []
+    reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
+    message = f"'{folder}' was given, but {reason}"
+    return [Problem("nvme.path", "parallel.nvme_path", message, "name a folder on a local disk of each node")]

@@ -1,0 +1,82 @@
+"""What follows after too many skipped updates: back to a checkpoint and past the data, or the end of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmtrain.checkpoint.resume import Choice, choose_newest, go_on_from
+from llmtrain.checkpoint.state import TrainerState, restore
+from llmtrain.checkpoint.storage import Storage
+from llmtrain.engines import Engine
+from llmtrain.engines.guard import Skipped
+from llmtrain.errors import DivergedError, Problem
+from llmtrain.plan import Plan
+
+WAYS_ON = "look at the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma, changes what is skipped"
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A run that has skipped too many updates."""
+
+    plan: Plan
+    state: TrainerState
+    """After the last step; `go_back` changes it."""
+    skipped: Skipped
+
+    @property
+    def first_step(self) -> int:
+        """The first of the skipped steps that are too many."""
+        return self.state.step - self.skipped.recent[0].steps_ago
+
+    def told(self) -> str:
+        """Which steps, their numbers, and the rule."""
+        guard, recent = self.plan.recipe.guard, self.skipped.recent
+        first, last = recent[0], recent[-1]
+        return (
+            f"{len(recent)} updates were skipped in {guard.window_steps:,} steps, more than {guard.max_skipped}: "
+            f"first step {self.first_step:,} ({first.why()}), last step {self.state.step - last.steps_ago:,} "
+            f"({last.why()}); {self._rule()}"
+        )
+
+    def _rule(self) -> str:
+        guard = self.plan.recipe.guard
+        spikes = f" or above mean + {guard.spike_sigma:g} sigma of the {guard.window_steps:,} updates before"
+        return f"skipped is what is not finite{spikes if guard.spike_sigma else ''}"
+
+
+def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:
+    """Loads the last checkpoint from before the skipped steps, and goes past their data; called by all ranks.
+
+    Skipped updates change no weights, but what led to them may have: so it is one from before the first of them.
+    Where none is kept, it is the newest. Steps, schedule, weights and random numbers are those of the checkpoint;
+    the cursor of the data, and what is counted, stay where they are. Raises DivergedError where the recipe says
+    so, the run has gone back too often or has saved nothing.
+    """
+    guard, state = trouble.plan.recipe.guard, trouble.state
+    choice = choose_newest(checkpoints, run, storage, before=trouble.first_step) or choose_newest(
+        checkpoints, run, storage
+    )
+    if guard.then == "stop" or state.rollbacks >= guard.max_rollbacks or choice is None:
+        raise DivergedError(_problem(trouble, choice))
+    loaded = restore(choice.folder, choice.manifests, storage, engine, trouble.plan, state.data)
+    go_on_from(choice, checkpoints, storage)
+    engine.guard.count_from(trouble.skipped.total)
+    vars(state).update(vars(replace(loaded, samples=state.samples, rollbacks=state.rollbacks + 1)))
+
+
+def _problem(trouble: Trouble, choice: Choice | None) -> Problem:
+    guard, state = trouble.plan.recipe.guard, trouble.state
+    message = trouble.told()
+    if guard.then == "stop":
+        kept = f"the same command goes on from {choice.folder.name}" if choice else "no checkpoint was saved"
+        fix = f"{kept}; --set guard.then=rollback skips the data as well; {WAYS_ON}"
+    elif choice is None:
+        fix = f"no checkpoint was saved to go back to (checkpoint.every_steps); {WAYS_ON}"
+    else:
+        message += f"; the run has gone back {state.rollbacks} times"
+        fix = (
+            f"{choice.folder.name} is the last checkpoint before; {WAYS_ON}, guard.max_rollbacks how often it goes back"
+        )
+    return Problem("guard.skipped", "guard.max_skipped", message, fix)

@@ -1,0 +1,206 @@
+"""The guard's verdicts, and that torch's fused optimizers obey them; in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmtrain.engines.guard import Guard, Measured, finite_or_infinite
+from llmtrain.engines.optim import torch_optimizer
+from llmtrain.recipe import GuardConfig, OptimConfig
+
+CPU = torch.device("cpu")
+WINDOW = 8
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+class Steps:
+    """A weight that is trained by numbers of a test's choice."""
+
+    def __init__(self, name: str = "adamw", **fields) -> None:
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(5))
+        optim = OptimConfig(name=name, lr=0.1)
+        self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
+        self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
+        self.guard.watch(self.optimizer)
+
+    def take(self, loss: float = 2.0, grad_norm: float = 1.0, gradient: float = 1.0) -> bool:
+        """A step; whether it changed anything at all."""
+        before = self.everything()
+        self.weight.grad = torch.full_like(self.weight, gradient)
+        self.guard.begin(lambda: Measured(torch.tensor(loss), torch.tensor(grad_norm)))
+        self.optimizer.step()
+        self.guard.end()
+        after = self.everything()
+        return before.keys() != after.keys() or any(not torch.equal(before[key], after[key]) for key in before)
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Weight, moments and count of updates."""
+        state = {key: value.clone() for key, value in self.optimizer.state[self.weight].items()}
+        return {"weight": self.weight.detach().clone(), **state}
+
+    def settle(self) -> None:
+        """Fills the window: losses of 1.9 and 2.1, norms of 0.9 and 1.1."""
+        for index in range(WINDOW):
+            sign = (-1) ** index
+            assert self.take(2.0 + 0.1 * sign, 1.0 + 0.1 * sign)
+
+    @property
+    def total(self) -> int:
+        return self.guard.read().total
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (2.0, math.inf), (math.inf, math.nan)])
+def test_what_is_not_finite_changes_nothing(name, loss, grad_norm):
+    steps = Steps(name)
+    steps.take()
+    assert not steps.take(loss, grad_norm, gradient=math.nan)
+    assert steps.take()
+    assert all(bool(torch.isfinite(value).all()) for value in steps.everything().values())
+    assert steps.total == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_update_is_as_if_it_had_never_been(name):
+    """Also the first one of all, for which an optimizer has no moments yet."""
+    plain, disturbed = Steps(name), Steps(name)
+    disturbed.take(math.nan, gradient=math.nan)
+    for index in range(3):
+        plain.take(gradient=index)
+        disturbed.take(gradient=index)
+        disturbed.take(grad_norm=math.inf, gradient=math.inf)
+    expected = plain.everything()
+    assert all(torch.equal(value, expected[key]) for key, value in disturbed.everything().items())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_spike_is_what_lies_so_many_deviations_above_the_mean(name):
+    steps = Steps(name)
+    steps.settle()  # deviations of 0.1
+    assert not steps.take(loss=2.61)
+    assert not steps.take(grad_norm=1.61)
+    assert steps.take(loss=2.59, grad_norm=1.59)
+    assert steps.take(loss=0.1, grad_norm=0.1)
+    skipped = steps.guard.read().recent
+    assert [one.steps_ago for one in skipped] == [3, 2]
+    assert [one.why() for one in skipped] == ["loss 2.61 above 2.6", "gradient norm 1.61 above 1.6"]
+
+
+def test_nothing_is_a_spike_before_the_window_is_full():
+    steps = Steps()
+    for _ in range(WINDOW - 1):
+        steps.take()
+    assert steps.take(loss=100.0)
+    assert steps.total == 0
+
+
+def test_skipped_updates_leave_the_statistics_alone():
+    steps = Steps()
+    steps.settle()
+    assert not any([steps.take(loss=50.0), steps.take(loss=math.nan), steps.take(loss=3.0)])
+    assert steps.take(loss=2.5)
+
+
+def test_numbers_that_do_not_move_are_not_judged_by_their_rounding():
+    steps = Steps()
+    for _ in range(WINDOW):
+        steps.take()
+    assert steps.take(loss=2.01)  # a deviation of 0, which counts as 0.002
+    assert not steps.take(loss=2.2)
+
+
+def test_sigma_0_lets_spikes_through_and_nothing_that_is_not_finite():
+    steps = Steps(spike_sigma=0.0)
+    steps.settle()
+    assert steps.take(loss=1e6)
+    assert not steps.take(loss=math.nan)
+
+
+def test_only_skipped_updates_of_the_window_count_as_recent():
+    steps = Steps()
+    steps.take(math.nan)
+    steps.settle()
+    assert steps.guard.read().recent == ()
+    assert steps.total == 1
+
+
+def test_a_step_that_a_loss_scaler_dropped_is_no_fault_of_the_run():
+    """DeepSpeed's fp16 then never calls the optimizer; unless the loss itself is wrong, which nothing scales."""
+    guard = Steps().guard
+    for loss, expected in ((2.0, 0), (math.nan, 1)):
+        guard.begin(lambda loss=loss: Measured(torch.tensor(loss), torch.tensor(math.inf)))
+        guard.end()
+        assert guard.read().total == expected
+
+
+def test_the_scaler_of_torch_keeps_its_own_verdict():
+    steps = Steps()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # torch makes its scale with the first loss
+    for gradient, norm, changed, total in (
+        (4.0, 1.0, True, 0),
+        (math.inf, math.inf, False, 0),
+        (4.0, math.nan, False, 1),
+    ):
+        before = steps.everything()
+        steps.weight.grad = torch.full_like(steps.weight, gradient)
+        steps.guard.begin(lambda norm=norm: Measured(torch.tensor(2.0), torch.tensor(norm)))
+        scaler.step(steps.optimizer)
+        scaler.update()
+        steps.guard.end()
+        assert torch.equal(before["weight"], steps.everything()["weight"]) != changed
+        assert steps.total == total
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("window", [WINDOW, 3, 12])
+def test_what_a_checkpoint_keeps_is_gone_on_from(window):
+    first = Steps()
+    first.settle()
+    first.take(math.nan)
+    second = Steps(window_steps=window)
+    second.guard.load(first.guard.state())
+    assert str(second.guard.read()) == str(first.guard.read())  # NaN is no other NaN
+    second.take(loss=2.9)
+    assert second.total == 1 + (window <= WINDOW)  # a longer window has to fill up
+
+
+def test_what_was_handed_out_to_be_saved_is_not_written_to_again():
+    steps = Steps()
+    steps.settle()
+    state = steps.guard.state()
+    copies = {name: value.clone() for name, value in state.items()}
+    steps.take(math.nan)
+    assert all(torch.equal(state[name].nan_to_num(), copies[name].nan_to_num()) for name in state)
+
+
+def test_the_mark_of_deepspeed_is_not_taken_for_a_norm():
+    assert finite_or_infinite(torch.tensor(-1.0)) == math.inf
+    assert finite_or_infinite(torch.tensor(2.0)) == 2.0
+
+
+class NoReading(TorchDispatchMode):
+    """Fails where the host reads a number from the device."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), fields=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "the host waited for a number"
+        return function(*arguments, **(fields or {}))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_host_reads_nothing_in_a_step(name):
+    steps = Steps(name)
+    steps.settle()
+    steps.weight.grad = torch.ones_like(steps.weight)
+    measured = Measured(torch.tensor(math.nan), torch.tensor(1.0))
+    with NoReading():
+        steps.guard.begin(lambda: measured)
+        steps.optimizer.step()
+        steps.guard.end()
+    assert steps.total == 1

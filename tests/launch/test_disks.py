@@ -1,0 +1,93 @@
+"""Whether a machine can offload to a disk is said before anything starts, and is what DeepSpeed would say later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from small_plan import small_plan
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Exit, MachineError
+from llmtrain.launch import disks
+from llmtrain.plan import Plan, resolve
+from llmtrain.precheck import check_machine
+
+ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}
+
+
+def _plan(folder) -> Plan:
+    recipe = small_plan().recipe.with_(**ON_DISK, **{"parallel.nvme_path": str(folder)})
+    return resolve(recipe, Cluster(devices_per_node=2))
+
+
+@pytest.fixture
+def without_libaio(monkeypatch, tmp_path):
+    """A compiler that links nothing, and all else that is needed."""
+    for name in ("ninja", "c++"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(disks, "_is_built", lambda: False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("CC", "false")
+
+
+def test_a_machine_without_libaio_is_told_what_to_install(without_libaio, tmp_path):
+    with pytest.raises(MachineError) as error:
+        check_machine(_plan(tmp_path / "states"))
+    (problem,) = error.value.problems
+    assert error.value.exit_code == Exit.USAGE
+    assert (problem.rule, problem.field) == ("nvme.machine", "parallel.offload_optimizer")
+    assert "libaio-dev" in problem.fix
+    # What it says instead is legal.
+    _, _, instead = problem.fix.partition("; or ")
+    fields = dict(one.split("=") for one in instead.replace("--set ", "").split())
+    fields = {name: None if value == "null" else value for name, value in fields.items()}
+    other = resolve(_plan(tmp_path).recipe.with_(**fields), Cluster(devices_per_node=2))
+    check_machine(other)
+
+
+def test_nothing_is_missing_where_the_program_links(without_libaio, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "true")
+    check_machine(_plan(tmp_path / "states"))
+    assert not (tmp_path / "states").exists()
+
+
+def test_nothing_is_compiled_where_the_operator_is_installed(without_libaio, monkeypatch, tmp_path):
+    monkeypatch.setattr(disks, "_is_built", lambda: True)
+    check_machine(_plan(tmp_path))
+
+
+def test_other_plans_ask_nothing(without_libaio):
+    check_machine(small_plan())
+
+
+def test_a_missing_compiler_and_a_wrong_folder_are_told_together(without_libaio, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError) as error:
+        check_machine(_plan(tmp_path / "file" / "states"))
+    compiler, library, folder = error.value.problems
+    assert "no-such-compiler" in compiler.message
+    assert "libaio" in library.message
+    assert (folder.rule, folder.field) == ("nvme.path", "parallel.nvme_path")
+    assert f"{tmp_path / 'file'} is no folder" in folder.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_there", [False, True])
+def test_deepspeed_finds_the_same(is_there, monkeypatch, tmp_path):
+    """With a library of that name in LDFLAGS, and without: on a machine that has libaio both find it."""
+    if is_there:
+        (tmp_path / "aio.c").write_text("void io_submit(void) {}\n")
+        made = ["cc", "-shared", "-fPIC", str(tmp_path / "aio.c"), "-o", str(tmp_path / "libaio.so")]
+        subprocess.run(made, check=True)
+        monkeypatch.setenv("LDFLAGS", f"-L{tmp_path}")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    program = "from deepspeed.ops.op_builder.cpu import AsyncIOBuilder as B; print('found', B().is_compatible())"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    found = "found True" in told.stdout
+    assert found or not is_there
+    assert found == (not [*disks._without_library()])
