@@ -220,12 +220,19 @@ def verify(
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: what the forward pass reads.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights at most.")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="Its folder; default the run's own.")] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer."""
+    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
     folder = one_checkpoint(path)
     from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch
+    from llmtrain.checkpoint.export import size_in_bytes
 
-    export_checkpoint(folder, folder.parent.parent / "tokenizer", out)
+    tokenizer = tokenizer or folder.parent.parent / "tokenizer"
+    export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size))
     print(f"exported {folder} to {out}")
 
 

@@ -28,7 +28,7 @@ from llmtrain.recipe import Recipe, parse_recipe
 # A run may be continued with other values of these. Every other field decides the model, its
 # optimizer, the arithmetic or the order of the samples, and so makes another run.
 MAY_CHANGE = re.compile(
-    r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.micro_batch_size|train\.max_steps"
+    r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.(global|micro)_batch_size|train\.max_steps"
     r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
     r"|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
@@ -224,16 +224,12 @@ class RunDir:
             return self._foreign()
         if not self._started():
             return []  # Nothing will be continued, so a corrected recipe may take the folder.
-        return [
-            Problem(
-                "run_dir.recipe",
-                field,
-                f"the run in {self.path} was started with {old!r}, the recipe now says {new!r}",
-                "set it back to continue the run, or start another one with --run-dir",
-            )
-            for field, (old, new) in self._differences(recipe).items()
-            if not MAY_CHANGE.fullmatch(field)
-        ]
+        try:
+            old = parse_recipe(json.loads(self.recipe_file.read_text()))
+        except ValueError:
+            problem = Problem("run_dir.damaged", str(self.recipe_file), "is not JSON", "start a new run with --run-dir")
+            raise RecipeError(problem) from None
+        return changes(old, recipe, f"the run in {self.path}")
 
     def _foreign(self) -> list[Problem]:
         """A folder without a recipe may hold only what an interrupted `create` leaves."""
@@ -252,16 +248,27 @@ class RunDir:
         # What a killed first save has left is hidden, and is lost anyway.
         return logged or any(self.checkpoints.glob("[!.]*"))
 
-    def _differences(self, recipe: Recipe) -> dict[str, tuple[Any, Any]]:
-        """Dotted field → (value of the run, value of the recipe), where they differ."""
-        try:
-            old = parse_recipe(json.loads(self.recipe_file.read_text())).dotted()
-        except ValueError:
-            problem = Problem("run_dir.damaged", str(self.recipe_file), "is not JSON", "start a new run with --run-dir")
-            raise RecipeError(problem) from None
-        new = recipe.dotted()
-        fields = [*new, *(field for field in old if field not in new)]
-        return {field: (old.get(field), new.get(field)) for field in fields if old.get(field) != new.get(field)}
+
+def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
+    """What a run may not change and two recipes differ in; `what` was started with the old one."""
+    before, now = old.dotted(), new.dotted()
+    fields = [*now, *(field for field in before if field not in now)]
+    return [
+        Problem(
+            "run_dir.recipe",
+            field,
+            f"{what} was started with {before.get(field)!r}, the recipe now says {now.get(field)!r}",
+            "set it back to continue the run, or start another one with --run-dir",
+        )
+        for field in fields
+        if before.get(field) != now.get(field) and not MAY_CHANGE.fullmatch(field)
+    ]
+
+
+def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:
+    """Raises RecipeError for all of `changes`."""
+    if problems := changes(old, new, what):
+        raise RecipeError(problems)
 
 
 def identity_of(recipe: Recipe) -> str:

@@ -6,18 +6,20 @@ As in `cli`, a command imports what it needs when it runs; only verification loa
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.errors import CheckpointError, Exit, Problem
+from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import Found
+    from llmtrain.cluster import Cluster
 
-app = typer.Typer(help="List and verify the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
@@ -63,6 +65,38 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
             for problem in found:
                 print(f"    {problem}")
     sys.exit(Exit.CHECKPOINT if any(problems.values()) else Exit.DONE)
+
+
+@app.command("convert")
+def convert_checkpoint(
+    path: PathArgument,
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    assignments: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the new plan. May be given again.")
+    ] = [],  # noqa: B006  (typer copies it)
+    nproc: Annotated[int | None, typer.Option(help="Workers of the new plan, on one machine.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Its machines; default those of the checkpoint.", min=1)] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Devices on each.", min=1)] = None,
+) -> None:
+    """Cut a checkpoint for another plan, whose ranks then read their own files only; needs no GPU.
+
+    Any plan goes on from any checkpoint without this. It helps where each rank's disk is its own, or slow.
+    """
+    if nproc and (nodes or gpus_per_node):
+        message = "says workers of one machine, and --nodes and --gpus-per-node other machines"
+        raise RecipeError(Problem("convert.cluster", "--nproc", message, "leave one of them out"))
+    # Before torch and DeepSpeed are loaded: no GPU is to be woken, and none to be asked for.
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    checkpoint = one_checkpoint(path)
+    from llmtrain.checkpoint.convert import convert, target_plan
+    from llmtrain.recipe import parse_assignments
+
+    def resized(cluster: Cluster) -> Cluster:
+        return cluster.resized(1, nproc, None) if nproc else cluster.resized(nodes, gpus_per_node, None)
+
+    plan = target_plan(checkpoint, parse_assignments(assignments), resized)
+    convert(checkpoint, out, plan)
+    print(f"converted {checkpoint} to {out}; go on with --resume {out}")
 
 
 def is_one(path: Path) -> bool:

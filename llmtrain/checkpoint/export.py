@@ -1,63 +1,123 @@
-"""From a checkpoint to a Hugging Face folder, in one process, on the CPU."""
+"""From a checkpoint to a Hugging Face folder, in one process, on the CPU, a tensor at a time."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import re
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from huggingface_hub import split_state_dict_into_shards_factory
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from llmtrain.checkpoint.check import verify
-from llmtrain.checkpoint.state import read_plan
+from llmtrain.checkpoint.model_card import model_card
+from llmtrain.checkpoint.new_folder import check_new, new_folder
+from llmtrain.checkpoint.state import read_plan, read_state
+from llmtrain.durable import create
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.state import Source
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.engines.tensor_file import stream_tensors
+from llmtrain.engines.writer import size_of
+from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
+from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.plan import Plan
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+SHARD_BYTES = 5 * 10**9
+"""Of a file at most, as the hub recommends; a larger tensor has a file of its own."""
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+INDEX = "model.safetensors.index.json"
 
-def export(checkpoint: Path, tokenizer: Path, out: Path) -> None:
-    """Writes weights, configuration and tokenizer to `out`, as `from_pretrained` reads them.
 
-    The weights keep the type that the forward pass read (bf16 of a bf16 run), so that the exported
-    model has the run's evaluation loss. Written under a temporary name and renamed, so `out` is whole
-    or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content.
+def export(
+    checkpoint: Path, tokenizer: Path, out: Path, dtype: Dtype | None = None, most_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes weights, configuration, tokenizer and a model card to `out`, as `from_pretrained` reads them.
+
+    dtype: of the weights; by default what the forward pass read (bf16 of a bf16 run), so that the exported model
+    has the run's evaluation loss. most_bytes: of the tensors of one file. In memory is the largest weight, whole, in
+    fp32 and as it is written, never the model. Written under a temporary name and renamed, so `out` is whole or
+    not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(Problem("export.exists", str(out), "is not empty", "name a new folder"))
-    verify(checkpoint)
-    plan = read_plan(checkpoint)
-    model = empty_model(plan)
-    weights = weights_of(checkpoint, model)
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    check_new(out)
+    manifests = verify(checkpoint)
+    plan, source = read_plan(checkpoint), Source(checkpoint)
+    model = _model(plan, dtype)
+    outgoing = Outgoing(model, _names(checkpoint, source, model))
+    with new_folder(out) as folder:
+        _write_settings(model, tokenizer, folder)
+        _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
+        metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
+        card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a size as `5GB` or `512MiB`. Raises RecipeError for anything else."""
+    match = re.fullmatch(r"(\d{1,18})\s*([A-Za-z]*)", text.strip())
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        message = f"'{text}' is no size"
+        raise RecipeError(Problem("export.size", "--max-shard-size", message, "--max-shard-size 5GB"))
+    return int(match[1]) * unit
+
+
+def _model(plan: Plan, dtype: Dtype | None) -> PreTrainedModel:
+    """The model of a plan without memory, in the type that is written."""
+    weights = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
+    if dtype is not None:
+        weights = getattr(torch, dtype)
+    return empty_model(model_configuration(plan.recipe), weights, plan.recipe.model.trust_remote_code)
+
+
+def _dtype_name(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str]:
+    """What a checkpoint calls the weights of a model, tied ones once. Raises CheckpointError where it lacks one."""
+    groups = aliases(model)
+    stored = {groups[name][0]: name for name in reversed(source.all) if name in groups}
+    lacking = [name for name, group in groups.items() if group[0] == name and name not in stored]
+    if lacking:
+        message = f"lacks {len(lacking)} weights of its model, as '{lacking[0]}'"
+        raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return [name for name in model.state_dict() if stored[groups[name][0]] == name and name not in ignored]
+
+
+def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
+    """Configurations of model and generation, tokenizer, and the code of a model that brings its own."""
+    if not tokenizer.is_dir():
+        message = "is not there, and an exported model needs it"
+        raise CheckpointError(Problem("export.tokenizer", str(tokenizer), message, "name it by --tokenizer FOLDER"))
     text = AutoTokenizer.from_pretrained(tokenizer)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
-    model.save_pretrained(temporary, state_dict=weights)
-    text.save_pretrained(temporary)
-    if out.exists():
-        out.rmdir()
-    temporary.rename(out)
+    model.save_pretrained(folder, state_dict={})
+    text.save_pretrained(folder)
 
 
-def empty_model(plan: Plan) -> PreTrainedModel:
-    """The model of a plan without memory, in the type that its forward pass reads."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_configuration(plan.recipe),
-            dtype=WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32),
-            trust_remote_code=plan.recipe.model.trust_remote_code,
-        )
-    return model
-
-
-def weights_of(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Every weight of a checkpoint, in the shape and type that `model` has for it; it may be on the meta device."""
-    source = Source(checkpoint)
-    like = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {name: source.whole(name).view(like[name].shape).to(like[name].dtype) for name in source.all}
+def _write_weights(outgoing: Outgoing, source: Source, parameters: int, most_bytes: int, folder: Path) -> None:
+    """Files of safetensors, and an index where there are several."""
+    shards = split_state_dict_into_shards_factory(
+        outgoing.like,
+        get_storage_size=size_of,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most_bytes,
+    )
+    for file, names in shards.filename_to_tensors.items():
+        like = {name: outgoing.like[name] for name in names}
+        with create(folder / file) as target:
+            stream_tensors(target.stream, like, partial(outgoing.tensor, read=source.whole))
+    if shards.is_sharded:
+        index = {
+            "metadata": {"total_parameters": parameters, **shards.metadata},
+            "weight_map": dict(sorted(shards.tensor_to_filename.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,8 @@ from llmtrain.durable import flush, flush_folders, remove_tree, rename, write_at
 from llmtrain.errors import CheckpointError, Problem
 
 LATEST = "latest"
+STATE_FILE = "trainer.json"
+PLAN_FILE = "plan.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
 

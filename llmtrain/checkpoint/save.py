@@ -21,11 +21,11 @@ from llmtrain.checkpoint.agree import (
     raise_together,
     world_size,
 )
-from llmtrain.checkpoint.folder import Building, find, newest, point_latest
+from llmtrain.checkpoint.folder import PLAN_FILE, Building, find, newest, point_latest
 from llmtrain.checkpoint.host_copies import HostCopies
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.retention import superfluous
-from llmtrain.checkpoint.state import PLAN_FILE, TrainerState, layout_of, save_random_state
+from llmtrain.checkpoint.state import TrainerState, layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
 from llmtrain.engines.writer import DiskWriter, Writer

@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from llmtrain.checkpoint.agree import world_size
+from llmtrain.checkpoint.before import other_data
 from llmtrain.checkpoint.check import verify_together
 from llmtrain.checkpoint.exchange import complete
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
@@ -20,9 +22,6 @@ from llmtrain.engines.distributed import rank
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
-
-STATE_FILE = "trainer.json"
-PLAN_FILE = "plan.json"
 
 
 @dataclass
@@ -94,17 +93,11 @@ def restore(
     """
     state = read_state(folder)
     if state.data != data:
-        problem = Problem(
-            "checkpoint.data",
-            str(folder),
-            "was trained on other data: the corpus, the tokenizer or the packing has changed since",
-            "bring the data back, or start anew with another --run-dir",
-        )
-        raise CheckpointError(problem)
+        raise CheckpointError(other_data(folder))
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:
         engine.load(files)
-        if is_same:
+        if is_same and (files / _random_state_file()).exists():  # what was converted has none
             _load_random_state(files)
         else:
             _seed(plan, state.samples)

@@ -63,6 +63,7 @@ def enqueue(request: JobRequest) -> None:
     """Checks everything that can be known before a job starts, then prints its script or submits it."""
     from rich.console import Console
 
+    from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
     from llmtrain.launch.slurm import Job, following, parse_options, render_job, submit
     from llmtrain.plan.load import load_recipe
@@ -84,6 +85,7 @@ def enqueue(request: JobRequest) -> None:
     if not options.sweep:
         arguments = (*arguments, "--run-dir", str(path))
         plan = startable(declared, cluster, folder, resume, cluster.world_size)
+        check_resume(plan, folder, resume, is_local=False)
         print_plan(plan, Console(stderr=True), memory_of(plan))
     job = Job(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
     script = render_job(job)

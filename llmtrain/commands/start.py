@@ -114,6 +114,7 @@ def _launch(
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
+    from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch.local import caught_signals
     from llmtrain.plan.memory import memory_of
@@ -126,9 +127,12 @@ def _launch(
     if resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
+    checkpoint = check_resume(plan, folder, resume, is_local=True)
     check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
+    if checkpoint:
+        check_data(checkpoint, prepared.key)
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
     command = [sys.executable, "-m", "llmtrain.worker", str(folder.path)]

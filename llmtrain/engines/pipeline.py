@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import distributed as dist
 
 from llmtrain.data import StepBatch
 from llmtrain.engines import deepspeed_state
+from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
@@ -33,7 +35,7 @@ from llmtrain.engines.sequence_check import check_sequence
 from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.ulysses import Ulysses
 from llmtrain.engines.writer import Writer
-from llmtrain.models import model_configuration, stage_builder, target_loss_sum
+from llmtrain.models import model_configuration, stage_builder, stage_names, target_loss_sum
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
@@ -66,7 +68,16 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
     in the whole model: DeepSpeed's own tied layers would tie a whole stage.
     """
 
-    def __init__(self, build: StageBuilder, layout: Layout, loss: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        build: StageBuilder,
+        layout: Layout,
+        loss: Callable[[Any, Tensor], Tensor],
+        stage_names: Callable[[], list[list[str]]],
+    ) -> None:
+        """stage_names: of each stage the weights that it holds, where the other stages cannot be asked."""
+        self._stage_names = stage_names
+
         def make(index: int) -> Stage:
             # The groups are there by now: DeepSpeed makes them before it builds layers.
             return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
@@ -95,7 +106,11 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """
         own = {whole: path for path, whole in self.stage.hf_names().items()}
         by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, sorted(own))
+        if is_alone():
+            names = self._stage_names()
+            by_rank = [names[self._topo.get_coord(rank).pipe] for rank in range(len(by_rank))]
+        else:
+            dist.all_gather_object(by_rank, sorted(own))
         tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
         comms = {}
         for name in tied:
@@ -127,7 +142,7 @@ class DeepSpeedPipeline:
             check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
-        self.module = StagePipeline(build, plan.layout, self._loss)
+        self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))
         if recipe.parallel.activation_checkpointing == "full":
             # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
             self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})

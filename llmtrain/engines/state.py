@@ -62,14 +62,19 @@ def load_state(engine: HasState, folder: Path) -> None:
     """
     source = Source(folder, rank())
     for pieces in engine.pieces():
-        for piece in pieces:
-            if piece.steps is not None:
-                piece.steps.zero_()
-        for piece in pieces:
-            source.fill(piece)
+        fill(pieces, source)
     engine.resumed(json.loads((folder / PROGRESS_FILE).read_text()))
     if (folder / GUARD_FILE).exists():  # else it was written before there was a guard
         engine.guard.load(load_file(folder / GUARD_FILE))
+
+
+def fill(pieces: list[Piece], source: Source) -> None:
+    """Writes what was saved into pieces. Raises CheckpointError where it is not there."""
+    for piece in pieces:
+        if piece.steps is not None:
+            piece.steps.zero_()
+    for piece in pieces:
+        source.fill(piece)
 
 
 def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place]) -> Iterator[list[Piece]]:

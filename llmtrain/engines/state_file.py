@@ -12,23 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from llmtrain.engines.pieces import Piece, Region
-from llmtrain.engines.writer import Part, Writer, size_of
+from llmtrain.engines.tensor_file import head
+from llmtrain.engines.writer import Part, Writer
 
 FOLDER = "engine"
 """Folder of these files in a checkpoint."""
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Words of the format (https://github.com/huggingface/safetensors) for what a model may be made of."""
 
 
 @dataclass(frozen=True)
@@ -106,31 +98,15 @@ def _content(pieces: list[Piece]) -> list[Part]:
         for index, piece in enumerate(pieces)
         for kind, tensor in piece.tensors.items()
     }
-    header = json.dumps(_header(pieces, tensors)).encode()
-    header += b" " * (-len(header) % 8)
-    return [len(header).to_bytes(8, "little"), header, *tensors.values()]
+    return [head(tensors, {"pieces": json.dumps([_described(piece) for piece in pieces])}), *tensors.values()]
 
 
-def _header(pieces: list[Piece], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    described = [
-        {
-            "name": piece.name,
-            "region": piece.region.to_json(),
-            "start": piece.start,
-            "numel": piece.numel,
-            "kinds": list(piece.tensors),
-            "steps": None if piece.steps is None else piece.steps.item(),
-        }
-        for piece in pieces
-    ]
-    header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(described)}}
-    offset = 0
-    for key, tensor in tensors.items():
-        size = size_of(tensor)
-        header[key] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": [tensor.numel()],
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    return header
+def _described(piece: Piece) -> dict[str, Any]:
+    return {
+        "name": piece.name,
+        "region": piece.region.to_json(),
+        "start": piece.start,
+        "numel": piece.numel,
+        "kinds": list(piece.tensors),
+        "steps": None if piece.steps is None else piece.steps.item(),
+    }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
+from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
 from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
 from llmtrain.engines.pieces import Region
@@ -26,7 +27,9 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         make_tensor_groups(plan.layout.tp)
-        check_split(model_configuration(plan.recipe), ds_config["tensor_parallel"], plan.recipe.model.attention, device)
+        if not is_alone():  # else there is nobody to compare with, and nothing is computed
+            attention = plan.recipe.model.attention
+            check_split(model_configuration(plan.recipe), ds_config["tensor_parallel"], attention, device)
         super().__init__(plan, ds_config, device)
 
     @property

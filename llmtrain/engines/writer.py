@@ -64,7 +64,7 @@ class DiskWriter(Writer):
         try:
             with create(self.folder / name) as file:
                 for part in parts:
-                    file.stream.write(_on_host(part))
+                    file.stream.write(on_host(part))
         except OSError as error:
             self.error = error
         else:
@@ -76,7 +76,8 @@ def size_of(part: Part) -> int:
     return len(part) if isinstance(part, bytes) else part.numel() * part.element_size()
 
 
-def _on_host(part: Part) -> bytes | memoryview:
+def on_host(part: Part) -> bytes | memoryview:
+    """The bytes of a part."""
     if isinstance(part, bytes):
         return part
     content: memoryview = part.detach().cpu().view(torch.uint8).numpy().data

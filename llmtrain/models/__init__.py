@@ -1,6 +1,6 @@
 """`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, tensor slices, loss."""
 
-from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder
+from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
 from llmtrain.models.loss import IGNORE, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
 
@@ -12,5 +12,6 @@ __all__ = [
     "find_stages",
     "model_configuration",
     "stage_builder",
+    "stage_names",
     "target_loss_sum",
 ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import (
@@ -20,7 +18,9 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.cut import build_stage, check_cut
+from llmtrain.models.hub_names import persistent_buffers
 from llmtrain.models.initial import Gather, initialise
+from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.stages import Cut, Stage
 from llmtrain.models.tensor import Ranks, Split, TensorParallel
 from llmtrain.models.tensor_check import check_split
@@ -78,13 +78,16 @@ def build_model(
     model.tie_weights()
     initialise(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None and gather is not None:
-        _load_named(dict(model.named_parameters()), recipe.model, gather, is_reader)
+        weights = dict(model.named_parameters()) | persistent_buffers(model)
+        _load_named(weights, recipe.model, config, gather, is_reader)
     return model
 
 
 def _load_whole(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
+    if getattr(config, "quantization_config", None) is None:  # else the library says what fits
+        read_pretrained(model, config)
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         model.pretrained,
         config=config,
@@ -134,68 +137,54 @@ def stage_builder(
         if recipe.model.pretrained is None:
             initialise(stage.model, recipe.train.seed, whole)
         else:
-            own = {whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()}
-            _load_named(own, recipe.model, whole or (lambda _: nullcontext()), is_reader=True)
+            own: dict[str, torch.Tensor] = {
+                whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()
+            }
+            own |= persistent_buffers(stage.model)
+            _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
         return stage
 
     return build
 
 
+def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
+    """Of each stage the weights that it holds, by their names in the whole model; nothing is allocated.
+
+    Raises RecipeError as `find_stages`.
+    """
+    config, cut, _ = find_stages(recipe, stages)
+    meta = torch.device("meta")
+    built = (
+        build_stage(config, index, cut.bounds, recipe.model.attention, torch.float32, meta, cut)
+        for index in range(stages)
+    )
+    return [sorted(stage.hf_names().values()) for stage in built]
+
+
 @torch.no_grad()
 def _load_named(
-    parameters: dict[str, torch.nn.Parameter], source: ModelConfig, gather: Gather, is_reader: bool
+    weights: dict[str, torch.Tensor], source: ModelConfig, config: PreTrainedConfig, gather: Gather, is_reader: bool
 ) -> None:
-    """Copies tensors of a safetensors folder or repository into parameters, one at a time.
+    """Copies weights of a safetensors folder or repository into parameters and buffers, one at a time.
 
-    Of the ranks that share a partitioned parameter one reads, and the others receive their part.
-    Raises RecipeError where the file's names are not the model's own: such a checkpoint is
-    converted while it is loaded (per-expert weights joined, for example), which needs it whole.
+    Of the ranks that share a partitioned parameter one reads, and the others receive their part; buffers are
+    whole on each. Raises RecipeError as `read_pretrained`, and for quantized weights, which only the library reads.
     """
-    from safetensors import safe_open
-
-    files = _safetensors_of(source)
-    missing = sorted(parameters.keys() - files.keys())
-    if missing:
+    if getattr(config, "quantization_config", None) is not None:
         raise RecipeError(
             Problem(
-                "model.pretrained_names",
+                "model.pretrained_quantized",
                 "model.pretrained",
-                f"{source.pretrained} stores {len(missing)} weights under other names than the model's "
-                f"(first: {missing[0]}), so it cannot be loaded in parts",
-                "load it once with from_pretrained(...).save_pretrained(FOLDER) and name that folder, "
-                "or use parallel.zero_stage=2 without a pipeline",
+                f"{source.pretrained} is quantized, so it cannot be loaded in parts",
+                "name a folder with plain weights, or use parallel.zero_stage=2 without a pipeline",
             )
         )
-    for name, parameter in parameters.items():
-        with gather([parameter]):
-            if is_reader:
-                with safe_open(files[name], framework="pt") as tensors:
-                    parameter.data.copy_(tensors.get_tensor(name))
-
-
-def _safetensors_of(source: ModelConfig) -> dict[str, Path]:
-    """File of each tensor of a local folder or hub repository."""
-    from safetensors import safe_open
-
-    assert source.pretrained is not None
-    folder = Path(source.pretrained)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        patterns = ["*.safetensors", "*.safetensors.index.json"]
-        folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, Any] = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
-    names: dict[str, Path] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            names.update(dict.fromkeys(tensors.keys(), file))
-    return names
+    pretrained = read_pretrained(source, config)
+    for name, weight in weights.items():
+        is_parameter = isinstance(weight, torch.nn.Parameter)
+        with gather([weight]) if is_parameter else nullcontext():  # type: ignore[list-item]
+            if is_reader or not is_parameter:
+                weight.data.copy_(pretrained.tensor(name))
 
 
 def _first_line(error: Exception) -> str:

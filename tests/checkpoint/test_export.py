@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+import yaml
+from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
+from safetensors import safe_open
 from tokenizers import Tokenizer, models
+from torch.profiler import ProfilerActivity, profile
 from traces import engine_of, plan_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.export import export, size_in_bytes
 from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.model_card import portable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState
-from llmtrain.errors import CheckpointError
+from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.models import build_model
 
 RANKS = 2
 CASES = [
@@ -76,6 +83,202 @@ def test_exported_weights_are_the_engines_bit_for_bit(case, checkpoints, tokeniz
     for name, (dtype, value) in weights[case].items():
         assert str(exported[name].dtype) == dtype
         assert torch.equal(exported[name].float(), torch.from_numpy(value)), name
+
+
+def _saved(rank: int, cases: list[tuple[str, dict]], folder) -> None:
+    """A checkpoint of each case after three steps; the rate of the first is zero."""
+    for name, fields in cases:
+        plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": GLOBAL_BATCH // RANKS, **fields}), RANKS)
+        engine = engine_of(plan)
+        shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+        for step in range(3):
+            engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+        state = TrainerState(step=1, samples=GLOBAL_BATCH, tokens=200, eval_loss=5.25, eval_step=1)
+        Saver(folder / name / "checkpoints", plan, engine).save(state)
+
+
+EXPERTS = {**MIXTRAL, "model.config.tie_word_embeddings": False, "parallel.expert": 2, "parallel.zero_stage": 1}
+FAMILIES = {
+    "tied": {"parallel.zero_stage": 3},
+    "experts": EXPERTS,
+    "half": {**EXPERTS, "parallel.precision": "bf16"},
+    "gpt2": {
+        "model.architecture": "gpt2",
+        "model.config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256},
+    },
+    "large": {
+        "model.config.num_hidden_layers": 16,
+        "model.config.tie_word_embeddings": False,
+        "parallel.zero_stage": 3,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    run_ranks(RANKS, _saved, list(FAMILIES.items()), folder)
+    return folder
+
+
+def _loaded(folder, **options):
+    """The model of a folder, in the type of its weights; nothing is missing, nothing is left over."""
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+    assert not any(told.values()), told
+    return model
+
+
+def _tensors(folder) -> dict[str, tuple[str, torch.Tensor]]:
+    """By name, the file of each tensor and its content."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            assert content.metadata() == {"format": "pt"}
+            found |= {name: (file.name, content.get_tensor(name)) for name in content.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("size", [10**9, 60_000])
+@pytest.mark.parametrize("name", ["tied", "experts", "half", "gpt2"])
+def test_files_are_those_of_save_pretrained(name, size, families, tokenizer, tmp_path):
+    """Names, shapes, types, content, and which tensor is in which file; experts are one tensor each, as on the hub.
+
+    The files of experts may differ: `transformers` takes those that it cut from one tensor for one.
+    """
+    export(newest(families / name / "checkpoints"), tokenizer, tmp_path / "ours", most_bytes=size)
+    loaded = _loaded(tmp_path / "ours")
+    model = AutoModelForCausalLM.from_config(loaded.config, dtype=loaded.dtype)  # it would save in another order
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    ours, theirs = _tensors(tmp_path / "ours"), _tensors(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    has_experts = name in ("experts", "half")
+    assert any("experts.1.w1" in key for key in ours) == has_experts
+    for key, (file, tensor) in theirs.items():
+        assert ours[key][0] == file or has_experts, key
+        assert ours[key][1].dtype == tensor.dtype, key
+        assert torch.equal(ours[key][1], tensor), key
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "ours" / file).read_text()) == json.loads(
+            (tmp_path / "theirs" / file).read_text()
+        )
+    index = tmp_path / "ours" / "model.safetensors.index.json"
+    assert index.exists() == (tmp_path / "theirs" / index.name).exists() == (size == 60_000)
+    if index.exists():
+        told = json.loads(index.read_text())
+        assert told["weight_map"] == {key: file for key, (file, _) in ours.items()}
+        assert told["metadata"]["total_size"] == sum(
+            tensor.numel() * tensor.element_size() for _, tensor in ours.values()
+        )
+        assert has_experts or told == json.loads((tmp_path / "theirs" / index.name).read_text())
+        most = [
+            sum(tensor.nbytes for file, tensor in ours.values() if file == one) for one in {f for f, _ in ours.values()}
+        ]
+        assert max(most) <= max(size, *(tensor.nbytes for _, tensor in ours.values()))
+
+
+def _most_memory(work) -> int:
+    """The most bytes that torch had at one time, in host memory or mapped from files."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    live = most = 0
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("size", [10**9, 200_000])
+def test_memory_is_that_of_the_largest_weight_and_not_of_the_model(size, families, tokenizer, tmp_path):
+    checkpoint = newest(families / "large" / "checkpoints")
+    mapped = sum(file.stat().st_size for file in (checkpoint / "engine").glob("*.safetensors"))
+    most = _most_memory(lambda: export(checkpoint, tokenizer, tmp_path / "out", most_bytes=size)) - mapped
+    tensors = _tensors(tmp_path / "out")
+    sizes = [tensor.numel() * tensor.element_size() for _, tensor in tensors.values()]
+    # Of the largest: the ranks' pieces, the whole that they are joined to, and one more while the next begins.
+    assert 0 < most <= 3 * max(sizes)
+    assert sum(sizes) > 10 * most
+
+
+def test_fp32_weights_of_a_bf16_run(families, tokenizer, tmp_path):
+    """The weights that are trained, of which the forward pass reads rounded ones."""
+    checkpoint = newest(families / "half" / "checkpoints")
+    export(checkpoint, tokenizer, tmp_path / "half")
+    export(checkpoint, tokenizer, tmp_path / "full", dtype="float32")
+    half, full = _loaded(tmp_path / "half"), _loaded(tmp_path / "full")
+    assert (half.dtype, full.dtype) == (torch.bfloat16, torch.float32)
+    theirs = dict(half.named_parameters())
+    assert all(torch.equal(value.bfloat16(), theirs[name]) for name, value in full.named_parameters())
+    assert any(not torch.equal(value, theirs[name].float()) for name, value in full.named_parameters())
+
+
+def test_the_card_says_what_was_trained_and_what_came_of_it(families, tokenizer, tmp_path):
+    run = families / "tied"
+    lines = [{"step": 1, "loss": 5.5}, {"step": 1, "eval_loss": 5.125}, {"step": 2, "loss": 1.0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
+    export(newest(run / "checkpoints"), tokenizer, tmp_path / "out")
+    _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llmtrain", "llama"],
+    }
+    assert "| training loss | 5.5000 nats per token in step 1 |" in body
+    assert "| evaluation loss | 5.1250 nats per token after step 1, on held-out documents |" in body
+    assert "1 steps, 8 sequences, 200 target tokens" in body
+    assert '"zero_stage": 3' in body
+    assert "- torch " in body
+    assert str(tmp_path.parent) not in body
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("/data/secret-project/corpus.jsonl", "corpus.jsonl"),
+        ("https://user:token@example.org/a/corpus.txt?key=1", "https://example.org/a/corpus.txt"),
+        ("Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-0.6B-Base"),
+        ("~/models/mine", "mine"),
+        ("stdlib", "stdlib"),
+    ],
+)
+def test_a_card_names_no_folder_and_no_secret(name, told):
+    assert portable(name) == told
+
+
+def test_weights_start_another_run(families, tokenizer, tmp_path):
+    """And back: the hub's names of a family whose prefix may be missing."""
+    export(newest(families / "gpt2" / "checkpoints"), tokenizer, tmp_path / "out")
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    recipe = tiny_recipe(**{"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path / "out")})
+    again = build_model(recipe, torch.float32, torch.device("cpu"))
+    assert all(torch.equal(value, again.get_parameter(name)) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("512 MiB", 2**29), ("1000", 1000), ("2kb", 2000)])
+def test_sizes_are_read(text, size):
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "1.5GB", "5XB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(RecipeError, match="--max-shard-size 5GB"):
+        size_in_bytes(text)
+
+
+def test_what_cannot_be_written_leaves_nothing(families, tokenizer, tmp_path):
+    checkpoint = newest(families / "tied" / "checkpoints")
+    with pytest.raises(CheckpointError, match="--tokenizer"):
+        export(checkpoint, tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        export(checkpoint, tokenizer, tmp_path / "file" / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        export(checkpoint, tokenizer, tmp_path / "full")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full"]
 
 
 def test_a_damaged_checkpoint_is_not_exported(checkpoints, tokenizer, tmp_path):

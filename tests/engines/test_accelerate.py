@@ -10,9 +10,8 @@ import pytest
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
 from torch.distributed.tensor import DTensor
-from traces import Trace, engine_of, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
-from llmtrain.checkpoint.export import empty_model, weights_of
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
@@ -253,7 +252,7 @@ def _interrupted(rank: int, ranks: int, folder):
         checkpoints = folder / str(index)
         Saver(checkpoints, plan, first).save(TrainerState(step=4, data="key"))
         weights = {name: weight.float().numpy() for name, weight in first.named_weights()}
-        exported = weights_of(newest(checkpoints), empty_model(plan))
+        exported = saved_weights(newest(checkpoints), plan)
         same = all(np.array_equal(weights[name], exported[name].detach().float().numpy()) for name in weights)
         torch.manual_seed(999)
         second = engine_of(plan)

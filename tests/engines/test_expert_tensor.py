@@ -10,9 +10,8 @@ import torch
 from batches import GLOBAL_BATCH, step_batch
 from harness import run_ranks
 from moe import CONFIGS, moe_recipe
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, saved_weights, trace, worst
 
-from llmtrain.checkpoint.export import empty_model, weights_of
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
@@ -207,7 +206,7 @@ def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path, architect
             assert continued.grad_norms == whole.grad_norms[STEPS // 2 :], case
             assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in names), case
     for index, (case, (_, _, saved)) in enumerate(zip(cases, by_rank[0], strict=True)):
-        exported = weights_of(newest(tmp_path / str(index)), empty_model(plan_of(recipes[index], 4)))
+        exported = saved_weights(newest(tmp_path / str(index)), plan_of(recipes[index], 4))
         assert exported.keys() == names == saved.keys()
         for name in names:
             assert np.array_equal(exported[name].float().numpy(), saved[name]), (name, case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,11 @@ from numpy.typing import NDArray
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.reference import ReferenceEngine
-from llmtrain.models import build_model
+from llmtrain.engines.state import Source
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.hub_names import empty_model
 from llmtrain.plan import Plan, resolve
 from llmtrain.recipe import Recipe
 
@@ -71,6 +75,14 @@ def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
         rank,
         plan.layout.dp,
     )
+
+
+def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, in the type that the plan's forward pass reads."""
+    dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
+    shapes = empty_model(model_configuration(plan.recipe), dtype).state_dict()
+    source = Source(checkpoint)
+    return {name: source.whole(name).view(shapes[name].shape).to(shapes[name].dtype) for name in source.all}
 
 
 def worst(ours: list[float], theirs: list[float]) -> float:

@@ -126,6 +126,18 @@ def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
         assert ours[2:] == pytest.approx(theirs[2:], rel=1e-5)  # gradient norm, rate, tokens, samples
 
 
+def test_another_global_batch_goes_on_with_the_next_samples(small_recipe, uninterrupted, interrupted):
+    """The cursor counts samples, the schedule steps: neither jumps."""
+    result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, "--set", "batch.global_batch_size=16")
+    assert result.returncode == 0, result.stderr
+    ours, theirs = ([line for line in metrics(run) if "loss" in line] for run in (interrupted, uninterrupted))
+    assert [line["samples"] for line in ours[9:]] == [80, 96, 112]
+    assert [line["lr"] for line in ours] == [line["lr"] for line in theirs]
+    assert ours[9]["tokens"] == theirs[9]["tokens"]
+    # The first batch of sixteen is the next two of eight.
+    assert ours[10]["tokens"] == theirs[11]["tokens"]
+
+
 @pytest.mark.slow
 def test_a_damaged_checkpoint_costs_one_interval_and_is_told(small_recipe, uninterrupted, interrupted):
     shard = _damage(interrupted / "checkpoints" / "step_00000010")

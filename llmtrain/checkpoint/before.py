@@ -1,0 +1,179 @@
+"""What of a resume can be refused before anything is launched: without torch, and without reading tensors.
+
+The workers compare hashes, all at once; here it is only asked whether a checkpoint can be what the run needs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, find, newest
+from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.plan import Plan
+from llmtrain.recipe import OptimConfig
+from llmtrain.run_dir import RunDir, changes
+
+WEIGHT = "weight"
+"""As in `engines.pieces`, which loads torch."""
+MOST_HEAD_BYTES = 100_000_000
+"""Of a safetensors file, as the library has it."""
+
+
+def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Path | None:
+    """The checkpoint that a run will go on from, as far as can be told; None for a new run.
+
+    resume: `auto`, `never` or a checkpoint. is_local: whether all workers run here, so that what is not here is
+    nowhere. Raises CheckpointError where no checkpoint can be used.
+    """
+    run = folder.read_id() if folder.id_file.exists() else ""
+    if resume == "never":
+        return None
+    if resume != "auto":
+        if problems := _problems(Path(resume), plan, run, is_local, is_named=True):
+            raise CheckpointError(problems)
+        return Path(resume)
+    candidates = [one.folder for one in reversed(find(folder.checkpoints))]
+    if first := newest(folder.checkpoints):
+        candidates = [first, *(one for one in candidates if one != first)]
+    problems = []
+    for candidate in candidates:
+        found = _problems(candidate, plan, run, is_local, is_named=False)
+        if not found:
+            return candidate
+        problems += found
+    if problems:
+        fix = "restore one of them, or start anew with another --run-dir"
+        none = Problem(
+            "checkpoint.none", str(folder.checkpoints), "holds no checkpoint that the run can go on from", fix
+        )
+        raise CheckpointError([*problems, none])
+    return None
+
+
+def check_data(checkpoint: Path, key: str) -> None:
+    """Raises CheckpointError where a checkpoint counts its samples in other data than those of `key`."""
+    if _state(checkpoint).get("data") != key:
+        raise CheckpointError(other_data(checkpoint))
+
+
+def other_data(checkpoint: Path) -> Problem:
+    """What is said of a checkpoint that was trained on other data."""
+    return Problem(
+        "checkpoint.data",
+        str(checkpoint),
+        "was trained on other data: the corpus, the tokenizer or the packing has changed since",
+        "bring the data back, or start anew with another --run-dir",
+    )
+
+
+def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: bool) -> list[Problem]:
+    try:
+        manifests = read_manifests(checkpoint)
+        problems = _of_another_run(checkpoint, manifests[0], plan, run, is_named)
+        problems += _files_missing(checkpoint, manifests)
+        if elsewhere := missing_parts(manifests):
+            if not is_local:
+                return problems  # those nodes will say what they have
+            message = f"lacks the part of {', '.join(elsewhere)}, and all workers run on this machine"
+            fix = "copy that part into the same folder, or run on the same nodes"
+            problems.append(Problem("checkpoint.part", str(checkpoint), message, fix))
+        return problems or _state_missing(checkpoint, plan.recipe.optim)
+    except CheckpointError as error:
+        return list(error.problems)
+
+
+def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, is_named: bool) -> list[Problem]:
+    """Of its own run a checkpoint was compared with the recipe by `RunDir.check`."""
+    if manifest.run == run:
+        return []
+    if not is_named:
+        return [Problem("checkpoint.run", str(checkpoint), f"was written by another run, {manifest.run}")]
+    fix = "use the recipe of that run, or export it and start from its weights with model.pretrained"
+    differing = changes(_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
+    return [Problem("checkpoint.recipe", one.field, one.message, fix) for one in differing]
+
+
+def _files_missing(checkpoint: Path, manifests: list[Manifest]) -> list[Problem]:
+    problems = []
+    for name, file in ((name, file) for manifest in manifests for name, file in manifest.files.items()):
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+        except OSError:
+            problems.append(Problem("checkpoint.missing", str(path), "is in the manifest but not there"))
+            continue
+        if size != file.bytes:
+            problems.append(Problem("checkpoint.size", str(path), f"has {size} bytes, the manifest says {file.bytes}"))
+    return problems
+
+
+def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
+    """Whether the pieces of all ranks make up each weight, and what the optimizer keeps for it."""
+    held: dict[tuple[str, str], int] = {}
+    whole: dict[str, int] = {}
+    for piece in _pieces(checkpoint):
+        whole[piece["name"]] = math.prod(piece["region"]["shape"])
+        for kind in piece["kinds"]:
+            held[piece["name"], kind] = held.get((piece["name"], kind), 0) + piece["numel"]
+    problems = [
+        Problem("checkpoint.pieces", str(checkpoint), f"does not hold all of {_told(kind)} for '{name}'")
+        for (name, kind), numel in held.items()
+        if numel < whole[name]
+    ]
+    kinds = {kind for _, kind in held}
+    lacking = [kind for kind in (WEIGHT, *_kept_by(optim)) if kind not in kinds]
+    if lacking:
+        message = f"does not hold {' and '.join(map(_told, lacking))}, which {optim.name} goes on with"
+        problems.append(
+            Problem("checkpoint.optimizer", str(checkpoint), message, "export it and start from its weights")
+        )
+    return problems
+
+
+def _kept_by(optim: OptimConfig) -> tuple[str, ...]:
+    """Torch's names of what an optimizer keeps for each weight."""
+    if optim.name == "sgd":
+        return ("momentum_buffer",) if optim.betas[0] else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def _told(kind: str) -> str:
+    return "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
+
+
+def _pieces(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """What the heads of the files of pieces say (`engines.state_file`)."""
+    for path in sorted((checkpoint / "engine").glob("rank_*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                head = json.loads(file.read(min(length, MOST_HEAD_BYTES)))
+            yield from json.loads(head["__metadata__"]["pieces"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CheckpointError(Problem("checkpoint.hash", str(path), "has no head that can be read")) from None
+
+
+def _plan(checkpoint: Path) -> Plan:
+    path = checkpoint / PLAN_FILE
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except (OSError, ValidationError) as error:
+        problem = Problem("checkpoint.plan", str(path), f"cannot be read: {str(error).splitlines()[0]}")
+    raise CheckpointError(problem)
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / STATE_FILE
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        return state
+    except (OSError, ValueError) as error:
+        problem = Problem("checkpoint.state", str(path), f"cannot be read: {error}")
+    raise CheckpointError(problem)

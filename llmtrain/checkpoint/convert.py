@@ -1,0 +1,172 @@
+"""Cuts a checkpoint anew, as the ranks of another plan would have written it, on one machine without a GPU.
+
+Any plan goes on from any checkpoint; of one that was cut for it each rank reads its own files and no others. How a plan
+cuts is asked of its engine: one rank after the other is built, in a process of its own and without the others, takes
+what it needs from the checkpoint, and writes it. In memory is what that one rank holds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
+from llmtrain.checkpoint.manifest import File, Manifest
+from llmtrain.checkpoint.new_folder import check_new, new_folder
+from llmtrain.checkpoint.state import layout_of, read_plan
+from llmtrain.cluster import Cluster
+from llmtrain.ds_config import render
+from llmtrain.durable import fingerprint
+from llmtrain.engines import Engine, build_engine, state_file
+from llmtrain.engines.alone import pretend
+from llmtrain.engines.pieces import Piece
+from llmtrain.engines.state import PROGRESS_FILE, Source, fill
+from llmtrain.engines.writer import DiskWriter, Written
+from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
+from llmtrain.plan import Plan, resolve
+from llmtrain.plan.runnable import check_runnable
+from llmtrain.recipe import Recipe
+from llmtrain.run_dir import check_unchanged, identity_of, versions
+
+Files = dict[str, Written]
+
+
+def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[Cluster], Cluster]) -> Plan:
+    """The plan to cut for: that of the checkpoint with other fields, on another cluster.
+
+    Raises RecipeError with all faults: fields that a run may not change, and what is not legal.
+    """
+    source = read_plan(checkpoint)
+    recipe = source.recipe.with_(**fields)
+    check_unchanged(source.recipe, recipe, str(checkpoint))
+    return resolve(recipe, resized(source.cluster))
+
+
+def convert(checkpoint: Path, out: Path, plan: Plan, told: Callable[[str], None] = print) -> None:
+    """Writes to `out` a checkpoint that `plan` goes on from: of the same run, step and samples.
+
+    It has no random generators: what is drawn at random, is drawn as under any other plan. told: is given a line for
+    each rank. `out` is whole or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content
+    or cannot be written, and RecipeError for a plan that is not run on CPUs.
+    """
+    check_new(out)
+    on_cpu = _on_cpus(plan)
+    manifests = verify(checkpoint)
+    first = manifests[0]
+    with new_folder(out) as folder:
+        files: dict[str, File] = {}
+        for rank in range(plan.workers):
+            written = _in_own_process(on_cpu, rank, checkpoint, folder)
+            files |= {
+                name: File(**vars(one.fingerprint), rank=rank, private=one.private) for name, one in written.items()
+            }
+            size = sum(one.fingerprint.bytes for one in written.values())
+            told(f"rank {rank}: {len(written)} files, {size / 2**20:,.1f} MiB")
+        for name in (STATE_FILE, PROGRESS_FILE):
+            shutil.copyfile(checkpoint / name, folder / name)
+        (folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")
+        for name in (STATE_FILE, PROGRESS_FILE, PLAN_FILE):
+            files[name] = File(**vars(fingerprint(folder / name)), rank=0, private=False)
+        Manifest(
+            save=uuid.uuid4().hex,
+            part=0,
+            hosts=[socket.gethostname()],
+            run=first.run,
+            recipe=identity_of(plan.recipe),
+            step=first.step,
+            samples=first.samples,
+            eval_loss=first.eval_loss,
+            written=datetime.now(UTC).isoformat(timespec="microseconds"),
+            world_size=plan.workers,
+            layout=layout_of(plan),
+            versions=versions(),
+            files=files,
+        ).write(folder)
+
+
+def _on_cpus(plan: Plan) -> Plan:
+    """The same cut, by an engine that is built here."""
+    recipe, cluster = plan.recipe, plan.cluster
+    if recipe.parallel.backend == "horovod":
+        message = "horovod's ranks are found by its own launcher only, and all hold the whole model"
+        raise RecipeError(Problem("convert.backend", "parallel.backend", message, "go on from the checkpoint as it is"))
+    if recipe.parallel.precision == "fp16":
+        message = "DeepSpeed does not run fp16 weights on CPUs, where a checkpoint is converted"
+        raise RecipeError(Problem("convert.precision", "parallel.precision", message, "go on from it as it is"))
+    host = {
+        f"parallel.{name}": "cpu"
+        for name in ("offload_optimizer", "offload_param")
+        if getattr(recipe.parallel, name) == "nvme"
+    }
+    here = Cluster(nodes=cluster.nodes, devices_per_node=cluster.devices_per_node, device="cpu")
+    on_cpu = resolve(_without_path(recipe.with_(**host)) if host else recipe, here)
+    check_runnable(on_cpu)
+    return on_cpu
+
+
+def _without_path(recipe: Recipe) -> Recipe:
+    return recipe.with_(**{"parallel.nvme_path": None})
+
+
+def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
+    """What a rank writes. It is forked, since to import torch and DeepSpeed takes longer than the rest."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_rank, args=(plan, rank, checkpoint, folder, sender))
+    process.start()
+    sender.close()
+    try:
+        result: Files | UserError | str = receiver.recv()
+    except EOFError:
+        result = f"rank {rank} died without a word; was there memory enough for it?"
+    process.join()
+    if isinstance(result, UserError):
+        raise result
+    if isinstance(result, str):
+        raise CheckpointError(Problem("convert.rank", str(checkpoint), result))
+    return result
+
+
+def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection) -> None:
+    try:
+        with Path(os.devnull).open("w") as null:
+            os.dup2(null.fileno(), 1)  # DeepSpeed's chatter
+        os.dup2(1, 2)
+        pipe.send(_written(plan, rank, checkpoint, folder))
+    except UserError as error:
+        pipe.send(error)
+    except BaseException:
+        pipe.send(f"rank {rank} failed:\n{traceback.format_exc()}")
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
+    pretend(rank, plan.workers)
+    engine = build_engine(plan, render(plan), torch.device("cpu"))
+    writer = DiskWriter(folder)
+    state_file.write(writer, rank, _filled(engine, Source(checkpoint)))
+    if writer.error is not None:
+        error = writer.error
+        raise CheckpointError(Problem("out.write", str(folder), f"cannot be written: {error.strerror or error}"))
+    return writer.files
+
+
+@torch.no_grad()
+def _filled(engine: Engine, source: Source) -> Iterator[list[Piece]]:
+    for pieces in engine.pieces():  # type: ignore[attr-defined]
+        fill(pieces, source)
+        yield pieces

@@ -1,0 +1,129 @@
+"""The README of an exported model: what was trained, on what, how, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import ModelCardData
+
+from llmtrain.checkpoint.manifest import Manifest
+from llmtrain.checkpoint.state import TrainerState
+from llmtrain.plan import Plan
+from llmtrain.plan.described import split_lines
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+Line = dict[str, Any]
+
+
+def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, metrics: Path) -> str:
+    """Markdown under a YAML head, as the hub reads it. Folders of this machine are left out, but for their last name.
+
+    dtype: of the weights. metrics: `metrics.jsonl` of the run, which may not be there.
+    """
+    recipe = plan.recipe
+    train, evaluation = _last_lines(metrics, state.step)
+    rows = [
+        ("model", f"{plan.model.model_type}, {plan.model.parameters:,} parameters, {dtype}"),
+        ("started from", portable(recipe.model.pretrained) if recipe.model.pretrained else "random weights"),
+        ("data", "; ".join(f"{portable(one.name)} (weight {one.weight:g})" for one in recipe.data.sources)),
+        ("sequence length", f"{recipe.data.sequence_length:,} tokens"),
+        ("optimizer", f"{recipe.optim.name}, peak rate {recipe.optim.lr:g}, {recipe.optim.schedule}"),
+        ("global batch", f"{recipe.batch.global_batch_size:,} sequences"),
+        ("trained", f"{state.step:,} steps, {state.samples:,} sequences, {state.tokens:,} target tokens"),
+        *_metric_rows(train, evaluation, state),
+    ]
+    recipe_text = json.dumps(_portable(recipe.model_dump(mode="json")), indent=2)
+    packages = "\n".join(f"- {name} {version}" for name, version in sorted(manifest.versions.items()))
+    return "\n".join(
+        (
+            "---",
+            _front_matter(plan),
+            "---",
+            f"\n# {recipe.name}\n",
+            "Trained with llmtrain.\n",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {_cell(value)} |" for name, value in rows),
+            "\n## Use\n",
+            "```python",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            "```",
+            "\n## Plan\n",
+            *(f"- {line.strip()}" for line in split_lines(plan)),
+            f"\n## Recipe\n\n```json\n{recipe_text}\n```",
+            f"\n## Versions\n\n{packages}\n",
+        )
+    )
+
+
+def portable(text: str) -> str:
+    """A name without the folders above a file, and a URL without user, password and query."""
+    parts = urlsplit(text)
+    if parts.scheme and parts.netloc:
+        return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    return Path(text).name if text.startswith(("/", "~", "./", "../")) or Path(text).exists() else text
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _portable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    return portable(value) if isinstance(value, str) and "/" in value else value
+
+
+def _front_matter(plan: Plan) -> str:
+    recipe = plan.recipe
+    names = [one.name for one in recipe.data.sources]
+    base = recipe.model.pretrained
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["llmtrain", plan.model.model_type],
+        datasets=[name for name in names if _on_the_hub(name)] or None,
+        base_model=base if base and _on_the_hub(base) else None,
+    )
+    return data.to_yaml()
+
+
+def _on_the_hub(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and portable(name) == name
+
+
+def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tuple[str, str]]:
+    loss = evaluation.get("eval_loss", state.eval_loss)
+    step = evaluation.get("step", state.eval_step)
+    rows = []
+    if train.get("loss") is not None:
+        rows.append(("training loss", f"{train['loss']:.4f} nats per token in step {train['step']:,}"))
+    if loss is not None:
+        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on held-out documents"))
+    return rows
+
+
+def _last_lines(metrics: Path, step: int) -> tuple[Line, Line]:
+    """The last training step and the last evaluation until a step; empty where nothing is known."""
+    train: Line = {}
+    evaluation: Line = {}
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
+    for text in lines:
+        try:
+            line = json.loads(text)
+            is_past = line["step"] <= step
+        except (ValueError, TypeError, KeyError):
+            continue  # cut off by a kill
+        if is_past and "eval_loss" in line:
+            evaluation = line
+        elif is_past:
+            train = line
+    return train, evaluation
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

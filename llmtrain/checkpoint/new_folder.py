@@ -1,0 +1,40 @@
+"""A folder that is made whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from llmtrain.durable import flush_tree, remove_tree, rename
+from llmtrain.errors import CheckpointError, Problem
+
+
+def check_new(out: Path) -> None:
+    """Raises CheckpointError where there is something already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(Problem("out.exists", str(out), "is not empty", "name a new folder"))
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder under a temporary name, which becomes `out` when the context ends and is gone where it fails.
+
+    Raises CheckpointError for what the filesystem refuses.
+    """
+    out = out.absolute()
+    temporary = out.with_name(f".{out.name}.partial")
+    try:
+        remove_tree(temporary)
+        temporary.mkdir(parents=True)
+        yield temporary
+        flush_tree(temporary)
+        if out.exists():
+            out.rmdir()
+        rename(temporary, out)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror or error}"
+        raise CheckpointError(Problem("out.write", str(out), message, "name another folder")) from error
+    finally:
+        if temporary.is_dir():
+            remove_tree(temporary)

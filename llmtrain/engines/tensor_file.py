@@ -1,0 +1,57 @@
+"""Safetensors files made of parts; the library's own writer wants all bytes of a file at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from llmtrain.engines.writer import on_host, size_of
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Words of the format (https://github.com/huggingface/safetensors) for what a model may be made of."""
+
+
+def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with; the tensors follow in their order.
+
+    tensors: of these only shapes and types are asked, so they may have no memory.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = size_of(tensor)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
+    """Writes a file as `transformers` has them, asking for one tensor after the other.
+
+    like: by name, a tensor of the same shape and type without memory. Those of wide elements come first, so that
+    all are aligned.
+    """
+    ordered = {name: like[name] for name in sorted(like, key=lambda name: -like[name].element_size())}
+    stream.write(head(ordered, {"format": "pt"}))
+    for name, expected in ordered.items():
+        value = tensor(name)
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(f"'{name}' is {value.dtype} {list(value.shape)}, and was to be {expected}")
+        stream.write(on_host(value.contiguous().view(-1)))

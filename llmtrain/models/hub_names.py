@@ -1,0 +1,174 @@
+"""Weights as files of the hub have them, which is not always as the modules of `transformers` do.
+
+The experts of a layer are one tensor in a module and one for each expert in a file, a head may be left out because
+it is tied, a prefix may be missing. `transformers` knows how to translate a whole model; here it is asked for one
+weight, or the few that belong together, at a time. Nothing but these is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+Read = Callable[[str], Tensor]
+"""Gives a tensor by its name."""
+
+
+def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal LM without memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The buffers that are saved as weights are."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Of each name of a weight all names that it has; several where weights are tied."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group} | {
+        name: (name,) for name in persistent_buffers(model)
+    }
+
+
+class Outgoing:
+    """The weights of a model as `save_pretrained` names, orders and lays them out."""
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        """model: without memory, as in the types that are written. names: its weights, tied ones once."""
+        self._model = model
+        self._like = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
+        self._sources: dict[str, tuple[str, ...]] = {}
+        self.like: dict[str, Tensor] = {}
+        """By name in a file, in the order of the files: a tensor without memory of that shape and type."""
+        for group in self._groups(names):
+            for name, tensor in revert_weight_conversion(model, {one: self._like[one].data for one in group}).items():
+                self._sources[name], self.like[name] = group, tensor
+        self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
+
+    def tensor(self, name: str, read: Read) -> Tensor:
+        """A tensor of a file. read: gives a weight of the model, flat, of any type.
+
+        What came of the same weights is kept for the next call, and nothing else.
+        """
+        group = self._sources[name]
+        if self._converted[0] != group:
+            self._converted = ((), {})
+            weights = {one: read(one).view(self._like[one].shape).to(self._like[one].dtype) for one in group}
+            self._converted = (group, dict(revert_weight_conversion(self._model, weights)))
+        return self._converted[1][name]
+
+    def _groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        """Weights that are translated together, in the order in which `transformers` does it."""
+        conversions = [
+            one
+            for one in get_model_conversion_mapping(self._model, add_legacy=False)
+            if not isinstance(one, PrefixChange)
+        ]
+        if not conversions:
+            yield from ((name,) for name in names)
+            return
+        back = [one.reverse_transform() for one in reversed(conversions)]
+        converters = [one for one in back if isinstance(one, WeightConverter)]
+        groups: dict[str, list[str]] = {}
+        for name in sorted(names, key=dot_natural_key):
+            translated, pattern = apply_converters(name, converters)
+            groups.setdefault(translated if pattern else name, []).append(name)
+        yield from map(tuple, groups.values())
+
+
+@dataclass
+class _Origin:
+    """What a weight is made of."""
+
+    target: str
+    """Where its tensors go, as `transformers` names that; with a converter the first of several weights."""
+    converter: WeightConverter | None
+    keys: list[tuple[str, str]] = field(default_factory=list)
+    """Names in the files, each with the pattern that it is of."""
+
+
+class Incoming:
+    """The weights of a model from the tensors of files, as `from_pretrained` finds them."""
+
+    def __init__(self, model: PreTrainedModel, files: Mapping[str, Tensor]) -> None:
+        """model: the whole one, without memory. files: by name, a tensor without memory of that shape and type."""
+        self._model = model
+        self._origins: dict[str, _Origin] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._aliases = aliases(model)
+        for origin in self._found(files):
+            for name, tensor in self._converted(origin, lambda key: files[key]).items():
+                self._origins[name] = origin
+                self._shapes[name] = tensor.shape
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold a weight, under whichever of its names."""
+        return self._own_name(name) is not None
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a weight that the files hold."""
+        return self._shapes[self._own_name(name) or name]
+
+    def tensor(self, name: str, read: Read) -> Tensor:
+        """A weight. read: gives a tensor of the files. Raises KeyError where they do not hold it."""
+        own = self._own_name(name) or name
+        return self._converted(self._origins[own], read)[own]
+
+    def _own_name(self, name: str) -> str | None:
+        """Under which of its names the files hold a weight."""
+        return next((one for one in (name, *self._aliases.get(name, ())) if one in self._origins), None)
+
+    def _found(self, files: Iterable[str]) -> Iterable[_Origin]:
+        """The same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model` makes."""
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        own, prefix = self._model.state_dict(), self._model.base_model_prefix
+        origins: dict[str, _Origin] = {}
+        for key in sorted(files, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, own)
+            if target not in own and key in own:
+                target, pattern = rename_source_key(key, [], [], prefix, own)
+            if target in own:
+                converter = by_pattern[pattern] if pattern is not None else None
+                origins.setdefault(target, _Origin(target, converter)).keys.append((pattern or key, key))
+        return origins.values()
+
+    def _converted(self, origin: _Origin, read: Read) -> dict[str, Tensor]:
+        if origin.converter is None:
+            return {origin.target: read(origin.keys[-1][1])}
+        converter = deepcopy(origin.converter)
+        for pattern, key in origin.keys:
+            converter.add_tensor(origin.target, key, pattern, read(key))
+        converted = converter.convert(origin.target, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}

@@ -1,0 +1,112 @@
+"""A Hugging Face folder, or repository of the hub, as weights of a model by their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.hub_names import Incoming, aliases, empty_model
+from llmtrain.recipe import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MOST = 5
+"""Weights that a refusal names."""
+
+
+class Pretrained:
+    """The weights of a folder; one, or the few that belong together, are in memory at a time."""
+
+    def __init__(self, incoming: Incoming, files: dict[str, Path]) -> None:
+        self._incoming = incoming
+        self._files = files
+        self._open: dict[Path, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight by its name in the model, in the type of the file."""
+        return self._incoming.tensor(name, self._read)
+
+    def _read(self, key: str) -> Tensor:
+        file = self._files[key]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        tensor: Tensor = self._open[file].get_tensor(key)
+        return tensor
+
+
+def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
+    """The weights of `model.pretrained`; reads the heads of its files only.
+
+    Raises RecipeError where a weight of the model is not in them, which `transformers` would draw at random, or
+    has another shape there.
+    """
+    files = _files(source)
+    model = empty_model(config, torch.float32, source.trust_remote_code)
+    incoming = Incoming(model, _shapes(files))
+    own = {name: group for name, group in aliases(model).items() if name == group[0]}
+    problems = []
+    if missing := [name for name in own if not incoming.has(name)]:
+        message = f"{source.pretrained} lacks {len(missing)} of {len(own)} weights of the model: {_some(missing)}"
+        fix = "name a folder that was saved with them; model.config may not ask for more than it has"
+        problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    wrong = [name for name in own if incoming.has(name) and incoming.shape(name) != shapes[name]]
+    if wrong:
+        name = wrong[0]
+        message = (
+            f"{source.pretrained} has {len(wrong)} weights of another shape than the model, as '{name}': "
+            f"{list(incoming.shape(name))} for {list(shapes[name])}"
+        )
+        fix = "leave out the fields of model.config that change sizes"
+        problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))
+    if problems:
+        raise RecipeError(problems)
+    return Pretrained(incoming, files)
+
+
+def _files(source: ModelConfig) -> dict[str, Path]:
+    """File of each tensor of a local folder or hub repository."""
+    assert source.pretrained is not None
+    folder = Path(source.pretrained)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        patterns = ["model*.safetensors", INDEX]  # a repository may hold the weights a second time, under other names
+        folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
+    if (folder / INDEX).is_file():
+        weight_map: dict[str, Any] = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {name: folder / file for name, file in weight_map.items()}
+        if gone := sorted({file.name for file in files.values() if not file.is_file()}):
+            message = f"{folder} lacks {len(gone)} of the files that its index names: {_some(gone)}"
+            raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "complete the folder"))
+        return files
+    found = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
+    return {name: file for file in found for name in _heads(file)}
+
+
+def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
+    heads = {file: _heads(file) for file in dict.fromkeys(files.values())}
+    return {name: heads[file][name] for name, file in files.items() if name in heads[file]}
+
+
+def _heads(file: Path) -> dict[str, Tensor]:
+    """By name, a tensor without memory of each one's shape. Raises RecipeError for what is no safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in tensors.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        message = f"{file} cannot be read: {error}"
+    raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")

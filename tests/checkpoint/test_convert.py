@@ -1,0 +1,128 @@
+"""A converted checkpoint is the same state, cut for another plan: each of its ranks reads its own files only."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from harness import run_ranks
+from test_elastic import BACKENDS, EXPERTS, LAYOUTS, STOP, _plan, _save
+from traces import engine_of
+
+from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.convert import convert, target_plan
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.state import load, read_plan
+from llmtrain.cluster import Cluster
+from llmtrain.engines.state import Source
+from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.plan import resolve
+
+MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
+PLANS = LAYOUTS | BACKENDS | EXPERTS
+QUICK = ["dp2-pp2-tp1-zero1", "dp1-pp1-tp2-zero3", "dp2-ep2-zero1"]
+
+
+def _others(name: str) -> dict:
+    return dict(MOE) if name in EXPERTS else {}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A checkpoint of a dense model and one of a mixture of experts, both of two ranks under ZeRO-2."""
+    folder = tmp_path_factory.mktemp("sources")
+    source = {"source": (2, {"zero_stage": 2})}
+    run_ranks(2, _save, source, {}, folder / "dense")
+    run_ranks(2, _save, source, MOE, folder / "experts")
+    return folder
+
+
+def _source(sources, name: str):
+    return newest(sources / ("experts" if name in EXPERTS else "dense") / "source")
+
+
+def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) -> list[list[float]]:
+    """Losses after each checkpoint, by an engine that was built anew."""
+    every = Source.all
+    found = []
+    for checkpoint, alone in zip(checkpoints, own_only, strict=True):
+        if alone:
+            Source.all = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
+        ranks, fields = PLANS[name]
+        plan = _plan(fields, ranks, **_others(name))
+        engine = engine_of(plan)
+        state = load(checkpoint, engine, plan, "key")
+        assert (state.step, state.samples) == (STOP, STOP * GLOBAL_BATCH)
+        shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+        batches = [step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.layout.dp) for step in range(3)]
+        found.append([engine.train_step(batch).loss.item() for batch in batches])
+        Source.all = every  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS]
+)
+def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, sources, tmp_path):
+    source = _source(sources, name)
+    ranks, fields = PLANS[name]
+    plan = _plan(fields, ranks, **_others(name))
+    told: list[str] = []
+    convert(source, tmp_path / "out", plan, told.append)
+    (manifest,) = verify(tmp_path / "out")
+    assert len(told) == manifest.world_size == ranks
+    assert read_plan(tmp_path / "out") == plan
+    assert not list(tmp_path.glob(".*"))
+    # Replicas save a share each and read all of it; then a rank reads what the others of its kind wrote.
+    own_only = all(file.private for path, file in manifest.files.items() if path.startswith("engine/rank"))
+    for direct, converted in run_ranks(ranks, _next_losses, [source, tmp_path / "out"], name, [False, own_only]):
+        assert converted == direct
+
+
+def _resized(cluster):
+    return cluster.resized(1, 4, None)
+
+
+def test_the_new_plan_is_the_old_one_with_other_fields(sources):
+    source = _source(sources, "dp2-pp2-tp1-zero1")
+    plan = target_plan(source, {"parallel.pipeline": 2, "parallel.zero_stage": 1}, _resized)
+    assert (plan.layout.dp, plan.layout.pp, plan.layout.zero_stage, plan.workers) == (2, 2, 1, 4)
+    assert plan.recipe.optim == read_plan(source).recipe.optim
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"optim.lr": 0.5}, "optim.lr: .* was started with 0.001, the recipe now says 0.5"),
+        ({"model.config.hidden_size": 128}, "model.config.hidden_size"),
+        ({"parallel.pipeline": 2, "parallel.zero_stage": 3}, "parallel.zero_stage"),
+        ({"parallel.pipelin": 2}, "did you mean 'pipeline'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(fields, words, sources):
+    with pytest.raises(RecipeError, match=words):
+        target_plan(_source(sources, "dp2-pp2-tp1-zero1"), fields, _resized)
+
+
+def test_what_is_damaged_or_in_the_way_leaves_nothing(sources, tmp_path):
+    source = _source(sources, "dp2-pp2-tp1-zero1")
+    plan = _plan({"zero_stage": 1}, 1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="is not empty"):
+        convert(source, tmp_path / "full", plan)
+    shutil.copytree(source, tmp_path / "damaged")
+    file = next((tmp_path / "damaged" / "engine").glob("rank_*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(CheckpointError, match="its hash differs"):
+        convert(tmp_path / "damaged", tmp_path / "out", plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "full"]
+
+
+def test_half_precision_is_refused_with_what_to_do(sources, tmp_path):
+    fields = {"parallel.precision": "fp16", "parallel.zero_stage": 2, "batch.micro_batch_size": 4}
+    plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="h100"))
+    with pytest.raises(RecipeError, match="go on from it as it is"):
+        convert(_source(sources, "dp2-pp2-tp1-zero1"), tmp_path / "out", plan)
+    assert not (tmp_path / "out").exists()
