@@ -15,7 +15,7 @@ from llmtrain.launch.local import wait_for_signal
 from llmtrain.run_dir import RunDir
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before the first restart; twice as long before each one after it."""
+"""Before the first restart; twice as long before each one after it, until there is a new checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def train_with_restarts(
             board.close()
         folder.keep_failures(len(deaths))
         resume = next_resume(resume, deaths[-1])
-        pause_s = pause_before(len(deaths))
+        pause_s = pause_after(deaths)
         told = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
         console.print(told, highlight=False)
         if (stopped_by := wait_for_signal(pause_s)) is not None:
@@ -80,9 +80,12 @@ def next_resume(resume: str, death: Death) -> str:
     return "auto"
 
 
-def pause_before(restart: int) -> float:
-    """Seconds before a restart, counted from 1."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (restart - 1))
+def pause_after(deaths: Sequence[Death]) -> float:
+    """Seconds before the next restart: twice as long as the last time, unless a checkpoint was added since."""
+    alike = 1
+    while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
+        alike += 1
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
 
 
 def _death(board: Board, folder: RunDir) -> Death:

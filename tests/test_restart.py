@@ -13,7 +13,7 @@ from rich.console import Console
 
 from llmtrain import restart
 from llmtrain.errors import WorkerError
-from llmtrain.restart import Death, enough, next_resume, pause_before, train_with_restarts
+from llmtrain.restart import Death, enough, next_resume, pause_after, train_with_restarts
 from llmtrain.run_dir import RunDir
 
 WORKER = """
@@ -121,7 +121,8 @@ def test_errors_of_earlier_attempts_are_kept(folder):
 
 
 def test_pauses_grow():
-    assert [pause_before(restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [pause_after([Death(7, None)] * restart) for restart in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert pause_after([Death(7, None), Death(7, None), Death(9, "step_00000008")]) == 1
 
 
 @pytest.mark.parametrize(
