@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -11,6 +13,7 @@ from typing import Literal
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.model_card import model_card
@@ -99,8 +102,18 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> No
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
-    model.save_pretrained(folder, state_dict={})
+    with _no_progress():  # of shards that are none of its own
+        model.save_pretrained(folder, state_dict={})
     text.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
 
 
 def _write_weights(outgoing: Outgoing, source: Source, parameters: int, most_bytes: int, folder: Path) -> None:

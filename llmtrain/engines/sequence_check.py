@@ -19,6 +19,7 @@ from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
+from llmtrain.engines.alone import is_alone
 from llmtrain.engines.ulysses import Group, Ulysses
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import target_loss_sum
@@ -50,6 +51,8 @@ def check_sequence(config: PreTrainedConfig, attention: str, length: int) -> Non
     treated alike. Runs on the CPU, in fp32, without dropout, with packed documents; the random state is
     left alone. Raises SequenceRefused, on every rank, where logits, auxiliary loss or gradients differ.
     """
+    if is_alone():
+        return  # nobody to compare with, and nothing is computed
     reason = _moving_positions(config, length)
     group = pair()
     if not reason and dist.get_rank() < 2:
