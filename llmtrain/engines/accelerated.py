@@ -60,7 +60,8 @@ class AcceleratedDataParallel:
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
-        optimizer = torch_optimizer(parameter_groups(model, recipe.optim.weight_decay), recipe.optim)
+        groups = parameter_groups(model, recipe.optim.weight_decay)
+        optimizer = torch_optimizer(groups, recipe.optim, self.is_sharded)
         with _undisturbed():
             self.accelerator = (
                 _accelerator_sharded(plan, model, device) if self.is_sharded else _accelerator_ddp(plan, device)

@@ -93,7 +93,11 @@ class Guard:
         self._verdict = torch.zeros((), device=device)
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Has a fused optimizer of torch take no update that is refused."""
+        """Has a fused optimizer of torch take no update that is refused. Raises TypeError for any other one."""
+        if not all(group.get("fused") for group in optimizer.param_groups):
+            raise TypeError(
+                f"{type(optimizer).__name__} is not fused: it would take every update, whatever the verdict"
+            )
         optimizer.register_step_pre_hook(self._before_update)
 
     def begin(self, measure: Callable[[], Measured]) -> None:

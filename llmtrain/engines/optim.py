@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -29,12 +30,45 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> Optimizer:
-    """The recipe's optimizer as plain PyTorch builds it; fused, so that `llmtrain.engines.guard` can skip an update."""
+def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False) -> Optimizer:
+    """The recipe's optimizer as plain PyTorch builds it; fused, so that `llmtrain.engines.guard` can skip an update.
+
+    is_sharded: whether the parameters are, or will be, DTensors.
+    """
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0], fused=True)
+        sgd = ShardedSGD if is_sharded else torch.optim.SGD
+        return sgd(groups, lr=optim.lr, momentum=optim.betas[0], fused=True)
     kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+class ShardedSGD(torch.optim.SGD):
+    """SGD on this rank's shards: torch has its fused kernel of Adam for DTensors, and not that of SGD (2.13)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates each shard, unless `found_inf` says no. Momentum has to be there (`guard`)."""
+        for group in self.param_groups:
+            trained = [one for one in group["params"] if one.grad is not None and _local(one).numel()]
+            if not trained:
+                continue
+            torch._fused_sgd_(
+                [_local(one) for one in trained],
+                [_local(one.grad) for one in trained],
+                [_local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=False,
+                found_inf=self.found_inf,  # type: ignore[attr-defined]
+            )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:

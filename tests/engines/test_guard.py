@@ -54,6 +54,12 @@ CASES = {
     "ddp": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"},
     "ddp_sgd": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "optim.name": "sgd"},
     "fsdp2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+    "fsdp2_sgd": {
+        "parallel.backend": "accelerate",
+        "parallel.accelerate": "fsdp2",
+        "parallel.zero_stage": 3,
+        "optim.name": "sgd",
+    },
     "accelerate_zero0": {"parallel.backend": "accelerate", "parallel.accelerate": "deepspeed"},
 }
 
@@ -247,7 +253,7 @@ def _interrupted(rank: int, names: list[str], folder):
         runs.append(_steps(second, plan, Spoiler(second), range(STOP, END)))
         skipped.append(str(second.guard.read()))
         weights.append(_weights(second))
-        other_plan = plan_of(_recipe_of_a_spike("zero2"), 2)
+        other_plan = plan_of(_recipe_of_a_spike("zero2").with_(**{"optim.name": plan.recipe.optim.name}), 2)
         other = engine_of(other_plan)
         load(newest(folder / name), other, other_plan, "key")
         found.append((runs, skipped, weights, other.guard.read()))
@@ -277,6 +283,8 @@ def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero2_bf16", "zero3_bf16", "zero1_offload", "pipeline", "tensor", "ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "name", ["zero2_bf16", "zero3_bf16", "zero1_offload", "pipeline", "tensor", "ddp", "fsdp2", "fsdp2_sgd"]
+)
 def test_goes_on_bit_for_bit_under_every_strategy(name, tmp_path):
     _check_resumed([name], tmp_path)

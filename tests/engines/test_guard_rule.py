@@ -185,6 +185,12 @@ def test_the_mark_of_deepspeed_is_not_taken_for_a_norm():
     assert finite_or_infinite(torch.tensor(2.0)) == 2.0
 
 
+def test_an_optimizer_that_would_not_obey_is_refused():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(TypeError, match="AdamW is not fused"):
+        Guard(GuardConfig(), CPU).watch(optimizer)
+
+
 class NoReading(TorchDispatchMode):
     """Fails where the host reads a number from the device."""
 

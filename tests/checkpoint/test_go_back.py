@@ -1,0 +1,100 @@
+"""Which checkpoint a run goes back to, and what it is told where it may not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from batches import tiny_recipe
+from small_saves import RUN, Tensors, save, saver_of
+from traces import plan_of
+
+from llmtrain.checkpoint.folder import read_latest
+from llmtrain.checkpoint.resume import choose_newest
+from llmtrain.checkpoint.state import TrainerState
+from llmtrain.engines.guard import Skipped, SkippedStep
+from llmtrain.errors import DivergedError, Exit
+from llmtrain.rollback import Trouble, go_back
+
+
+@dataclass
+class Counter:
+    """A guard that keeps what it is told."""
+
+    total: int = 0
+
+    def count_from(self, total: int) -> None:
+        self.total = total
+
+
+@dataclass
+class Engine(Tensors):
+    """Loads what `small_saves` wrote."""
+
+    guard: Counter = field(default_factory=Counter)
+    step: int = 0
+
+
+def _saved(folder: Path, *steps: int):
+    """A saver that has saved these steps."""
+    saver = saver_of(folder)
+    for step in steps:
+        save(saver, step)
+    return saver
+
+
+def _trouble(first: int, last: int, rollbacks: int = 0, **fields) -> Trouble:
+    """Every step from the first to the last one was skipped."""
+    steps = tuple(SkippedStep(last - step, math.nan, 1.0, math.nan, math.nan) for step in range(first, last + 1))
+    state = TrainerState(step=last, samples=8 * last, data="key", rollbacks=rollbacks)
+    return Trouble(plan_of(tiny_recipe(**fields), 1), state, Skipped(len(steps), steps))
+
+
+def _go_back(trouble: Trouble, saver) -> Engine:
+    engine = Engine()
+    go_back(trouble, engine, saver.checkpoints, RUN, saver.storage)
+    return engine
+
+
+@pytest.mark.parametrize(("before", "step"), [(13, 12), (12, 8), (9, 8), (8, 4), (4, None)])
+def test_a_checkpoint_from_before_a_step_is_one_of_an_earlier_step(tmp_path, before, step):
+    saver = _saved(tmp_path, 4, 8, 12)
+    choice = choose_newest(tmp_path, RUN, saver.storage, before=before)
+    assert (choice and choice.manifests[0].step) == step
+
+
+def test_goes_back_to_before_the_first_skipped_step_and_past_the_data(tmp_path):
+    saver = _saved(tmp_path, 4, 8)  # the last one lies among the skipped steps
+    trouble = _trouble(7, 10)
+    engine = _go_back(trouble, saver)
+    assert engine.step == 4
+    assert (trouble.state.step, trouble.state.samples, trouble.state.rollbacks) == (4, 80, 1)
+    assert engine.guard.total == 4
+    assert read_latest(tmp_path) == "step_00000004"
+
+
+def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
+    saver = _saved(tmp_path, 8)
+    assert _go_back(_trouble(7, 10), saver).step == 8
+
+
+@pytest.mark.parametrize(
+    ("rollbacks", "fields", "saved", "told"),
+    [
+        (0, {"guard.then": "stop"}, (4,), "the same command goes on from step_00000004"),
+        (3, {}, (4,), "after 3 of 3 times"),
+        (0, {}, (), "no checkpoint was saved to go back to"),
+    ],
+)
+def test_stops_where_it_may_not_go_back(tmp_path, rollbacks, fields, saved, told):
+    trouble = _trouble(7, 16, rollbacks, **fields)
+    with pytest.raises(DivergedError, match=told) as refused:
+        _go_back(trouble, _saved(tmp_path, *saved))
+    assert refused.value.exit_code == Exit.WORKER
+    message = str(refused.value)
+    assert "10 of the last 128 updates were skipped, more than 8" in message
+    assert "first step 7 (loss not finite), last step 16 (loss not finite)" in message
+    assert "[guard.skipped]" in message
+    assert trouble.state.step == 16
