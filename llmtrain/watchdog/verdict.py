@@ -77,7 +77,8 @@ def hangs(statuses: Mapping[int, Status]) -> bool:
     late = [one for one in statuses.values() if one.late]
     if any(one.state in HALTED for one in late):
         return True  # it waits for nobody
-    return bool(late) and not any(one.phase in WORKING and not one.late for one in statuses.values())
+    working = [one for one in statuses.values() if one.phase in WORKING and one.state]
+    return bool(late) and all(one.late for one in working)
 
 
 def absent(statuses: Mapping[int, Status]) -> list[int]:

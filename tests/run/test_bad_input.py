@@ -44,6 +44,9 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", *ON_DISK], ["nvme.path", "/dev/null is no folder"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
+        (["{recipe}", "--max-restarts", "2", "--dry-run"], ["launch.restarts"]),
+        (["{recipe}", "--max-restarts", "2", "--launcher", "slurm"], ["--slurm max_requeues=2"]),
+        (["{recipe}", "--set", "watchdog.factor=-1"], ["watchdog.factor"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith(("{", "recipes")) else "",
 )
@@ -52,6 +55,13 @@ def test_a_wrong_command_line_starts_nothing(arguments, words, small_recipe, tmp
     result = llmtrain("train", *filled, "--run-dir", tmp_path / "run")
     _refused(result, USAGE, *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_worker_of_another_launcher_starts_nothing_again(small_recipe, tmp_path):
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    result = llmtrain("train", small_recipe, "--max-restarts", "2", "--run-dir", tmp_path / "run", **torchrun)
+    _refused(result, USAGE, "launch.restarts", "torchrun --max-restarts=2")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_who_waits_for_a_rank_that_saves_is_no_hang():
     assert hangs({0: status(phase=Phase.SAVING, limit_s=1800.0, idle_s=1900.0), 1: WAITING})
     assert not hangs({0: status(idle_s=59.0), 1: WAITING.__class__(**vars(WAITING) | {"idle_s": 59.0})})
     assert not hangs({0: status(phase=Phase.DONE, limit_s=None)})
+    assert hangs({0: status(), 1: status(phase=Phase.SAVING, limit_s=1800.0, state="")})  # it died in its save
     assert hangs({0: saving, 1: status(phase=Phase.SAVING, state="T")})  # which the one that saves waits for
 
 
