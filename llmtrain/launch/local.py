@@ -327,7 +327,16 @@ def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
         return 0, worker.ended_at
     if failure is not None:
         return 1, failure.time
-    return (2 if worker.sent else 1), worker.ended_at
+    return (2 if worker.sent else 1), _last_word(worker)
+
+
+def _last_word(worker: _Worker) -> float:
+    """When a worker ended that left no error file. One that aborts writes its stack before others lose it."""
+    if worker.returncode != -signal.SIGABRT:
+        return worker.ended_at
+    with suppress(OSError):
+        return min(worker.ended_at, worker.log.stat().st_mtime)
+    return worker.ended_at
 
 
 def _death(worker: _Worker) -> str:
