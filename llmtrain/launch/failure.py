@@ -9,11 +9,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from llmtrain.errors import CheckpointError, DataError, Exit, Problem, RecipeError, UserError, WorkerError
+from llmtrain.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    Exit,
+    Problem,
+    RecipeError,
+    UserError,
+    WorkerError,
+)
 
-USER_ERRORS: dict[int, type[UserError]] = {
-    kind.exit_code: kind for kind in (RecipeError, DataError, CheckpointError, WorkerError)
-}
+USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
+"""What a worker raises, by its name."""
 
 
 @dataclass(frozen=True)
@@ -73,5 +81,5 @@ class Failure:
         """The `UserError` that the worker raised, to be raised again; None for any other failure."""
         if not self.problems:
             return None
-        kind = USER_ERRORS.get(self.exit_code, UserError)
+        kind = USER_ERRORS.get(self.type, UserError)
         return kind([Problem(**problem) for problem in self.problems])
