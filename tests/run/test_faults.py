@@ -23,6 +23,8 @@ RUN = (
 )
 HANGS = ("--set", "watchdog.min_seconds=8")
 """Soon, and later than any step of a busy machine."""
+SAVED = ("--set", "checkpoint.background=false")
+"""A step takes milliseconds here: the checkpoint of step 4 is to be whole when step 6 is what kills."""
 
 
 PATH = f"{FAULTY}:{REPOSITORY}"
@@ -81,7 +83,7 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
 )
 def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrupted, tmp_path, fault, says):
     run_dir = tmp_path / "run"
-    result = train(small_recipe, run_dir, f"{fault}:1:6:{tmp_path / 'once'}", *HANGS, "--max-restarts", "2")
+    result = train(small_recipe, run_dir, f"{fault}:1:6:{tmp_path / 'once'}", *HANGS, *SAVED, "--max-restarts", "2")
     assert result.returncode == 0, result.stderr
     assert says in result.stderr
     assert "died in step 6, with step_00000004; restart 1 of 2 in 1 s" in result.stdout
@@ -93,7 +95,7 @@ def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrup
 
 @pytest.mark.slow
 def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
-    result = train(small_recipe, tmp_path / "run", "abort:1:6", "--max-restarts", "5")
+    result = train(small_recipe, tmp_path / "run", "abort:1:6", *SAVED, "--max-restarts", "5")
     assert result.returncode == 5
     assert result.stdout.count("restart ") == 1
     assert "died twice in step 6, with step_00000004" in result.stderr
