@@ -105,9 +105,13 @@ def test_what_may_change_is_decided_field_by_field(plan):
         *("parallel.precision", "parallel.grad_accum_dtype"),
     }
     assert {field for field in free if not field.startswith("parallel.")} == {
-        *("name", "model.attention", "model.trust_remote_code", "data.cache_dir", "batch.micro_batch_size"),
+        *("name", "model.attention", "model.trust_remote_code", "data.cache_dir"),
+        *("batch.micro_batch_size", "batch.global_batch_size"),
         *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences"),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
+        "checkpoint.background",
+        *("guard.spike_sigma", "guard.window_steps", "guard.max_skipped", "guard.then", "guard.max_rollbacks"),
+        *("watchdog.min_seconds", "watchdog.factor", "watchdog.phase_seconds", "watchdog.straggler_ratio"),
         *("logging.every_steps", "logging.trackers.0", "logging.project"),
         *("export.at_end", "export.sample_prompt", "export.sample_tokens"),
     }

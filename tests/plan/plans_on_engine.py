@@ -9,6 +9,7 @@ import math
 import random
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,17 @@ def _wrong(case: Case) -> str:
     Adam hides a wrong scale, and what rounds each gradient relative to itself; SGD hides what only Adam's moments
     show; a lower precision hides what fp32 shows. So each is tried, and SGD in fp32 too.
     """
+    return next(filter(None, map(_probed, _variants(case))), "")
+
+
+def _variants(case: Case) -> Iterator[Draft]:
     drafts = [case.draft]
     exact = _changed(case.draft, {"parallel.precision": "fp32"})
     if exact != case.draft and rules_of(exact) == case.rules:
         drafts.append(exact)
-    for draft in [*drafts]:
-        drafts.append(_changed(draft, sgd_fields(draft.recipe, _reference(_plain(draft.recipe)).grad_norms)))
-    return next(filter(None, map(_probed, drafts)), "")
+    yield from drafts
+    for draft in drafts:
+        yield _changed(draft, sgd_fields(draft.recipe, _reference(_plain(draft.recipe)).grad_norms))
 
 
 def _changed(draft: Draft, fields: dict[str, Any]) -> Draft:

@@ -61,5 +61,7 @@ def test_every_part_has_a_colour_of_its_own():
 def test_write_leaves_it(tmp_path):
     result = CliRunner().invoke(app, ["plan", "recipes/llama3_70b.py", "--write", str(tmp_path)])
     assert result.exit_code == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "ds_config.json", "memory.svg", "schedule.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("plan.json", "ds_config.json", "accelerate.yaml", "memory.svg", "schedule.svg"),
+    }
     assert "61.9 of 80.0 GiB" in (tmp_path / "memory.svg").read_text()

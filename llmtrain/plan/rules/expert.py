@@ -48,7 +48,7 @@ def router_precision(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.precision", message, fix)
 
 
-@rule("expert.loss_scale", "Each rank would skip a step by the overflow of its own experts.", "run")
+@rule("expert.loss_scale", "Each rank would lower its loss scale by the overflow of its own experts.", "run")
 def loss_scale(draft: Draft) -> Iterator[Fault]:
     """fp16 autocast, whose scaler looks at a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
     if draft.parallel.expert > 1 and draft.parallel.precision == "autocast_fp16":
