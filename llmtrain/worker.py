@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +54,7 @@ def work(
     heart = Heartbeat.of_worker(rank.local_rank)
     watch = watchdog.start(rank, run_dir, plan, heart, output.stderr)
     try:
-        code = _train(rank, run_dir, plan, ds_config, resume, max_steps, signals, output, heart, watch)
+        code = _Worker(rank, run_dir, plan, signals, output, heart, watch).train(ds_config, resume, max_steps)
     except BaseException as error:
         failed = output.report_failure(error)
         watch.stop()
@@ -64,148 +65,140 @@ def work(
         leave(code)
 
 
-def _train(
-    rank: Rank,
-    run_dir: RunDir,
-    plan: Plan,
-    ds_config: dict[str, object],
-    resume: str,
-    max_steps: int | None,
-    signals: StopSignals,
-    output: WorkerOutput,
-    heart: Heartbeat,
-    watch: watchdog.Watch,
-) -> Exit:
-    from llmtrain.data import Progress, Schedule, prepare
+@dataclass(frozen=True)
+class _Worker:
+    """What is there before torch is."""
 
-    prepared = prepare(plan.recipe, Progress(output.console))
-    with output.console.status("starting torch and DeepSpeed"):
-        from torch import distributed as dist
+    rank: Rank
+    run_dir: RunDir
+    plan: Plan
+    signals: StopSignals
+    output: WorkerOutput
+    heart: Heartbeat
+    watch: watchdog.Watch
 
-        from llmtrain.checkpoint.save import Saver
-        from llmtrain.checkpoint.storage import probe
-        from llmtrain.engines import build_engine
-        from llmtrain.engines.distributed import init_process_group, store
-        from llmtrain.engines.own_time import measure
+    def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
+        """The whole life of a worker."""
+        from llmtrain.data import Progress, Schedule, prepare
+
+        plan, run_dir = self.plan, self.run_dir
+        prepared = prepare(plan.recipe, Progress(self.output.console))
+        with self.output.console.status("starting torch and DeepSpeed"):
+            from torch import distributed as dist
+
+            from llmtrain.checkpoint.save import Saver
+            from llmtrain.checkpoint.storage import probe
+            from llmtrain.engines import build_engine
+            from llmtrain.engines.distributed import init_process_group, store
+            from llmtrain.engines.own_time import measure
+
+            device = init_process_group(self.rank, plan.cluster.spec.on_cpu)
+            self.watch.meet(store("watch"))
+            storage = probe(run_dir.checkpoints)
+            # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
+            choice = self._choose(resume, storage)
+            engine = build_engine(plan, ds_config, device)
+            measure(plan, engine, self.heart)
+            state = self._start(engine, choice, prepared.key, storage)
+        data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
+        if self.rank.is_main:
+            shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
+            print(f"engine: {engine.describe()}")
+        stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
+        saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
+        stopped = self._fit(engine, data, saver, state, stop_step)
+        dist.destroy_process_group()
+        self.heart.done()
+        if stopped:
+            return Exit.RESUME
+        if self.rank.is_main:
+            self.signals.leave_at_once()
+            from llmtrain.finish import finish
+
+            finish(run_dir, plan, state, prepared, self.output.console)
+        return Exit.DONE
+
+    def _fit(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+        """Trains, and goes back to a checkpoint as often as the guard says; whether a signal stopped it."""
         from llmtrain.loop import TooManySkippedError
         from llmtrain.rollback import Trouble, go_back
 
-        device = init_process_group(rank, plan.cluster.spec.on_cpu)
-        watch.meet(store("watch"))
-        storage = probe(run_dir.checkpoints)
-        # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
-        choice = _choose(run_dir, plan, resume, storage, output)
-        engine = build_engine(plan, ds_config, device)
-        measure(plan, engine, heart)
-        state = _start(run_dir, plan, engine, choice, prepared.key, storage)
-    data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
-    if rank.is_main:
-        shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
-        print(f"engine: {engine.describe()}")
-    stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
-    saver = Saver(run_dir.checkpoints, plan, engine, _run_id(run_dir), storage, output.warn)
-    while True:
+        while True:
+            try:
+                return self._attempt(engine, data, saver, state, stop_step)
+            except TooManySkippedError as error:
+                with self.heart.phase(Phase.LOADING):
+                    saver.settle()
+                    trouble = Trouble(self.plan, state, error.skipped)
+                    go_back(trouble, engine, saver.checkpoints, saver.run, saver.storage)
+                self._say(
+                    f"too many updates skipped: back to step {state.step:,}, "
+                    f"on with sample {state.samples:,} of the data"
+                )
+
+    def _attempt(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+        """Whether a signal stopped it. Raises TooManySkippedError."""
+        from llmtrain.engines.distributed import barrier
+        from llmtrain.loop import Run, fit
+        from llmtrain.metrics import MetricsLogger, TrainingProgress
+        from llmtrain.signals import Agreement
+
+        if state.step:
+            self._say(f"continuing after step {state.step:,}")
+        recipe, heart = self.plan.recipe, self.heart
+        metrics = MetricsLogger(self.run_dir, self.plan, state.step) if self.rank.is_main else None
         try:
-            stopped = _fit(rank, run_dir, plan, engine, data, saver, state, stop_step, signals, output, heart)
-            break
-        except TooManySkippedError as error:
-            with heart.phase(Phase.LOADING):
-                saver.settle()
-                go_back(Trouble(plan, state, error.skipped), engine, run_dir.checkpoints, saver.run, storage)
-            told = (
-                f"too many updates skipped: back to step {state.step:,}, on with sample {state.samples:,} of the data"
-            )
-            output.console.print(told, highlight=False)
-    dist.destroy_process_group()
-    heart.done()
-    if stopped:
-        return Exit.RESUME
-    if rank.is_main:
-        signals.leave_at_once()
-        from llmtrain.finish import finish
+            with TrainingProgress(self.output.console, stop_step, state.step) as progress:
+                stop = Agreement.of_group(self.signals, attempt=state.rollbacks)
+                skipped = engine.guard.read().total
+                fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
+                heart.finish()
+                progress.summary()
+        finally:
+            if metrics:
+                metrics.close()
+        if stop.stopped_by is None:
+            return False
+        barrier()  # rank 0 keeps the store that the others have just read the verdict from
+        self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
+        return True
 
-        finish(run_dir, plan, state, prepared, output.console)
-    return Exit.DONE
+    def _choose(self, resume: str, storage: Storage) -> Choice | None:
+        """The verified checkpoint to go on from, and a word on newer ones that are not whole; None for a new run."""
+        from llmtrain.checkpoint.resume import choose_named, choose_newest
 
+        if resume == "never":
+            return None
+        with self.output.console.status("checking checkpoints"):
+            if resume != "auto":
+                return choose_named(Path(resume), self._run_id(), identity_of(self.plan.recipe), storage)
+            choice = choose_newest(self.run_dir.checkpoints, self._run_id(), storage)
+        if choice:
+            for problem in choice.rejected:
+                self.output.warn(str(problem))
+            if choice.rejected:
+                self._say(f"falling back to {choice.folder.name}")
+        return choice
 
-def _fit(
-    rank: Rank,
-    run_dir: RunDir,
-    plan: Plan,
-    engine: Engine,
-    data: Schedule,
-    saver: Saver,
-    state: TrainerState,
-    stop_step: int,
-    signals: StopSignals,
-    output: WorkerOutput,
-    heart: Heartbeat,
-) -> bool:
-    """Whether a signal stopped it."""
-    from llmtrain.engines.distributed import barrier
-    from llmtrain.loop import Run, fit
-    from llmtrain.metrics import MetricsLogger, TrainingProgress
-    from llmtrain.signals import Agreement
+    def _start(self, engine: Engine, choice: Choice | None, data: str, storage: Storage) -> TrainerState:
+        """The state to start from."""
+        from llmtrain.checkpoint.resume import go_on_from
+        from llmtrain.checkpoint.state import begin, restore
 
-    if state.step:
-        output.console.print(f"continuing after step {state.step:,}", highlight=False)
-    metrics = MetricsLogger(run_dir, plan, state.step) if rank.is_main else None
-    try:
-        with TrainingProgress(output.console, stop_step, state.step) as progress:
-            stop = Agreement.of_group(signals, attempt=state.rollbacks)
-            skipped = engine.guard.read().total
-            fit(Run(plan.recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
-            heart.finish()
-            progress.summary()
-    finally:
-        if metrics:
-            metrics.close()
-    if stop.stopped_by is None:
-        return False
-    barrier()  # rank 0 keeps the store that the others have just read the verdict from
-    told = f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues"
-    output.console.print(told, highlight=False)
-    return True
+        if choice is None:
+            return begin(self.plan, data)
+        state = restore(choice.folder, choice.manifests, storage, engine, self.plan, data)
+        go_on_from(choice, self.run_dir.checkpoints, storage)
+        return state
 
+    def _run_id(self) -> str:
+        """Identity of the run; its file may lie on rank 0's node only."""
+        from llmtrain.checkpoint.agree import broadcast
 
-def _run_id(run_dir: RunDir) -> str:
-    """Identity of the run; its file may lie on rank 0's node only."""
-    from llmtrain.checkpoint.agree import broadcast
-    from llmtrain.engines.distributed import rank
+        return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
 
-    return broadcast(run_dir.read_id() if rank() == 0 else "")
-
-
-def _choose(run_dir: RunDir, plan: Plan, resume: str, storage: Storage, output: WorkerOutput) -> Choice | None:
-    """The verified checkpoint to go on from, and a word on newer ones that are not whole; None for a new run."""
-    from llmtrain.checkpoint.resume import choose_named, choose_newest
-
-    if resume == "never":
-        return None
-    with output.console.status("checking checkpoints"):
-        if resume != "auto":
-            return choose_named(Path(resume), _run_id(run_dir), identity_of(plan.recipe), storage)
-        choice = choose_newest(run_dir.checkpoints, _run_id(run_dir), storage)
-    if choice:
-        for problem in choice.rejected:
-            output.warn(str(problem))
-        if choice.rejected:
-            output.console.print(f"falling back to {choice.folder.name}", highlight=False)
-    return choice
-
-
-def _start(
-    run_dir: RunDir, plan: Plan, engine: Engine, choice: Choice | None, data: str, storage: Storage
-) -> TrainerState:
-    """The state to start from."""
-    from llmtrain.checkpoint.resume import go_on_from
-    from llmtrain.checkpoint.state import begin, restore
-
-    if choice is None:
-        return begin(plan, data)
-    state = restore(choice.folder, choice.manifests, storage, engine, plan, data)
-    go_on_from(choice, run_dir.checkpoints, storage)
-    return state
+    def _say(self, line: str) -> None:
+        self.output.console.print(line, highlight=False)
 
 
 if __name__ == "__main__":
