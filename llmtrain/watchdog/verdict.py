@@ -10,6 +10,10 @@ from llmtrain.heartbeat import Phase, Pulse
 from llmtrain.recipe import WatchdogConfig
 
 RULE = "worker.hang"
+GONE = "worker.gone"
+"""The rule of a rank that ended and was still needed."""
+ENDING = (Phase.FINISHING, Phase.DONE)
+"""Phases of a rank after which others may end."""
 WORKING = (Phase.FIRST_STEPS, Phase.EVALUATING, Phase.SAVING, Phase.FINISHING)
 """What has a limit of its own: who is at it is waited for."""
 HALTED = ("T", "t")
@@ -79,6 +83,20 @@ def hangs(statuses: Mapping[int, Status]) -> bool:
         return True  # it waits for nobody
     working = [one for one in statuses.values() if one.phase in WORKING and one.state]
     return bool(late) and all(one.late for one in working)
+
+
+def gone(statuses: Mapping[int, Status]) -> list[int]:
+    """The ranks that have ended while rank 0, and so the run, has not."""
+    if 0 in statuses and statuses[0].phase in ENDING:
+        return []
+    return [rank for rank, one in statuses.items() if not one.state and one.phase not in ENDING]
+
+
+def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
+    """What to tell the user of ranks that are gone."""
+    lines = [_described(rank, statuses[rank]) for rank in lost[:MOST_NAMED] if rank in statuses]
+    lines.append("its log is in logs/; the same command continues from the last checkpoint")
+    return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join(lines))
 
 
 def absent(statuses: Mapping[int, Status]) -> list[int]:

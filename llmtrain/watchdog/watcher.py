@@ -17,11 +17,13 @@ from llmtrain.run_dir import RunDir
 from llmtrain.watchdog.link import Hub, Peer
 from llmtrain.watchdog.stragglers import Stragglers
 from llmtrain.watchdog.target import DUMP_S, Target
-from llmtrain.watchdog.verdict import Status, hangs, limit_of, problem
+from llmtrain.watchdog.verdict import ENDING, Status, gone, hangs, limit_of, loss, problem
 
 POLL_S = 1.0
 SUSPENDED_S = 5.0
 """A watcher that could not look for so long was stopped itself, and its rank with it: that time does not count."""
+GONE_S = 4.0
+"""A rank that has ended for so long has not ended with the run: the others are ended too, on all nodes."""
 ALONE_S = 10.0
 """How much longer a watcher waits that cannot reach rank 0's."""
 
@@ -49,6 +51,7 @@ class Watcher:
         # Often enough to be on time where the limit is short.
         self.poll_s = min(POLL_S, self.config.min_seconds / 4 or POLL_S)
         self._looked = self._resumed = time.monotonic()
+        self._missing_since: float | None = None
 
     def run(self) -> NoReturn:
         """Until the rank is over, which ends this process."""
@@ -67,6 +70,14 @@ class Watcher:
         Failure.of(rank, error).write(run_dir.error_file(rank))
         self.watched.target.end()
         sys.exit()
+
+    def lasts(self, is_missing: bool) -> bool:
+        """Whether somebody has been missing for `GONE_S`. To be asked in each round."""
+        if not is_missing:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = self._looked
+        return is_missing and self._looked - max(self._missing_since or 0.0, self._resumed) >= GONE_S
 
     def tell_user(self, found: Problem) -> None:
         """Our own launcher reads error files; under any other, one watcher speaks."""
@@ -110,6 +121,8 @@ class Leader(Watcher):
         self.hub.poll(self.poll_s)
         statuses = {0: status} | self.hub.statuses
         self._compare(statuses)
+        if self.lasts(bool(lost := gone(statuses))):
+            self._end_all(loss(statuses, lost))
         self._hung = self._hung + 1 if hangs(statuses) else 0
         if self._hung >= 2:
             self._conclude(statuses)
@@ -118,7 +131,9 @@ class Leader(Watcher):
         self.hub.ask_for_stacks()
         frames = {0: self.watched.target.dump()} | self.hub.answers(DUMP_S + self.poll_s)
         statuses = {rank: replace(one, frame=frames.get(rank, "")) for rank, one in statuses.items()}
-        found = problem(statuses, self.watched.rank.world_size)
+        self._end_all(problem(statuses, self.watched.rank.world_size))
+
+    def _end_all(self, found: Problem) -> NoReturn:
         self.hub.end(found)
         self.tell_user(found)
         self.end(found)
@@ -143,6 +158,7 @@ class Follower(Watcher):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self.peer = Peer(watched.rank.rank)
+        self._was_connected = False
 
     def look(self, status: Status) -> None:
         """Decides alone where it cannot ask, and waits longer then: the others may do what takes time."""
@@ -155,6 +171,9 @@ class Follower(Watcher):
                 self.peer.answer(self.watched.target.dump())
             elif message["do"] == "end":
                 self.end(Problem(**message["problem"]))
+        self._was_connected |= self.peer.is_connected
+        if self.lasts(self._was_connected and not self.peer.is_connected and status.phase not in ENDING):
+            self._end_with(loss({}, [0]))
         if not self.peer.is_connected and status.late and status.idle_s > self._limit_alone(status):
             self._end_alone(status)
 
@@ -164,6 +183,9 @@ class Follower(Watcher):
 
     def _end_alone(self, status: Status) -> NoReturn:
         rank = self.watched.rank.rank
-        found = problem({rank: replace(status, frame=self.watched.target.dump())}, world_size=0)
-        self.tell_user(found)
+        self._end_with(problem({rank: replace(status, frame=self.watched.target.dump())}, world_size=0))
+
+    def _end_with(self, found: Problem) -> NoReturn:
+        if self.watched.rank.local_rank == 0 or self.watched.rank.rank == 1:  # one of each machine
+            self.tell_user(found)
         self.end(found)

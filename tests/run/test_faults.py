@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,26 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
     for rank in (0, 1):
         failure = json.loads((run_dir / "logs" / f"rank_{rank}.error.json").read_text())
         assert (failure["exit_code"], failure["problems"][0]["rule"]) == (5, "worker.hang")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
+def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):
+    """The other one is asleep, so that no lost connection tells it."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = one.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    fault = {"FAULT": f"kill:{victim}:6,sleep:{other}:6", "PYTHONPATH": PATH}
+    command = [sys.executable, str(small_recipe), "--run-dir", str(tmp_path / "run"), *RUN[2:]]
+    ranks = []
+    for rank in (0, 1):
+        env = {**os.environ, **common, **fault, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    error = ranks[other].communicate(timeout=200)[1]
+    ranks[victim].communicate(timeout=10)
+    assert ranks[other].returncode == 5
+    assert f"error: rank {victim}: ended, or its machine does not answer" in error
 
 
 @pytest.mark.parametrize(

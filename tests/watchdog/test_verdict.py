@@ -4,7 +4,7 @@ import pytest
 
 from llmtrain.heartbeat import Phase, Pulse
 from llmtrain.recipe import WatchdogConfig
-from llmtrain.watchdog.verdict import Status, absent, hangs, limit_of, problem
+from llmtrain.watchdog.verdict import Status, absent, gone, hangs, limit_of, loss, problem
 
 
 def status(**fields):
@@ -97,3 +97,18 @@ def test_the_message_says_what_cannot_be_told():
 def test_a_save_without_end_is_called_so():
     found = problem({0: status(phase=Phase.SAVING, idle_s=2000, limit_s=1800)}, 1)
     assert found.message == "did not arrive: saving for 2000 s, where 1800 s are allowed"
+
+
+def test_who_ended_before_the_run():
+    ended = status(state="")
+    assert gone({0: status(), 1: ended, 2: WAITING}) == [1]
+    assert gone({0: status(), 1: status(phase=Phase.DONE, state="")}) == []
+    assert gone({0: status(phase=Phase.DONE), 1: ended}) == []  # the run is over, and its last word was not heard
+    assert gone({0: status(), 1: WAITING}) == []
+
+
+def test_who_ended_is_named():
+    found = loss({0: status(), 1: status(host="b", state="", idle_s=4.0)}, [1])
+    assert (found.rule, found.field) == ("worker.gone", "rank 1")
+    assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, its process is gone"
+    assert loss({}, [0]).field == "rank 0"

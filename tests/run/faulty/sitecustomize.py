@@ -1,6 +1,6 @@
-"""On the path of a run's processes, breaks one of its ranks as FAULT says: `KIND:RANK:WHEN[:FILE]`, with FILE once.
+"""On the path of a run's processes, breaks ranks as FAULT says: `KIND:RANK:WHEN[:FILE]`, with FILE once.
 
-WHEN is a step, or the name of a phase.
+WHEN is a step, or the name of a phase. Several of them have commas between them.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ OWN_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if os.environ.get("FAULT") and OWN_RANK:
     from llmtrain.heartbeat import Heartbeat
 
-    kind, rank, when, *once = os.environ["FAULT"].split(":")
+    ours = [fault for one in os.environ["FAULT"].split(",") if (fault := one.split(":"))[1] == OWN_RANK]
     begin_step, phase = Heartbeat.begin_step, Heartbeat.phase
 
-    def _strike() -> None:
-        if rank != OWN_RANK or (once and Path(once[0]).exists()):
-            return
-        if once:
-            Path(once[0]).touch()
-        FAULTS[kind]()
+    def _strike(now: str) -> None:
+        for kind, _, when, *once in ours:
+            if kind == "slow" or when != now or (once and Path(once[0]).exists()):
+                continue
+            if once:
+                Path(once[0]).touch()
+            FAULTS[kind]()
 
     def _begin_step(self, step):
         begin_step(self, step)
-        if kind == "slow":
-            time.sleep(SLOW_S if rank == OWN_RANK else 0)
-        elif str(step) == when:
-            _strike()
+        if any(kind == "slow" for kind, *_ in ours):
+            time.sleep(SLOW_S)
+        _strike(str(step))
 
     @contextmanager
     def _phase(self, entered):
         with phase(self, entered):
-            if str(entered) == when:
-                _strike()
+            _strike(str(entered))
             yield
 
     Heartbeat.begin_step, Heartbeat.phase = _begin_step, _phase
