@@ -71,7 +71,13 @@ def train(
     gpus_per_node: PerNodeOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
-    launcher: Annotated[Literal["local", "slurm"], typer.Option(help="slurm: submit a job.")] = "local",
+    launcher: Annotated[
+        Literal["local", "deepspeed", "slurm"],
+        typer.Option(help="deepspeed: on the hosts of a hostfile, over ssh; slurm: submit a job."),
+    ] = "local",
+    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: lines of HOST slots=N.")] = None,
+    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices that take part, h1@h2:0,2.")] = "",
+    exclude: Annotated[str, typer.Option(help="deepspeed: those that do not.")] = "",
     slurm: Annotated[
         list[str],
         typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
@@ -83,6 +89,7 @@ def train(
     default; with --nproc a dry run is of so many workers on this machine.
     """
     from llmtrain.commands.job import JobRequest, check_job, check_no_job, enqueue
+    from llmtrain.commands.on_hosts import HostsRequest, check_hosts, check_no_hosts, train_on_hosts
 
     if launcher == "slurm":
         check_job(nproc, as_json, max_restarts)
@@ -93,6 +100,12 @@ def train(
         )
         return
     check_no_job(slurm)
+    if launcher == "deepspeed":
+        cluster = {"--nproc": nproc, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
+        check_hosts({**cluster, "--dry-run": dry_run, "--json": as_json, "--max-restarts": max_restarts})
+        train_on_hosts(HostsRequest(recipe, assignments, hostfile, include, exclude, run_dir, resume, max_steps))
+        return
+    check_no_hosts(hostfile, include, exclude)
     from llmtrain.commands.dry import check_dry_run, run_small
     from llmtrain.commands.start import check_restarts, train_here
     from llmtrain.launch import discover

@@ -8,6 +8,7 @@ nodes of a cluster share a file system. It needs root, since a namespace is made
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -122,7 +123,8 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
 
     folder: empty, for keys and configurations.
     """
-    names = [f"llmtrain-{os.getpid()}-{number}" for number in (1, 2)]
+    pair = secrets.token_hex(3)
+    names = [f"llmtrain-{pair}-{number}" for number in (1, 2)]
     hosts = (Host(names[0], ADDRESSES[0]), Host(names[1], ADDRESSES[1]))
     with ExitStack() as undo:
         for host in hosts:

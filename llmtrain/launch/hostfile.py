@@ -1,0 +1,105 @@
+"""The hosts of a job in DeepSpeed's format: `host slots=N` on each line, and which of them take part; pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmtrain.errors import Problem, RecipeError
+
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
+_FIX = "one `HOST slots=N` on each line, each host once"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, by the name that ssh reaches it by."""
+
+    name: str
+    devices: tuple[int, ...]
+    """Indices of those that take part, each one for a worker."""
+
+
+def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
+    """The hosts of a hostfile that take part, in its order.
+
+    include, exclude: as DeepSpeed's options, `h1@h2:0,2`; only one of them. Raises RecipeError with every fault.
+    """
+    slots = _parse(path)
+    if include and exclude:
+        raise RecipeError(Problem("launch.filter", "--include", "and --exclude were given", "use one of them"))
+    if not (include or exclude):
+        return [Host(name, tuple(range(count))) for name, count in slots.items()]
+    option = "--include" if include else "--exclude"
+    named = _parse_filter(include or exclude, option, slots)
+    chosen = []
+    for name, count in slots.items():
+        listed = named.get(name, set())
+        devices = [one for one in range(count) if (one in listed) == bool(include)]
+        if devices:
+            chosen.append(Host(name, tuple(devices)))
+    if not chosen:
+        raise RecipeError(Problem("launch.filter", option, f"'{include or exclude}' leaves no device", str(path)))
+    return chosen
+
+
+def hostfile_of(hosts: Iterable[Host]) -> str:
+    """A hostfile of exactly these, for DeepSpeed."""
+    return "".join(f"{host.name} slots={max(host.devices) + 1}\n" for host in hosts)
+
+
+def include_of(hosts: Iterable[Host]) -> str:
+    """Which devices of `hostfile_of` take part, as DeepSpeed's `--include`."""
+    return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
+
+
+def _parse(path: Path) -> dict[str, int]:
+    """Host → slots."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {error}", _FIX)) from None
+    slots: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            found = f"'{text[:60]}' is not HOST slots=N"
+        elif match["host"] in slots:
+            found = f"names '{match['host']}' again"
+        elif int(match["slots"]) == 0:
+            found = f"'{match['host']}' has no slots; leave it out"
+        else:
+            slots[match["host"]] = int(match["slots"])
+            continue
+        problems.append(Problem("launch.hostfile", f"{path}:{number}", found, _FIX))
+    if not slots and not problems:
+        problems.append(Problem("launch.hostfile", str(path), "names no host", _FIX))
+    if problems:
+        raise RecipeError(problems)
+    return slots
+
+
+def _parse_filter(text: str, option: str, slots: dict[str, int]) -> dict[str, set[int]]:
+    """Host → devices that are named; all of them where none is."""
+    named: dict[str, set[int]] = {}
+    problems = []
+    for part in text.split("@"):
+        name, colon, listed = part.partition(":")
+        devices = listed.split(",") if colon else [str(index) for index in range(slots.get(name, 0))]
+        if name not in slots:
+            problems.append(f"'{name}' is not in the hostfile")
+        elif not all(device.isdecimal() for device in devices):
+            problems.append(f"'{part}' is not HOST or HOST:0,2")
+        elif strange := [device for device in devices if int(device) >= slots[name]]:
+            problems.append(f"'{name}' has {slots[name]} slots, so no device {', '.join(strange)}")
+        else:
+            named.setdefault(name, set()).update(map(int, devices))
+    if problems:
+        raise RecipeError(Problem("launch.filter", option, found) for found in problems)
+    return named

@@ -1,0 +1,123 @@
+"""What `llmtrain train --launcher deepspeed` does on each host, over ssh: `python -m ... VERB TOKEN`.
+
+`prepare` takes what the workers need from standard input into a folder that only the user may read, and tells what this
+host has. `signal` and `end` reach the workers that have noted their process ids there, and `forget` removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llmtrain.run_dir import versions
+
+END_S = 5.0
+"""From SIGTERM to SIGKILL for workers that outlive their job."""
+START = """
+import json, os, sys
+
+folder = os.path.dirname(os.path.abspath(__file__))
+with open(os.path.join(folder, "job.json")) as file:
+    job = json.load(file)
+with open("/proc/self/stat") as file:
+    started = file.read().rpartition(")")[2].split()[19]
+name = os.environ["CROSS_RANK"] + "." + os.environ["RANK"]
+with open(os.path.join(folder, name + ".pid"), "w") as file:
+    file.write(f"{os.getpid()} {started}")
+os.environ.update(job["env"])
+os.chdir(job["cwd"])
+os.execv(sys.executable, [sys.executable, "-u", *job["argv"]])
+"""
+"""What DeepSpeed starts for each worker. Its path is all of the job that a shell gets to see."""
+
+
+def folder_of(token: str) -> Path:
+    """Where the job is on a host: the same path on all of them, and none that means something to a shell."""
+    return Path("/tmp") / f"llmtrain-{token}"
+
+
+def main() -> None:
+    """One verb."""
+    verb, token, *rest = sys.argv[1:]
+    if verb == "prepare":
+        job = json.load(sys.stdin)
+        _prepare(folder_of(token), job)
+        json.dump(facts(Path(job["recipe"])), sys.stdout)
+    elif verb == "signal":
+        _signal(folder_of(token), int(rest[0]), int(rest[1]))
+    elif verb == "end":
+        _end(folder_of(token), int(rest[0]))
+    elif verb == "forget":
+        shutil.rmtree(folder_of(token), ignore_errors=True)
+
+
+def facts(recipe: Path) -> dict[str, Any]:
+    """What must be the same on every host."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "llmtrain": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
+        "recipe": _digest([recipe]) if recipe.is_file() else None,
+    }
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _prepare(folder: Path, job: dict[str, Any]) -> None:
+    """Raises PermissionError where somebody else has made the folder."""
+    folder.mkdir(mode=0o700, exist_ok=True)  # hosts may share their files
+    if folder.stat().st_uid != os.geteuid() or folder.is_symlink():
+        raise PermissionError(f"{folder} belongs to somebody else")
+    for name, text in (("job.json", json.dumps(job)), ("start.py", START)):
+        temporary = folder / f".{name}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(folder / name)
+
+
+def _workers(folder: Path, node: int) -> list[int]:
+    """Process ids of the workers of a node that still run; an id that another process has by now is none."""
+    found = []
+    for file in folder.glob(f"{node}.*.pid"):
+        with suppress(OSError, ValueError, IndexError):
+            pid, started = file.read_text().split()
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if stat[19] == started and stat[0] not in "ZX":
+                found.append(int(pid))
+    return found
+
+
+def _signal(folder: Path, node: int, number: int) -> None:
+    for pid in _workers(folder, node):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _end(folder: Path, node: int) -> None:
+    """They have had their time to save: what is still here hangs."""
+    deadline = time.monotonic() + END_S
+    _signal(folder, node, signal.SIGTERM)
+    while _workers(folder, node) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _signal(folder, node, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What is handed to hosts, and what is said of those that differ; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.launch import hosts
+from llmtrain.launch.hostfile import Host
+from llmtrain.launch.on_host import facts
+
+OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}
+
+
+def test_variables_are_forwarded_on_purpose(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("# a comment\n\nMINE=a b = c\nNCCL_DEBUG=WARN\n")
+    env = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0", "SSH_CLIENT": "x"}
+    assert hosts.forwarded(env, tmp_path / "home") == {"NCCL_DEBUG": "WARN", "HF_TOKEN": "secret", "MINE": "a b = c"}
+
+
+def test_a_bad_line_of_the_file_of_variables_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("A=1\nB\n")
+    with pytest.raises(RecipeError, match=r"\.deepspeed_env:2: 'B' is not NAME=VALUE"):
+        hosts.forwarded({}, tmp_path / "home")
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule", "said"),
+    [
+        (None, "launch.host", "does not answer within"),
+        ((255, "", "ssh: connect to host b port 22: Connection refused"), "launch.host", "does not answer ssh: ssh:"),
+        ((1, "", "warning\nNo module named llmtrain"), "launch.host", "cannot run llmtrain: No module named llmtrain"),
+        ((0, json.dumps({**OWN, "python": "3.12.1"}), ""), "launch.versions", "differs from this machine: python"),
+        (
+            (0, json.dumps({**OWN, "packages": {"torch": "2.12.0", "apex": "1"}}), ""),
+            "launch.versions",
+            "apex 1 instead of none, torch 2.12.0 instead of 2.13.0",
+        ),
+    ],
+)
+def test_a_host_that_will_not_do_is_named(answer, rule, said):
+    process = answer and subprocess.CompletedProcess([], answer[0], answer[1], answer[2])
+    [problem] = hosts._judge(Host("b", (0,)), process, OWN)
+    assert (problem.rule, problem.field) == (rule, "b")
+    assert said in problem.message
+
+
+def test_a_host_like_this_one_will_do():
+    assert not list(hosts._judge(Host("b", (0,)), subprocess.CompletedProcess([], 0, json.dumps(OWN), ""), OWN))
+
+
+def test_facts_tell_another_recipe(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    assert facts(recipe)["recipe"] is None
+    recipe.write_text("a")
+    first = facts(recipe)
+    recipe.write_text("b")
+    assert facts(recipe)["recipe"] != first["recipe"]
+    assert facts(recipe)["llmtrain"] == first["llmtrain"]
+
+
+def test_a_python_that_a_shell_would_misread_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/home/a b/python")
+    with pytest.raises(RecipeError, match="unquoted"):
+        hosts._check_here()
+
+
+def test_chatter_of_launchers_is_known():
+    assert hosts.CHATTER.search("[2026-11-21 12:13:21,207] [INFO] [launch.py:170:main] dist_world_size=2")
+    assert hosts.CHATTER.search("pdsh@vm: 192.0.2.2: ssh exited with exit code 5")
+    assert not hosts.CHATTER.search("step 1/6  loss 6.1853  grad 1.4824  lr 0.00e+00  5.93k tok/s  0s left")
