@@ -21,7 +21,12 @@ from llmtrain.plan import resolve
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 PLANS = LAYOUTS | BACKENDS | EXPERTS
-QUICK = ["dp2-pp2-tp1-zero1", "dp1-pp1-tp2-zero3", "dp2-ep2-zero1"]
+QUICK = ("dp2-pp2-tp1-zero1",)
+SLOW = tuple(PLANS)[::4]
+
+
+def _mark(name: str):
+    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.breadth
 
 
 def _others(name: str) -> dict:
@@ -61,9 +66,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLANS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_mark(name)) for name in PLANS])
 def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, sources, tmp_path):
     source = _source(sources, name)
     ranks, fields = PLANS[name]

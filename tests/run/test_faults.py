@@ -94,7 +94,7 @@ def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, t
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("kill", "killed by signal 9 (SIGKILL)"),
+        pytest.param("kill", "killed by signal 9 (SIGKILL)", marks=pytest.mark.slow),
         pytest.param("segv", "killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
         pytest.param("abort", "killed by signal 6 (SIGABRT)", marks=pytest.mark.slow),
         pytest.param("exception", "RuntimeError: injected", marks=pytest.mark.slow),
