@@ -104,7 +104,7 @@ def _killed_run(
     command: list[str], run: Path, every: int, instants: Iterator[float], generator: random.Random
 ) -> tuple[float, list[int]]:
     """Seconds of a run whose workers are killed at these instants, and the steps that each kill has cost."""
-    started, lost = time.monotonic(), []
+    started, lost, last = time.monotonic(), [], 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     due = next(instants)
     while process.poll() is None:
@@ -112,8 +112,9 @@ def _killed_run(
             workers = _workers(process.pid)
             if len(workers) == WORKERS and (step := _last_step(run)):
                 os.kill(generator.choice(workers), signal.SIGKILL)
-                lost.append(step % every)
-                print(f"{due:.0f} s: killed after step {step}, {step % every} steps lost", flush=True)
+                lost.append(step % every if step != last else 0)  # the same step: it was still starting
+                print(f"{due:.0f} s: killed after step {step}, {lost[-1]} steps lost", flush=True)
+                last = step
             due = next(instants)
         time.sleep(0.05)
     if process.returncode:
