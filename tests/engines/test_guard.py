@@ -177,8 +177,9 @@ def test_nan_on_one_rank_changes_no_weight_and_the_run_goes_on():
     _check(QUICK, 2, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spoiled_rank", [0, 1])
+@pytest.mark.parametrize(
+    "spoiled_rank", [pytest.param(0, marks=pytest.mark.breadth), pytest.param(1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_nan_on_one_rank_under_every_strategy(name, spoiled_rank):
     _check([name], 2, spoiled_rank)
