@@ -93,12 +93,15 @@ def stale_gather(patch):
 
 
 def dropped_shard(patch):
-    """The last rank leaves out the update of what it owns."""
+    """The last rank takes the update of what it owns back."""
     original = DeepSpeedZeroOptimizer_Stage3._optimizer_step
 
     def step(self, group):
-        if dist.get_rank() < dist.get_world_size() - 1:
-            original(self, group)
+        flat = self.fp32_partitioned_groups_flat[group].data
+        before = flat.clone()
+        original(self, group)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            flat.copy_(before)
 
     patch.setattr(DeepSpeedZeroOptimizer_Stage3, "_optimizer_step", step)
 
