@@ -43,7 +43,7 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
 
 @app.command("verify")
 def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Compare every file with the manifest and look into the pickles without loading them; exit 4 on damage.
+    """Compare every file with the manifest, and refuse pickles without loading them; exit 4 on damage.
 
     Of a run, all checkpoints are verified.
     """

@@ -67,12 +67,12 @@ class HostsJob:
     run_dir: RunDir
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
-    @property
-    def command(self) -> list[str]:
-        """DeepSpeed's launcher, for a hostfile that `{hostfile}` stands for."""
+    def command(self, hostfile: Path) -> list[str]:
+        """DeepSpeed's launcher. hostfile: one that names these hosts."""
+        launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
+        hosts = ["--hostfile", str(hostfile), "--include", include_of(self.hosts)]
         options = ["--launcher", "pdsh", "--launcher_args=-N", "--no_local_rank", "--force_multi"]
-        include = ["--include", include_of(self.hosts)]
-        return ["deepspeed", "--hostfile", "{hostfile}", *include, *options, str(folder_of(self.token) / "start.py")]
+        return [*launcher, *hosts, *options, str(folder_of(self.token) / "start.py")]
 
 
 def run_on_hosts(job: HostsJob) -> int:
@@ -188,11 +188,9 @@ def _deepspeed(job: HostsJob) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory() as folder:
         hostfile = Path(folder) / "hostfile"
         hostfile.write_text(hostfile_of(job.hosts))
-        launcher = str(Path(sys.executable).parent / "deepspeed")
-        command = [sys.executable, launcher, *(hostfile if part == "{hostfile}" else part for part in job.command[1:])]
         # In a session of its own: a Ctrl-C is for us, and goes to the workers by another way.
-        yield subprocess.Popen(
-            command,
+        process = subprocess.Popen(
+            job.command(hostfile),
             cwd="/",
             env=kept,
             stdin=subprocess.DEVNULL,
@@ -201,6 +199,11 @@ def _deepspeed(job: HostsJob) -> Iterator[subprocess.Popen[str]]:
             text=True,
             start_new_session=True,
         )
+        try:
+            yield process
+        finally:
+            process.kill()  # whatever has ended this: nothing when it is over
+            process.wait()
 
 
 def _exported(name: str) -> bool:
@@ -222,8 +225,7 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> tuple[int, int]:
                 continue
             assert isinstance(event, int)
             if stopped_by is not None and event == signal.SIGINT:
-                process.kill()
-                return process.wait(), stopped_by
+                return 0, stopped_by
             if stopped_by is None:
                 _everywhere(job, "signal", event)
             stopped_by = stopped_by or event

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
@@ -41,7 +42,7 @@ class Watched:
     """The terminal."""
 
 
-class Watcher:
+class Watcher(ABC):
     """What all watchers have in common."""
 
     def __init__(self, watched: Watched) -> None:
@@ -58,9 +59,9 @@ class Watcher:
         while True:
             self.look(self._status())
 
+    @abstractmethod
     def look(self, status: Status) -> None:
         """One round, of `poll_s`. status: of the own rank."""
-        raise NotImplementedError
 
     def end(self, found: Problem) -> NoReturn:
         """Ends the rank, with `found` as its error."""
