@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from queue import SimpleQueue
+from threading import Thread
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -52,18 +54,21 @@ class StopSignals:
 class Agreement:
     """Has all ranks stop after the same step, whichever of them was told.
 
-    Rank 0 decides at the end of each step and writes the verdict to the store that the ranks met at;
-    the others read it there. That costs them a round trip, and neither a collective nor a wait for a
-    device.
+    Rank 0 gives a verdict for each step and writes it to the store that the ranks met at; the others read it there.
+    A thread does that one step ahead, while the rank trains, so that nobody waits for a round trip, a collective or a
+    device; the price is that a run ends one step later.
     """
 
     def __init__(self, signals: StopSignals, rank: int, store: Store | None) -> None:
-        """store: where the ranks meet; None for a rank on its own."""
+        """store: where the ranks meet, for nobody but this object; None for a rank on its own."""
         self.signals = signals
         self.rank = rank
         self.store = store
         self.stopped_by: signal.Signals | None = None
         """The signal that all ranks stop on, once they have agreed."""
+        self._asked: SimpleQueue[int | None] = SimpleQueue()
+        self._given: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._thread: Thread | None = None
 
     @classmethod
     def of_group(cls, signals: StopSignals, attempt: int = 0) -> Self:
@@ -75,19 +80,50 @@ class Agreement:
 
         from llmtrain.engines.distributed import store
 
-        return cls(signals, dist.get_rank(), store(f"stop/{attempt}") if dist.get_world_size() > 1 else None)
+        # A connection of its own: on a shared one, whoever waits for a key keeps the others from asking.
+        own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
+        return cls(signals, dist.get_rank(), own)
 
     def agreed(self, step: int) -> bool:
-        """Whether the ranks stop after `step` steps. Each rank asks once for each step, in the same order."""
-        number = self._verdict(step)
+        """Whether the ranks stop after `step` steps. Each rank asks for the same steps, one after the other.
+
+        Raises what the store raises where rank 0 is gone.
+        """
+        number = int(self.signals.received or 0) if self.store is None else self._verdict(step)
         self.stopped_by = signal.Signals(number) if number else None
         return self.stopped_by is not None
 
+    def close(self) -> None:
+        """Ends the thread, once the verdict that was asked for last is there. For ranks that go on to live."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+            self._thread = None
+
     def _verdict(self, step: int) -> int:
-        """Number of the signal to stop on; 0 for none."""
+        """Number of the signal to stop on; 0 for none. Asks for the verdict of the next step."""
+        if self._thread is None:
+            self._thread = Thread(target=self._answer, name="stop verdicts", daemon=True)
+            self._thread.start()
+            self._asked.put(step)
+        self._asked.put(step + 1)
+        given = self._given.get()
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+    def _answer(self) -> None:
+        """Gives the verdicts that are asked for, in a thread."""
+        try:
+            while (step := self._asked.get()) is not None:
+                self._given.put(self._decided(step))
+        except Exception as error:  # of the connection; for the training thread, if that asks again
+            self._given.put(error)
+
+    def _decided(self, step: int) -> int:
+        """Rank 0's verdict for a step: by rank 0 now, on the others once it is there."""
+        assert self.store is not None
         received = int(self.signals.received or 0)
-        if self.store is None:
-            return received
         if self.rank != 0:
             if received:
                 self.store.set("request", str(received))

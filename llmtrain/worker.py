@@ -152,6 +152,7 @@ class _Worker:
                 stop = Agreement.of_group(self.signals, attempt=state.rollbacks)
                 skipped = engine.guard.read().total
                 fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
+                stop.close()
                 heart.finish()
                 progress.summary()
         finally:
@@ -159,7 +160,7 @@ class _Worker:
                 metrics.close()
         if stop.stopped_by is None:
             return False
-        barrier()  # rank 0 keeps the store that the others have just read the verdict from
+        barrier()  # rank 0 keeps the store that the others have just read a verdict from
         self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
         return True
 
