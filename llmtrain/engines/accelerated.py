@@ -83,7 +83,8 @@ class AcceleratedDataParallel:
 
         Both average over ranks, so a rank's loss is multiplied by their number, as under DeepSpeed.
         """
-        self.engine.train()
+        if not self.model.training:
+            self.engine.train()
         lr = self.optimizer.param_groups[0]["lr"]
         total = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(batch.micro_batches, start=1):

@@ -49,6 +49,8 @@ class DeepSpeedDataParallel:
         self.model = model
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(model, ds_config)
+        # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
+        self.engine.clip_fp32_gradients = self._clip
         self.guard = Guard(recipe.guard, device)
         self.guard.watch(self.engine.basic_optimizer)
 
@@ -84,7 +86,8 @@ class DeepSpeedDataParallel:
         DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by
         their number: the sum over all ranks and micro-batches, divided by the target tokens, is left.
         """
-        self.engine.train()
+        if not self.model.training:  # asked of each module, it costs as much as a small update
+            self.engine.train()
         lr = self.engine.get_lr()[0]
         total = torch.zeros((), device=self.device)
         self.guard.begin(lambda: self._measure(total / batch.target_tokens))
@@ -184,6 +187,11 @@ class DeepSpeedDataParallel:
         norm = self._gradient_norm()
         scaler = self.engine.torch_autocast_z0_gradscaler
         return norm / scaler.get_scale() if scaler else norm
+
+    def _clip(self) -> None:
+        """Clips by the norm that was taken just before; called where DeepSpeed keeps none, with a limit above 0."""
+        assert self._own_norm is not None, "an update without its norm"
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.plan.recipe.optim.clip_grad_norm, self._own_norm)
 
     def _gradient_norm(self) -> Tensor:
         """2-norm of the gradients: those that lie on this rank, and of split weights those of the other holders."""

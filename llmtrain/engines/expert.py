@@ -28,10 +28,7 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         super().__init__(plan, ds_config, device)
-        self._norm = torch.zeros((), device=device)
         self._group = groups._get_expert_parallel_group(f"ep_size_{plan.layout.ep}")
-        # At ZeRO-0 DeepSpeed clips by the mean of the ranks' norms, of which each has other experts in it.
-        self.engine.clip_fp32_gradients = self._clip
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight, whole, under its Hugging Face name; tied ones once."""
@@ -77,14 +74,6 @@ class DeepSpeedExpertParallel(DeepSpeedDataParallel):
 
     def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         return super()._holders(parameter) if not is_expert(parameter) else self._group
-
-    def _gradient_norm(self) -> Tensor:
-        self._norm = super()._gradient_norm()
-        return self._norm
-
-    def _clip(self) -> None:
-        """Clips by the norm that was taken just before the step."""
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.plan.recipe.optim.clip_grad_norm, self._norm)
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
