@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from llmtrain.data import MicroBatch
+from llmtrain.engines.documents import documents_known
 from llmtrain.models import target_loss_sum
 
 
@@ -20,11 +21,12 @@ def forward(
     No attention mask is passed: `transformers` reads the bounds of packed documents from
     `position_ids`, which start again at 0 in each (`masking_utils.find_packed_sequence_indices`).
     """
-    output = model(
-        input_ids=batch.input_ids.to(device, non_blocking=True),
-        position_ids=batch.position_ids.to(device, non_blocking=True),
-        use_cache=False,
-    )
+    with documents_known(batch.position_ids):
+        output = model(
+            input_ids=batch.input_ids.to(device, non_blocking=True),
+            position_ids=batch.position_ids.to(device, non_blocking=True),
+            use_cache=False,
+        )
     loss_sum = target_loss_sum(output.logits, batch.labels.to(device, non_blocking=True))  # type: ignore[attr-defined]
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:

@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.engines.documents import documents_known
 from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
 from llmtrain.engines.seam import StepResult
@@ -57,7 +58,8 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
             return super().eval_step(batch)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        return super()._forward(self.ulysses.slice(micro_batch))
+        with documents_known(micro_batch.position_ids):
+            return super()._forward(self.ulysses.slice(micro_batch))
 
 
 class DeepSpeedTensorSequence(DeepSpeedSequence, DeepSpeedTensorParallel):
