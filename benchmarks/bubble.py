@@ -1,4 +1,4 @@
-"""Measures the bubble of DeepSpeed's pipeline engine against (p − 1) / (m + p − 1), and writes bubble.json.
+"""Measures the bubble of DeepSpeed's pipeline engine against (p − 1) / (m + p − 1), and writes results/bubble.json.
 
 python benchmarks/bubble.py
 
@@ -30,7 +30,7 @@ CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16))
 FORWARD_S, BACKWARD_S = 0.1, 0.2
 STEPS = 3
 WORLD = 4
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = Path(__file__).parent / "results" / "bubble.json"
 
 
 class _Sleep(torch.autograd.Function):

@@ -3,8 +3,8 @@
 Saves are killed before and after each of their filesystem calls, in the midst of each write, and at random
 instants, on one rank and on several, of a stand-in and of DeepSpeed's engine (`tests/checkpoint/killing.py` has the
 campaigns). Then whole runs are: the same run is started again and again and killed, and what it leaves at the end is
-compared bit for bit with a run that was left alone. Writes `benchmarks/chaos.json`; a kill that costs more than the
-save that it hits ends the program with an error.
+compared bit for bit with a run that was left alone. Writes `benchmarks/results/chaos.json`; a kill that costs more
+than the save that it hits ends the program with an error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks/results/chaos.json"
 for folder in ("tests", "tests/checkpoint", "tests/engines", "tests/run"):
     sys.path.append(str(ROOT / folder))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -76,7 +77,7 @@ def main() -> None:
         "unloadable": 0,  # one, or an interval more than that of the kill, would have ended the program
         "campaigns": campaigns,
     }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    RESULT.write_text(json.dumps(document, indent=2) + "\n")
     print(f"{kills} kills, 0 unloadable")
 
 

@@ -3,7 +3,7 @@
 A run of two workers under `llmtrain train --max-restarts` loses a random worker to SIGKILL at seeded, exponentially
 distributed instants. Effective time is what the same steps take without a kill, over the wall time from the command to
 its end. The ideal for this interval of checkpoints and these kills saves at once and starts at once: it loses nothing
-but the steps since the last checkpoint that was due. Both are written to `effective_time.json`, and their ratio.
+but the steps since the last checkpoint that was due. Both, and their ratio, go to `results/effective_time.json`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks/results/effective_time.json"
 sys.path.append(str(ROOT / "tests" / "run"))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -145,7 +146,7 @@ def _write(found: dict[str, Any]) -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **found,
     }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    RESULT.write_text(json.dumps(document, indent=2) + "\n")
     print(f"{found['effective']:.1%} effective, {found['of_the_ideal']:.1%} of the ideal ({found['ideal']:.1%})")
 
 

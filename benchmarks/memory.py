@@ -1,4 +1,4 @@
-"""Measures the memory of plans on one GPU against what is predicted, and writes memory.json.
+"""Measures the memory of plans on one GPU against what is predicted, and writes results/memory.json.
 
 python benchmarks/memory.py           # on a machine with a GPU of 80 GB or more, a quarter of an hour
 python benchmarks/memory.py --list    # what would be measured
@@ -39,7 +39,7 @@ from llmtrain.recipe import (
     TrainConfig,
 )
 
-RESULT = Path(__file__).with_suffix(".json")
+RESULT = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3
 SHARE, CLOSE, UNDER = 0.95, 0.03, 0.01
 """What is aimed at: this share of the configurations so close, none further under than the last."""

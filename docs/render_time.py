@@ -29,7 +29,7 @@ from llmtrain.recipe import (
     TrainConfig,
 )
 
-MEASURED = Path(__file__).parents[1] / "benchmarks/bubble.json"
+MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
 
 FOUNDRY = "[llm-foundry](https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md)"
 TITAN = "[torchtitan](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)"

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_documentation_quotes_the_certificate():
-    certificate = json.loads((ROOT / "benchmarks/verify_tiny.json").read_text())
+    certificate = json.loads((ROOT / "benchmarks/results/verify_tiny.json").read_text())
     plans = certificate["plans"]
     certified = sum(plan["certified"] for plan in plans)
     most = [f"{max(plan['max_deviation'][name] for plan in plans):.1e}" for name in ("loss", "grad_norm", "weights")]

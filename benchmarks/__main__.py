@@ -1,0 +1,105 @@
+"""`python -m benchmarks NAME`: answers a question, and leaves what it found in `results/NAME.json`.
+
+Without a NAME it lists the questions. A result is kept only of a whole measurement on a machine that does nothing
+else: `--pairs` below five, `--short` and `--force` print, and write where `--out` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import BUSY_CORES, busy_cores, facts
+from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
+from benchmarks.question import Question, Script
+from benchmarks.questions import QUESTIONS
+
+RESULTS = ROOT / "benchmarks" / "results"
+FEWEST_PAIRS = 5
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Lists, or measures."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=QUESTIONS)
+    parser.add_argument("--pairs", type=int, default=FEWEST_PAIRS, help="runs of each side, in turn")
+    parser.add_argument("--only", help="cases whose name has this in it")
+    parser.add_argument("--short", action="store_true", help="small sizes: shows that all of it runs")
+    parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
+    parser.add_argument("--out", type=Path, help="where the JSON goes, instead of results/NAME.json")
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        for question in QUESTIONS.values():
+            print(f"{question.name:15} about {question.minutes:3} min  {question.title}")
+        return
+    question = QUESTIONS[options.name]
+    is_whole = options.pairs >= FEWEST_PAIRS and not (options.short or options.force or options.only)
+    out = options.out or (RESULTS / f"{question.name}.json" if is_whole else None)
+    if not options.force:
+        _refuse_busy()
+    if isinstance(question, Script):
+        _run_script(question, RESULTS / f"{question.name}.json")
+        return
+    document = measure(question, options.pairs, options.short, options.only)
+    for verdict in [] if options.only else question.verdicts(document):
+        print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.aim}: {verdict.found}")
+    if out is None:
+        print("not kept: a result needs five pairs, whole sizes, every case and an idle machine")
+        return
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"{out}; now `python -m benchmarks.render`")
+
+
+def measure(question: Question, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
+    """Runs all cases of a question; what is to be kept. Exits where a command fails."""
+    words = ["python", "-m", "benchmarks", question.name]
+    words += [*(["--pairs", str(pairs)] if pairs != FEWEST_PAIRS else []), *(["--short"] if short else [])]
+    document: dict[str, Any] = {"question": question.name, "command": " ".join(words), **facts(), "pairs": pairs}
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started:6.0f} s of about {60 * question.minutes}] {line}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        cases = [case for case in question.cases(short) if only is None or only in case.name]
+        try:
+            document["cases"] = [run_case(case, pairs, Path(name), say) for case in cases]
+        except SideFailedError as error:
+            sys.exit(str(error))
+    document["seconds"] = round(time.monotonic() - started, 1)
+    document[OTHERS] = max(run[OTHERS] for case in document["cases"] for side in case["sides"] for run in side["runs"])
+    return document
+
+
+def _refuse_busy() -> None:
+    busy = busy_cores()
+    if busy > BUSY_CORES:
+        sys.exit(
+            f"this machine is busy: others use {busy:.2f} cores, where {BUSY_CORES} may be used; "
+            "wait, or measure all the same with --force"
+        )
+
+
+def _run_script(script: Script, out: Path) -> None:
+    command = [sys.executable if word == "python" else word for word in script.command]
+    print(shlex.join(script.command), flush=True)
+    if not script.prints_result:
+        raise SystemExit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == 0:
+        out.write_text(done.stdout, encoding="utf-8")
+    raise SystemExit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Runs commands in turn, A B A B, each in a fresh process, and sums up what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import Meter
+
+ROOT = Path(__file__).parents[1]
+OTHERS = "cores_of_others"
+"""Of each run: cores that other processes used meanwhile."""
+Numbers = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A command that measures itself: the last line that it prints is a JSON object of numbers."""
+
+    name: str
+    command: Sequence[str]
+    """`python` is the running interpreter, `{work}` a folder that all commands of a question share."""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared: the first side is ours."""
+
+    name: str
+    sides: Sequence[Side]
+    setup: Sequence[Side] = ()
+    """Run once before, and not measured."""
+
+
+class SideFailedError(Exception):
+    """A command ended with an error, or printed no numbers."""
+
+
+def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """All runs of all sides, and their summaries. Raises SideFailedError."""
+    for one in case.setup:
+        say(f"{case.name}: {one.name}")
+        _run(one, work)
+    runs: dict[str, list[Numbers]] = {side.name: [] for side in case.sides}
+    for number in range(1, pairs + 1):
+        for side in case.sides:
+            runs[side.name].append(measured(side, work))
+            say(f"{case.name}, {number} of {pairs}: {side.name}: {_told(runs[side.name][-1])}")
+    return {
+        "name": case.name,
+        "sides": [
+            {
+                "name": side.name,
+                "command": " ".join(side.command),
+                "env": side.env,
+                "runs": runs[side.name],
+                "summary": summary(runs[side.name]),
+            }
+            for side in case.sides
+        ],
+        "against": {side.name: against(runs[case.sides[0].name], runs[side.name]) for side in case.sides[1:]},
+    }
+
+
+def measured(side: Side, work: Path) -> Numbers:
+    """One run of a side. Raises SideFailedError."""
+    meter = Meter()
+    lines = _run(side, work).strip().splitlines()
+    try:
+        numbers: Numbers = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise SideFailedError(f"{side.name}: the last line is no JSON: {lines[-1:]}") from None
+    return {**numbers, OTHERS: round(meter.cores_of_others(), 3)}
+
+
+def _run(side: Side, work: Path) -> str:
+    command = [sys.executable if part == "python" else part.replace("{work}", str(work)) for part in side.command]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "LLMTRAIN_CACHE": str(work / "cache")}
+    done = subprocess.run(command, cwd=ROOT, env={**env, **side.env}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise SideFailedError(f"{side.name}: exit code {done.returncode} of {' '.join(command)}\n{tail}")
+    return done.stdout
+
+
+def summary(runs: Sequence[Numbers]) -> dict[str, Numbers]:
+    """Median, lowest and highest of each number, over the runs that have it."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: spread([run[name] for run in runs if name in run]) for name in names}
+
+
+def spread(values: Sequence[float]) -> Numbers:
+    """Median, lowest and highest."""
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def against(ours: Sequence[Numbers], peer: Sequence[Numbers]) -> dict[str, Numbers]:
+    """Ours in the peer's, pair by pair, of each number that both have."""
+    names = [name for name in ours[0] if name in peer[0] and name != OTHERS]
+    pairs = {
+        name: [mine[name] / other[name] for mine, other in zip(ours, peer, strict=True) if other[name]]
+        for name in names
+    }
+    return {name: spread(ratios) for name, ratios in pairs.items() if ratios}
+
+
+def _told(numbers: Numbers) -> str:
+    return ", ".join(f"{name} {value:.5g}" for name, value in numbers.items())

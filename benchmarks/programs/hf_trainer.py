@@ -1,0 +1,95 @@
+"""Hugging Face's Trainer as its users write it: `torchrun ... hf_trainer.py FOLDER --steps 60 [--zero 1]`.
+
+FOLDER is what `subject` has written: the same sequences in the same batches. Everything that is not the model, the
+batch or the optimizer's numbers has the Trainer's default. With --zero it runs DeepSpeed, configured by "auto". Rank 0
+prints one line of JSON.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+WARM = 10
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO; without it there is no DeepSpeed")
+    options = parser.parse_args()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if options.zero is not None:
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # else a minute of compiling at the first start
+        for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "29534")
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    values = json.loads((options.folder / "model.json").read_text())
+    train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config)
+    rows = []
+    for other in range(world):
+        for step in torch.load(options.folder / f"batches_{other}.pt"):
+            for inputs, _, _ in step:
+                rows += [{"input_ids": row, "labels": row} for row in inputs]
+    zero = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": options.zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    arguments = TrainingArguments(
+        output_dir=str(options.folder / "trainer"),
+        use_cpu=options.zero is None,  # with it, the Trainer takes DistributedDataParallel and leaves DeepSpeed out
+        max_steps=options.steps,
+        per_device_train_batch_size=train.micro_batch_size,
+        gradient_accumulation_steps=train.accumulation,
+        learning_rate=train.lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        max_grad_norm=train.clip_grad_norm,
+        lr_scheduler_type="cosine",
+        warmup_steps=train.warmup_steps,
+        logging_steps=train.log_every,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        ddp_backend="gloo" if world > 1 or options.zero is not None else None,
+        deepspeed=zero if options.zero is not None else None,
+    )
+    times: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: object, **__: object) -> None:
+            times.append(time.perf_counter())
+
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
+    if rank == 0:
+        lengths = [after - before for before, after in itertools.pairwise(times)][WARM:]
+        # The mean of windows as long as ours: each logged one.
+        windows = [lengths[at : at + train.log_every] for at in range(0, len(lengths), train.log_every)]
+        step_s = statistics.median(statistics.fmean(window) for window in windows)
+        tokens = train.micro_batch_size * train.accumulation * world * train.sequence_length
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Our whole worker and a bare loop in one process, in turn a few steps of each: what ours costs more, in ms a step.
+
+python -m benchmarks.programs.interleaved --peer deepspeed --ranks 2 --set parallel.zero_stage=1
+
+A machine's speed drifts by more than the half percent that is looked for; what both loops do within a second drifts
+alike. The worker is the real one, with launcher, watcher, metrics, guard, data and verdicts on stopping. After each
+block of its steps, where it tells its progress, the bare loop takes as many with the same model, positions and tokens,
+which lie ready in memory. The time between two such calls is ours, the time within is the peer's. Prints one line of
+JSON: medians of blocks, in ms a step, and of the differences of neighbouring blocks; of the clock, and of the computing
+of the training thread alone, which a machine that does other things disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import Cluster
+from llmtrain.ds_config import render
+from llmtrain.errors import Exit
+from llmtrain.launch import discover
+from llmtrain.launch.local import run_workers
+from llmtrain.plan import Plan, resolve
+from llmtrain.plan.load import load_recipe
+from llmtrain.run_dir import RunDir
+
+RECIPE = "recipes/tiny.py"
+ALONE = (
+    *("evaluation.every_steps=0", "checkpoint.every_steps=100000", "export.at_end=false"),
+    *("export.sample_prompt=null", "train.max_steps=100000"),
+)
+"""Neither loop evaluates, saves or exports."""
+WARM_BLOCKS = 3
+KEPT_BATCHES = 16
+"""Batches that the bare loop goes round in."""
+
+
+class Turns:
+    """Takes blocks of the peer's steps between ours, and the times of both."""
+
+    def __init__(self, peer: Iterator[None], block: int, blocks: int, out: Path) -> None:
+        self.peer, self.block, self.blocks, self.out = peer, block, blocks, out
+        self.times: dict[str, list[float]] = {name: [] for name in ("ours_s", "peer_s", "ours_cpu_s", "peer_cpu_s")}
+        self._begun: tuple[float, float] | None = None
+
+    def after_step(self, step: int) -> None:
+        """Called by our loop after each of its steps."""
+        if step % self.block:
+            return
+        from llmtrain.engines.distributed import barrier
+
+        if self._begun is not None:
+            self._note("ours", self._begun)
+        time.sleep(0.02)  # what our data thread has begun ends on nobody's time
+        barrier()
+        begun = _now()
+        for _ in range(self.block):
+            next(self.peer)
+        if self._begun is not None:
+            self._note("peer", begun)
+        barrier()
+        if len(self.times["peer_s"]) == self.blocks + WARM_BLOCKS:
+            self.out.write_text(json.dumps(self.times))
+            os._exit(0)
+        self._begun = _now()
+
+    def _note(self, side: str, begun: tuple[float, float]) -> None:
+        for name, before, after in zip((f"{side}_s", f"{side}_cpu_s"), begun, _now(), strict=True):
+            self.times[name].append(after - before)
+
+
+def _now() -> tuple[float, float]:
+    """Seconds on the clock, and seconds that this thread has computed."""
+    return time.perf_counter(), time.thread_time()
+
+
+def child(options: argparse.Namespace) -> None:
+    """One rank."""
+    from llmtrain import metrics
+    from llmtrain.worker import work
+
+    rank = discover(os.environ, sys.argv)
+    assert rank is not None, "started by the launcher"
+    folder = RunDir(Path(options.child))
+    plan = folder.read_plan()
+    config = folder.read_ds_config()
+    turns: list[Turns] = []
+    out = folder.path / f"turns_{rank.rank}.json"
+
+    def advance(progress: metrics.TrainingProgress, step: int) -> None:
+        own(progress, step)
+        if not turns:
+            turns.append(Turns(peer_of(options.peer, plan, config, rank.rank), options.block, options.blocks, out))
+        turns[0].after_step(step)
+
+    own = metrics.TrainingProgress.advance
+    metrics.TrainingProgress.advance = advance  # type: ignore[method-assign, assignment]
+    work(rank, folder, plan, config, "never", None)
+
+
+def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int) -> Iterator[None]:
+    """The bare loop, on a model and batches like ours."""
+    import torch
+    from torch._C._distributed_c10d import Work
+
+    from benchmarks.programs.bare import deepspeed_steps, torch_steps
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.models import build_model
+
+    recipe = plan.recipe
+    schedule = Schedule.of(plan, prepare(recipe), dp_rank=rank)
+    steps = [schedule.train_batch(number * plan.batch.global_batch_size) for number in range(KEPT_BATCHES)]
+    batches = itertools.cycle(
+        [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in steps]
+    )
+    dtype = {"bf16": torch.bfloat16}.get(recipe.parallel.precision, torch.float32)
+    model = build_model(recipe, dtype, torch.device("cpu"))
+    model.train()
+    arguments = (recipe.optim, recipe.train.max_steps, recipe.logging.every_steps)
+    if kind == "torch":
+        taken = torch_steps(model, batches, *arguments)
+    else:
+        taken = deepspeed_steps(model, dict(config), batches, *arguments)
+    return without_watch(taken, Work)
+
+
+def without_watch(steps: Iterator[None], work: Any) -> Iterator[None]:
+    """The steps with torch's own `Work.wait`, which our worker has replaced in this process."""
+    watched = work.wait
+    while True:
+        if hasattr(watched, "__closure__") and "wait" in watched.__code__.co_freevars:
+            work.wait = watched.__closure__[watched.__code__.co_freevars.index("wait")].cell_contents
+        try:
+            next(steps)
+        finally:
+            work.wait = watched
+        yield
+
+
+def result_of(turns: list[dict[str, list[float]]], block: int) -> dict[str, float]:
+    """From the blocks of rank 0: all ranks end a step together."""
+    found: dict[str, float] = {"blocks": len(turns[0]["ours_s"]) - WARM_BLOCKS}
+    for clock in ("", "cpu_"):
+        ours, peer = (turns[0][f"{side}_{clock}s"][WARM_BLOCKS:] for side in ("ours", "peer"))
+        more = [(mine - other) / block * 1000 for mine, other in zip(ours, peer, strict=True)]
+        found[f"ours_{clock}ms"] = statistics.median(ours) / block * 1000
+        found[f"peer_{clock}ms"] = statistics.median(peer) / block * 1000
+        found[f"more_{clock}ms"] = statistics.median(more)
+        # Of a median: 1.2533 standard errors of a mean, with the spread taken from the quartiles.
+        found[f"error_{clock}ms"] = 1.2533 * spread(more) / len(more) ** 0.5
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def spread(values: list[float]) -> float:
+    """Standard deviation, from the quartiles: a few blocks are disturbed."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 1.349
+
+
+def main() -> None:
+    """Starts the ranks, or is one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=("deepspeed", "torch"), default="deepspeed")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--block", type=int, default=4, help="steps of a block")
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--set", action="append", default=[], dest="fields")
+    parser.add_argument("--child")
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+        return
+    recipe, _ = load_recipe(RECIPE, [*ALONE, *options.fields])
+    plan = resolve(recipe, Cluster(devices_per_node=options.ranks))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with tempfile.TemporaryDirectory() as name:
+        folder = RunDir(Path(name) / "run")
+        folder.create(plan, render(plan))
+        command = [sys.executable, "-m", "benchmarks.programs.interleaved", "--child", str(folder.path)]
+        command += ["--peer", options.peer, "--block", str(options.block), "--blocks", str(options.blocks)]
+        code = run_workers(command, options.ranks, folder)
+        if code not in (Exit.DONE,):
+            raise SystemExit(code)
+        turns = [json.loads((folder.path / f"turns_{rank}.json").read_text()) for rank in range(options.ranks)]
+    print(json.dumps(result_of(turns, options.block)))
+
+
+if __name__ == "__main__":
+    main()

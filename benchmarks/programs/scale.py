@@ -1,0 +1,159 @@
+"""What grows with ranks and tokens, by simulation in one process: `scale plan|sampler|manifest|launch|verdicts RANKS`.
+
+No rank is started. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SEQUENCE = 8192
+TOKENS = 10**12
+PER_NODE = 8
+
+
+def plan_of(ranks: int) -> Any:
+    """The 70B recipe on so many H100, one micro-batch of one sequence per replica at least."""
+    from llmtrain.cluster import Cluster
+    from llmtrain.plan import resolve
+    from llmtrain.plan.load import load_recipe
+
+    replicas = ranks // 16
+    fields = [f"batch.global_batch_size={16 * replicas}", "parallel.pipeline=16"]
+    return resolve(
+        load_recipe("recipes/llama3_70b.py", fields)[0],
+        Cluster(nodes=ranks // PER_NODE, devices_per_node=PER_NODE, device="h100"),
+    )
+
+
+def plan(ranks: int) -> dict[str, float]:
+    """A plan with its rules, its memory and its time, and its DeepSpeed JSON."""
+    from llmtrain.ds_config import render
+    from llmtrain.plan.memory import memory_of
+    from llmtrain.plan.time import predict
+
+    plan_of(ranks)  # modules are loaded now
+    started = time.perf_counter()
+    made = plan_of(ranks)
+    memory_of(made)
+    predict(made)
+    render(made)
+    return {"seconds": time.perf_counter() - started, "peak_mib": _peak_mib()}
+
+
+def sampler(ranks: int) -> dict[str, float]:
+    """Which sequences a global batch of one per rank holds, in the midst of the run; each rank asks for all of them."""
+    import numpy as np
+
+    from llmtrain.data.mixture import Mixture
+    from llmtrain.data.permutation import permutation_key, permute
+
+    sequences = TOKENS // SEQUENCE
+    batch = ranks
+    times = []
+    for number in range(20):
+        cursor = sequences // 2 + number * batch
+        started = time.perf_counter()
+        _, places = Mixture([0.7, 0.3]).locate(np.arange(cursor, cursor + batch))
+        permute(places % sequences, sequences, permutation_key(1, "source", 0))
+        times.append(time.perf_counter() - started)
+    return {"batch_ms": sorted(times)[10] * 1000, "peak_mib": _peak_mib()}
+
+
+def manifest(ranks: int) -> dict[str, float]:
+    """The manifest of a checkpoint that so many ranks wrote, three files each: written, read, joined."""
+    from llmtrain.checkpoint.check import files_of
+    from llmtrain.checkpoint.manifest import File, Manifest, read_manifests
+
+    names = ("engine/pieces_rank_{:05d}.safetensors", "engine/index_rank_{:05d}.json", "rng/rank_{:05d}.safetensors")
+    files = {
+        name.format(rank): File(bytes=10**9 + rank, xxh3_128=f"{rank:032x}", rank=rank, private=False)
+        for rank in range(ranks)
+        for name in names
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        started = time.perf_counter()
+        Manifest(
+            save="s",
+            part=0,
+            hosts=["h"],
+            run="r",
+            recipe="c",
+            step=1,
+            samples=1,
+            eval_loss=None,
+            written="2026-01-01T00:00:00.000000",
+            world_size=ranks,
+            layout={},
+            versions={},
+            files=files,
+        ).write(folder)
+        written = time.perf_counter()
+        read = files_of(read_manifests(folder))
+        done = time.perf_counter()
+        size = sum(file.stat().st_size for file in folder.iterdir())
+    assert len(read) == 3 * ranks
+    return {"write_s": written - started, "read_s": done - written, "mib": size / 2**20, "peak_mib": _peak_mib()}
+
+
+def launch(ranks: int) -> dict[str, float]:
+    """A hostfile read, and the job script of Slurm."""
+    from llmtrain.cluster import Cluster
+    from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
+    from llmtrain.launch.slurm import Job, SlurmOptions, render_job
+
+    cluster = Cluster(nodes=ranks // PER_NODE, devices_per_node=PER_NODE, device="h100")
+    folder = Path("/shared/job")
+    job = Job("llama3_70b", cluster, cluster.nodes, ("recipes/llama3_70b.py",), folder / "run", folder, SlurmOptions())
+    hosts = [Host(f"node{number:05d}", tuple(range(PER_NODE))) for number in range(ranks // PER_NODE)]
+    with tempfile.NamedTemporaryFile("w", suffix=".hosts") as file:
+        started = time.perf_counter()
+        file.write(hostfile_of(hosts))
+        file.flush()
+        assert len(read_hosts(Path(file.name))) == len(hosts)
+        listed = time.perf_counter()
+        assert str(cluster.nodes) in render_job(job)
+        done = time.perf_counter()
+    return {"hostfile_s": listed - started, "script_s": done - listed, "peak_mib": _peak_mib()}
+
+
+def verdicts(ranks: int) -> dict[str, float]:
+    """Seconds in which the store of rank 0 answers so many ranks once, that all ask for a verdict."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30))
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(16)]
+    server.set("verdict", "0")
+    for client in clients:
+        client.get("verdict")
+    started = time.perf_counter()
+    for number in range(ranks):
+        clients[number % len(clients)].get("verdict")
+    return {"seconds": time.perf_counter() - started}
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def main() -> None:
+    """Measures one part."""
+    parts = {one.__name__: one for one in (plan, sampler, manifest, launch, verdicts)}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("ranks", type=int)
+    options = parser.parse_args()
+    print(json.dumps(parts[options.part](options.ranks)))
+
+
+if __name__ == "__main__":
+    main()

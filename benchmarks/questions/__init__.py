@@ -1,0 +1,17 @@
+"""All questions, in the order in which they are shown."""
+
+from benchmarks.question import Question, Script
+from benchmarks.questions import data, scale, scripts, startup, trainer, wrapper
+
+QUESTIONS: dict[str, Question | Script] = {
+    one.name: one
+    for one in (
+        wrapper.QUESTION,
+        trainer.QUESTION,
+        data.QUESTION,
+        startup.QUESTION,
+        *scripts.PIPELINE,
+        scale.QUESTION,
+        *scripts.OTHERS,
+    )
+}

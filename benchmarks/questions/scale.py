@@ -1,0 +1,60 @@
+"""Ten thousand ranks, a trillion tokens."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict, case_of, median_of
+
+RANKS = (16, 1024, 10000)
+PARTS = {
+    "plan": ("plan: layout, rules, memory, time, DeepSpeed's JSON", "seconds", 1.0),
+    "sampler": ("which sequences a global batch of one per rank holds", "batch_ms", 100.0),
+    "manifest": ("the manifest of a checkpoint, read", "read_s", 1.0),
+    "launch": ("a hostfile, read; the job script beside it", "hostfile_s", 1.0),
+    "verdicts": ("rank 0's store answers every rank once", "seconds", 1.0),
+}
+"""What it is, the number that is judged, and what it may be at most."""
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """Each part at each size."""
+    program = ["python", "-m", "benchmarks.programs.scale"]
+    return [
+        Case(what, [Side(f"{ranks:,} ranks", [*program, part, str(ranks)]) for ranks in RANKS])
+        for part, (what, _, _) in PARTS.items()
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """At the largest size."""
+    found = []
+    for what, number, most in PARTS.values():
+        value = median_of(case_of(result, what), f"{RANKS[-1]:,} ranks", number)
+        unit = "ms" if number.endswith("ms") else "s"
+        found.append(Verdict(f"{what}: under {most:g} {unit}", f"{value:.3g} {unit}", value < most))
+    return found
+
+
+QUESTION = Question(
+    name="scale",
+    title="10,000 ranks, 10¹² tokens",
+    asks=(
+        "By simulation in one process: `recipes/llama3_70b.py` planned for so many H100s; the sampler in the midst of "
+        "10¹² tokens in sequences of 8,192, whose order is computed and nowhere stored; a manifest of three files per "
+        "rank; a hostfile of eight devices a host and the job script; and the store through which ranks agree on "
+        "stopping, asked once for each rank, which ranks do a step ahead and without waiting."
+    ),
+    cases=cases,
+    columns={
+        "seconds": ("s", ".4f"),
+        "batch_ms": ("ms", ".2f"),
+        "write_s": ("written, s", ".3f"),
+        "read_s": ("read, s", ".3f"),
+        "mib": ("file, MiB", ".2f"),
+        "hostfile_s": ("hostfile, s", ".4f"),
+        "script_s": ("script, s", ".4f"),
+        "peak_mib": ("peak memory, MiB", ".0f"),
+    },
+    verdicts=verdicts,
+    minutes=6,
+)

@@ -1,0 +1,94 @@
+"""Questions that a program of their own answers."""
+
+from collections.abc import Sequence
+
+from benchmarks.question import Result, Script, Verdict
+
+
+def _bubble(result: Result) -> Sequence[Verdict]:
+    return [
+        Verdict(
+            f"{row['stages']} stages, {row['micro_batches']} micro-batches: at least 0.95 of the formula's efficiency",
+            f"{row['predicted_step_s'] / row['measured_step_s']:.3f}",
+            row["predicted_step_s"] / row["measured_step_s"] >= 0.95,
+        )
+        for row in result["rows"]
+    ]
+
+
+def _memory(result: Result) -> Sequence[Verdict]:
+    lowest, highest = result["lowest_error"], result["highest_error"]
+    found = f"{result['within']:.0%} of {result['measured']}, {lowest:+.1%} to {highest:+.1%}"
+    return [Verdict("95% of the configurations within 3%, none more than 1% under", found, result["aim_met"])]
+
+
+def _chaos(result: Result) -> Sequence[Verdict]:
+    lost = result["unloadable"]
+    return [
+        Verdict(
+            "no kill costs more than the save that it hits", f"{result['kills']} kills, {lost} unloadable", lost == 0
+        )
+    ]
+
+
+def _effective(result: Result) -> Sequence[Verdict]:
+    share = result["of_the_ideal"]
+    found = f"{share:.1%} of the ideal, {result['effective']:.1%} of the time; {result['kills']} kills"
+    return [Verdict("at least 95% of the ideal for the interval and the kills", found, share >= 0.95)]
+
+
+def _verify(result: Result) -> Sequence[Verdict]:
+    certified = sum(plan["certified"] for plan in result["plans"])
+    found = f"{certified} of {len(result['plans'])} plans, {len(result['refused'])} refused"
+    return [Verdict("every plan that is not refused trains the same run", found, certified == len(result["plans"]))]
+
+
+PIPELINE = (
+    Script(
+        "bubble",
+        "The pipeline's efficiency",
+        "DeepSpeed's schedule with stages that sleep, against m / (m + p − 1).",
+        ("python", "benchmarks/bubble.py"),
+        _bubble,
+        minutes=2,
+    ),
+)
+OTHERS = (
+    Script(
+        "memory",
+        "Memory, predicted and measured",
+        "The peak of a plan against `max_memory_allocated`; more in "
+        "[docs/memory_measured.md](../docs/memory_measured.md).",
+        ("python", "benchmarks/memory.py"),
+        _memory,
+        minutes=15,
+        needs_gpu=True,
+    ),
+    Script(
+        "chaos",
+        "Killed saves and runs",
+        "Saves and whole runs killed at any instant; more in [docs/checkpoints.md](../docs/checkpoints.md).",
+        ("python", "benchmarks/chaos.py", "--kills", "500"),
+        _chaos,
+        minutes=25,
+    ),
+    Script(
+        "effective_time",
+        "Effective time under kills",
+        "What a run's steps take alone, over the wall time of a run whose workers are killed and started again; "
+        "more in [docs/faults.md](../docs/faults.md).",
+        ("python", "benchmarks/effective_time.py", "--minutes", "7", "--between", "200"),
+        _effective,
+        minutes=10,
+    ),
+    Script(
+        "verify_tiny",
+        "Every strategy, the same run",
+        "All plans of `recipes/tiny.py:verify` on four ranks against plain PyTorch; more in "
+        "[docs/verify.md](../docs/verify.md).",
+        ("llmtrain", "verify", "recipes/tiny.py", "--nproc", "4", "--json"),
+        _verify,
+        minutes=25,
+        prints_result=True,
+    ),
+)

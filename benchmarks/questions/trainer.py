@@ -1,0 +1,74 @@
+"""Against Hugging Face's Trainer."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict
+
+FIELDS = ("data.packing=concat", "data.mask_documents=false")
+"""What the Trainer's users do: one stream of tokens, cut; attention across documents."""
+
+
+def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
+    steps = "20" if quick else "80"
+    fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
+    if zero is None and ranks > 1:
+        fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
+    sets = [part for field in fields for part in ("--set", field)]
+    folder = f"{{work}}/{ranks}-{zero}"
+    start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    peer = [*start, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps]
+    common = ["--ranks", str(ranks), "--steps", steps, *sets]
+    return Case(
+        name,
+        [
+            Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
+            Side("Trainer", [*peer, *(["--zero", str(zero)] if zero is not None else [])]),
+        ],
+        setup=[Side("batches", ["python", "-m", "benchmarks.programs.subject", folder, *common])],
+    )
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """One rank and two, with and without DeepSpeed."""
+    return [
+        _case("1 rank", 1, quick, None),
+        _case("2 ranks, DDP", 2, quick, None),
+        _case("1 rank, DeepSpeed ZeRO-1", 1, quick, 1),
+        _case("2 ranks, DeepSpeed ZeRO-1", 2, quick, 1),
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """Ahead everywhere, pair by pair."""
+    found = []
+    for case in result["cases"]:
+        ratio = case["against"]["Trainer"]["tokens_per_second"]
+        found.append(
+            Verdict(
+                f"{case['name']}: ahead in tokens/s",
+                f"{ratio['median']:.3f}× ({ratio['lowest']:.3f} to {ratio['highest']:.3f})",
+                ratio["median"] > 1,
+            )
+        )
+    return found
+
+
+QUESTION = Question(
+    name="trainer",
+    title="Against Hugging Face's Trainer, on a CPU",
+    asks=(
+        "`llmtrain train recipes/tiny.py` against a script with `transformers.Trainer` in its defaults: the same model "
+        "and kernels, the same sequences (cut from one stream, attention across documents, as its users do), the same "
+        "batch, optimizer and schedule. Threads as each of them sets them. Whole commands in turn; the speed of the "
+        "steps after the first ten."
+    ),
+    cases=cases,
+    columns={
+        "tokens_per_second": ("tokens/s", ",.0f"),
+        "step_ms": ("ms a step", ".1f"),
+        "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
+    },
+    verdicts=verdicts,
+    minutes=25,
+)

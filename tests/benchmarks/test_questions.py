@@ -1,0 +1,121 @@
+"""Every question says its commands, and is shown from what lies in its file alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import render
+from benchmarks.pairs import OTHERS, ROOT, summary
+from benchmarks.programs.interleaved import result_of
+from benchmarks.question import Question
+from benchmarks.questions import QUESTIONS
+
+PAIRED = [question for question in QUESTIONS.values() if isinstance(question, Question)]
+FACTS = {
+    "command": "python -m benchmarks x",
+    "commit": "0123456789abcdef",
+    "modified": True,
+    "hardware": {"cpu": "A processor", "cores": 2, "memory_gib": 23.5, "gpus": []},
+    "versions": {"torch": "1", "deepspeed": "2"},
+    "pairs": 2,
+}
+
+
+def made_up(question: Question, value: float = 1.0, others: float = 0.0) -> dict:
+    """A result in which every number of every side is the same."""
+    runs = [{**dict.fromkeys(question.columns, value), OTHERS: others}] * 2
+    cases = []
+    for case in question.cases(False):
+        sides = [{"name": side.name, "runs": runs, "summary": summary(runs)} for side in case.sides]
+        ratio = {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+        against = {side.name: dict.fromkeys(question.columns, ratio) for side in case.sides[1:]}
+        cases.append({"name": case.name, "sides": sides, "against": against})
+    return {**FACTS, "question": question.name, "cases": cases, OTHERS: others}
+
+
+@pytest.mark.parametrize("question", PAIRED, ids=lambda question: question.name)
+def test_commands_name_programs_that_exist(question):
+    for short in (False, True):
+        cases = question.cases(short)
+        assert len({case.name for case in cases}) == len(cases)
+        for side in (side for case in cases for side in (*case.setup, *case.sides)):
+            assert side.command[0] == "python"
+            for word in side.command:
+                if word.startswith("benchmarks."):
+                    assert importlib.util.find_spec(word) is not None
+                elif word.endswith(".py"):
+                    assert (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("question", PAIRED, ids=lambda question: question.name)
+def test_a_result_is_shown_with_its_aims(question):
+    result = json.loads(json.dumps(made_up(question)))
+    page = render.render({**dict.fromkeys(QUESTIONS), question.name: result}, "tried")
+    section = page.partition(f"## {question.title}\n")[2].partition("\n## ")[0]
+    assert "Measured by" in section
+    assert "commit 0123456789ab with changes" in section
+    assert "2 × A processor, 24 GiB" in section
+    for verdict in question.verdicts(result):
+        assert f"- {verdict.aim}: **{'met' if verdict.met else 'missed'}**, {verdict.found}" in section
+    for case in result["cases"]:
+        for side in case["sides"]:
+            assert f"| {case['name']} | {side['name']} |" in section
+    assert "The machine was busy" not in section
+    busy = render.render({**dict.fromkeys(QUESTIONS), question.name: made_up(question, others=1.5)}, "")
+    assert "The machine was busy" in busy
+
+
+def test_what_was_not_measured_says_so():
+    page = render.render(dict.fromkeys(QUESTIONS), "")
+    assert page.count("**Not measured.**") == len(QUESTIONS) - 1
+    assert page.count("**Not measured on a GPU.**") == 1 + len(render.ON_GPU)
+
+
+def test_the_page_is_rendered_from_what_is_committed():
+    results = {name: render.found(name) for name in QUESTIONS}
+    shown = render.render(results, render.TRIED.read_text(encoding="utf-8"))
+    assert (ROOT / "benchmarks/README.md").read_text(encoding="utf-8") == shown
+
+
+def test_results_that_are_kept_are_whole():
+    for question in PAIRED:
+        result = render.found(question.name)
+        if result is None:
+            continue
+        assert [case["name"] for case in result["cases"]] == [case.name for case in question.cases(False)]
+        runs = [side["runs"] for case in result["cases"] for side in case["sides"]]
+        assert min(map(len, runs)) >= command.FEWEST_PAIRS
+
+
+def test_the_difference_of_loops_in_turn_is_found_in_noise():
+    drift = [1 + math.sin(block / 5) / 4 for block in range(63)]
+    peer = [0.4 * factor for factor in drift]
+    ours = [seconds + 0.004 for seconds in peer]
+    ours[20] += 3.0  # somebody else's minute
+    turns = {"ours_s": ours, "peer_s": peer, "ours_cpu_s": ours, "peer_cpu_s": peer}
+    found = result_of([turns], block=4)
+    assert found["blocks"] == 60
+    assert found["more_ms"] == pytest.approx(1.0, abs=1e-3)
+    assert found["error_ms"] < 0.1
+
+
+def test_a_busy_machine_is_refused(monkeypatch):
+    monkeypatch.setattr(command, "busy_cores", lambda: 1.25)
+    with pytest.raises(SystemExit, match=r"others use 1\.25 cores"):
+        command.main(["scale"])
+
+
+def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(command, "measure", lambda question, *_: made_up(question))
+    command.main(["scale", "--pairs", "2"])
+    assert "not kept" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    command.main(["scale"])
+    assert json.loads((tmp_path / "scale.json").read_text())["question"] == "scale"
