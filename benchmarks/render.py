@@ -149,7 +149,7 @@ def draw(question: Question, result: Result, path: Path) -> None:
     axes.set_yticks(range(len(rows)), [name for name, _, _ in reversed(rows)])
     axes.axvline(1.0 if rows[0][2] else 0.0, color="#888888", linewidth=1)
     axes.set_xlabel(_label(question, rows[0][2]))
-    axes.margins(y=0.5 / len(rows))
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     path.parent.mkdir(exist_ok=True)

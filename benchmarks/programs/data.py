@@ -3,7 +3,7 @@
 python -m benchmarks.programs.data ours CORPUS --cores 2       our tokenizing, from the file to the token store
 python -m benchmarks.programs.data batch|fast CORPUS --cores 2 `tokenizers` alone, on texts that are in memory
 python -m benchmarks.programs.data pack CORPUS --length 2048   packing of what `ours` has made, and what is in it
-python -m benchmarks.programs.data memory CORPUS               the most memory that `ours` needs
+python -m benchmarks.programs.data tokenizer CORPUS            the tokenizer that the others find
 python -m benchmarks.programs.data seek CORPUS                 the batch at sample 10^9, the first that is asked for
 """
 
@@ -172,7 +172,7 @@ class Clock:
 def main() -> None:
     """Measures one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("ours", "batch", "fast", "pack", "memory", "seek"))
+    parser.add_argument("part", choices=("ours", "batch", "fast", "pack", "tokenizer", "seek"))
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
@@ -185,7 +185,7 @@ def main() -> None:
         "batch": lambda: raw(corpus, "encode_batch"),
         "fast": lambda: raw(corpus, "encode_batch_fast"),
         "pack": lambda: pack(corpus, options.length),
-        "memory": lambda: ours(corpus),
+        "tokenizer": lambda: {"vocabulary": tokenizer_of(corpus)[1].vocab_size},
         "seek": lambda: seek(corpus),
     }
     print(json.dumps(parts[options.part]()))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict, case_of, median_of
 
-MEGABYTES, LARGE_MEGABYTES = 40, 2000
+MEGABYTES, LARGE_MEGABYTES = 40, 500
 PROGRAM = ["python", "-m", "benchmarks.programs.data"]
 
 
@@ -17,8 +17,8 @@ def _corpus(name: str, megabytes: int) -> Side:
 
 def cases(quick: bool) -> Sequence[Case]:
     """Tokenizing on one core and two, packing, seeking, memory, stalls."""
-    corpus, small = "{work}/corpus.jsonl", _corpus("corpus.jsonl", 4 if quick else MEGABYTES)
-    made = [small, Side("its tokenizer", [*PROGRAM, "seek", corpus])]
+    corpus, small = "{work}/corpus.jsonl", _corpus("corpus.jsonl", 12 if quick else MEGABYTES)
+    made = [small, Side("its tokenizer", [*PROGRAM, "pack", corpus, "--cores", "2"])]
 
     def sides(cores: int) -> list[Side]:
         names = {"ours": "ours", "encode_batch": "batch", "encode_batch_fast": "fast"}
@@ -33,10 +33,10 @@ def cases(quick: bool) -> Sequence[Case]:
         Case("seeking", [Side("ours", [*PROGRAM, "seek", corpus])]),
         Case(
             "memory, a large corpus",
-            [Side("ours", [*PROGRAM, "memory", large, "--cores", "2"])],
+            [Side("ours", [*PROGRAM, "ours", large, "--cores", "2"])],
             setup=[
-                _corpus("large.jsonl", 8 if quick else LARGE_MEGABYTES),
-                Side("its tokenizer", [*PROGRAM, "seek", large]),
+                _corpus("large.jsonl", 24 if quick else LARGE_MEGABYTES),
+                Side("its tokenizer", [*PROGRAM, "tokenizer", large, "--cores", "2"]),
             ],
         ),
         Case(
@@ -96,8 +96,8 @@ QUESTION = Question(
         "Tokenizing from a jsonl file to the token store, reading, splitting and writing included, against "
         "`tokenizers` alone on texts that lie in memory, 1,000 at once; a byte-level BPE of 16,384 tokens, documents "
         "of 3,000 characters in the mean. Then best-fit packing, the first batch that a resumed run asks for, the most "
-        "memory that a corpus of 2 GB takes (10 GB: `python -m benchmarks.programs.corpus big.jsonl 10000`, then "
-        "`python -m benchmarks.programs.data memory big.jsonl --cores 2`), and what a step waits for its data."
+        "memory that a corpus of 500 MB takes (10 GB: `python -m benchmarks.programs.corpus big.jsonl 10000`, then "
+        "`python -m benchmarks.programs.data ours big.jsonl --cores 2`), and what a step waits for its data."
     ),
     cases=cases,
     columns={

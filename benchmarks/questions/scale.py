@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict, case_of, median_of
 
-RANKS = (16, 1024, 10000)
+RANKS = (256, 2048, 10000)
 PARTS = {
     "plan": ("plan: layout, rules, memory, time, DeepSpeed's JSON", "seconds", 1.0),
     "sampler": ("which sequences a global batch of one per rank holds", "batch_ms", 100.0),

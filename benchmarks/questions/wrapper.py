@@ -11,7 +11,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def _interleaved(name: str, peer: str, ranks: int, quick: bool, *fields: str) -> Case:
     command = ["python", "-m", "benchmarks.programs.interleaved", "--peer", peer, "--ranks", str(ranks)]
-    command += ["--blocks", "8" if quick else "60"]
+    command += ["--blocks", "8" if quick else "30"]
     for field in fields:
         command += ["--set", field]
     return Case(name, [Side("ours − bare", command, ONE_THREAD)])
