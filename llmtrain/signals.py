@@ -114,6 +114,8 @@ class Agreement:
 
     def _answer(self) -> None:
         """Gives the verdicts that are asked for, in a thread."""
+        # Signals are the main thread's: two threads of a stopped rank would take its dump and its end at once.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             while (step := self._asked.get()) is not None:
                 self._given.put(self._decided(step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections.abc import Generator, Iterable
 from typing import TypeVar
@@ -26,6 +27,8 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
     stop = threading.Event()
 
     def work() -> None:
+        # Signals are the main thread's: two threads of a stopped rank would take its dump and its end at once.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         error: BaseException | None = None
         try:
             for item in items:
