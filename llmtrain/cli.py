@@ -64,7 +64,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Start nothing of it: run the plan made small, here, on CPUs, and report; of a job print the script.",
+            help="Start nothing of it: run the plan made small, here, on CPUs, and report; or print what a --launcher gets.",
         ),
     ] = False,
     nodes: NodesOption = None,
@@ -72,12 +72,19 @@ def train(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     launcher: Annotated[
-        Literal["local", "deepspeed", "slurm"],
-        typer.Option(help="deepspeed: on the hosts of a hostfile, over ssh; slurm: submit a job."),
+        Literal["local", "torchrun", "accelerate", "deepspeed", "slurm"],
+        typer.Option(
+            help="torchrun, accelerate: by these, on this machine; deepspeed: on the hosts of a hostfile, over ssh; "
+            "slurm: submit a job."
+        ),
     ] = "local",
     hostfile: Annotated[Path | None, typer.Option(help="deepspeed: lines of HOST slots=N.")] = None,
     include: Annotated[str, typer.Option(help="deepspeed: hosts and devices that take part, h1@h2:0,2.")] = "",
     exclude: Annotated[str, typer.Option(help="deepspeed: those that do not.")] = "",
+    runner: Annotated[
+        Literal["pdsh", "openmpi"] | None,
+        typer.Option(help="deepspeed: what reaches the hosts, as --launcher of `deepspeed` itself; default pdsh."),
+    ] = None,
     slurm: Annotated[
         list[str],
         typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
@@ -103,14 +110,28 @@ def train(
     if launcher == "deepspeed":
         cluster = {"--nproc": nproc, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
         check_hosts({**cluster, "--dry-run": dry_run, "--json": as_json, "--max-restarts": max_restarts})
-        train_on_hosts(HostsRequest(recipe, assignments, hostfile, include, exclude, run_dir, resume, max_steps))
+        train_on_hosts(
+            HostsRequest(recipe, assignments, hostfile, include, exclude, runner or "pdsh", run_dir, resume, max_steps)
+        )
         return
-    check_no_hosts(hostfile, include, exclude)
+    check_no_hosts(hostfile, include, exclude, runner)
     from llmtrain.commands.dry import check_dry_run, run_small
     from llmtrain.commands.start import check_restarts, train_here
     from llmtrain.launch import discover
 
     rank = discover(os.environ, sys.argv)
+    if launcher != "local":
+        from llmtrain.commands.by_tool import check_by_tool, print_lines
+
+        others: dict[str, object] = {"--json": as_json, "--max-restarts": max_restarts}
+        named: dict[str, object] = {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
+        check_by_tool(launcher, rank, dry_run, others, named)
+        if dry_run:
+            shape = (nodes, gpus_per_node, device)
+            print_lines(launcher, recipe, assignments, nproc, shape, run_dir, resume, max_steps)
+        else:
+            train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps, max_restarts, launcher)
+        return
     check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
     check_restarts(max_restarts, dry_run, rank)
     if dry_run:

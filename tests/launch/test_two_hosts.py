@@ -80,59 +80,94 @@ def test_a_pipeline_over_two_hosts_trains_as_one_process(hosts, workers_environm
     _is_the_run_of(one, tmp_path / "two")
 
 
-def _ours(hosts: TwoHosts, run_dir: Path, slots: int, *arguments: str) -> list[str]:
+def test_mpirun_by_deepspeed_trains_as_one_process(hosts, workers_environment, one, tmp_path):
+    command = hosts.deepspeed(2, RECIPE, "--variant", "verify", *_arguments(tmp_path / "two", *STAGES), by="openmpi")
+    environment = hosts.environment(workers_environment)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stdout + result.stderr
+    _is_the_run_of(one, tmp_path / "two")
+
+
+RUNNERS = pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
+
+
+def _ours(hosts: TwoHosts, runner: str, hostfile: Path, *arguments: str) -> list[str]:
     """`llmtrain train --launcher deepspeed`, given on the first host."""
-    launcher = ("--launcher", "deepspeed", "--hostfile", str(hosts.hostfile(slots)))
-    train = (sys.executable, "-m", "llmtrain", "train", f"{RECIPE}:verify", *launcher)
-    return hosts.hosts[0].command(*train, *(arguments or _arguments(run_dir, *STAGES)))
+    launcher = ("--launcher", "deepspeed", "--runner", runner, "--hostfile", str(hostfile))
+    return hosts.hosts[0].command(sys.executable, "-m", "llmtrain", "train", f"{RECIPE}:verify", *launcher, *arguments)
 
 
 def _environment(hosts: TwoHosts, workers: dict[str, str], **more: str) -> dict[str, str]:
     return {**hosts.environment(workers), "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(REPOSITORY), **more}
 
 
-def test_our_own_command_trains_the_same_and_hands_everything_on_as_it_is(hosts, workers_environment, one, tmp_path):
+@RUNNERS
+def test_our_own_command_trains_the_same_and_hands_everything_on_as_it_is(
+    hosts, workers_environment, one, tmp_path, runner
+):
     run_dir, trap = tmp_path / "a run's $(dir)", tmp_path / "owned"
     value = f"a  b'c\"$(touch {trap})`touch {trap}`\n; touch {trap} # \\ ü"
     environment = _environment(hosts, workers_environment, TORCH_TOLD=value)
-    result = subprocess.run(_ours(hosts, run_dir, 2), env=environment, capture_output=True, text=True, timeout=150)
+    command = _ours(hosts, runner, hosts.hostfile(2), *_arguments(run_dir, *STAGES))
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     assert "[INFO]" not in result.stdout
+    steps = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == STEPS  # lines, and no terminal's progress
     _is_the_run_of(one, run_dir)
     assert not trap.exists()
     assert not list(Path("/tmp").glob("llmtrain-*/job.json"))
 
 
-def test_variables_arrive_as_they_were(hosts, workers_environment, tmp_path):
-    """Each worker writes down what it was given, in place of training."""
+TELL = f"""
+import json, os, subprocess, sys
+from llmtrain.launch import discover
+
+rank = discover()
+address = subprocess.run(["ip", "-o", "-4", "address", "show", {INTERFACE!r}], capture_output=True, text=True).stdout
+told = [os.environ["TORCH_TOLD"], os.environ["CUDA_VISIBLE_DEVICES"], rank.local_rank, rank.world_size,
+        rank.master_addr, address.split()[3]]
+open(sys.argv[1] + str(rank.rank), "w").write(json.dumps(told))
+"""
+
+
+@RUNNERS
+def test_variables_devices_and_ranks_arrive_as_they_were_meant(hosts, workers_environment, tmp_path, runner):
+    """Each worker writes down what it was given, in place of training; the first host is not the one of the command."""
     value = "a  b'c\"$HOME `x` $(x)\n; \\ ü %n"
-    program = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['TORCH_TOLD'])"
+    here, there = (host.address for host in hosts.hosts)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text(f"{there} slots=3\n{here} slots=4\n")
     job = f"""
 from pathlib import Path
 from llmtrain.launch.hostfile import read_hosts
 from llmtrain.launch.hosts import HostsJob, run_on_hosts
 from llmtrain.run_dir import RunDir
 
-hosts = tuple(read_hosts(Path({str(hosts.hostfile(1))!r})))
-argv = ("-c", {program!r}, {str(tmp_path / "told ")!r})
-raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({str(tmp_path)!r})))))
+hosts = tuple(read_hosts(Path({str(hostfile)!r}), "{here}:3@{there}:0,2"))
+argv = ("-c", {TELL!r}, {str(tmp_path / "told ")!r})
+raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({str(tmp_path)!r})), {runner!r})))
 """
     environment = _environment(hosts, workers_environment, TORCH_TOLD=value)
     command = hosts.hosts[0].command(sys.executable, "-c", job)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [(tmp_path / f"told {rank}").read_text() for rank in (0, 1)] == [value, value]
+    places = [("0,2", 0, there), ("0,2", 1, there), ("3", 0, here)]
+    expected = [[value, devices, local, 3, there, f"{own}/24"] for devices, local, own in places]
+    assert [json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(3)] == expected
+    assert len(list(tmp_path.glob("told *"))) == 3
 
 
-def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path):
+@RUNNERS
+def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path, runner):
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "export.at_end=false", "evaluation.every_steps=0", "train.max_steps=100000")
     sets = [part for field in (*steps, "parallel.zero_stage=1") for part in ("--set", field)]
     environment = _environment(hosts, workers_environment)
     codes, logged = [], []
     for _ in range(2):
-        command = _ours(hosts, run_dir, 1, "--run-dir", str(run_dir), *sets)
+        command = _ours(hosts, runner, hosts.hostfile(1), "--run-dir", str(run_dir), *sets)
         before = len(logged)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         metrics = run_dir / "metrics.jsonl"
@@ -160,14 +195,15 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path):
-    """The last test: nothing runs on that host any more, its ssh server neither."""
+@RUNNERS
+def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner):
+    """Nothing runs on that host any more, its ssh server neither."""
     (tmp_path / "hosts").mkdir()
     with two_hosts(tmp_path / "hosts") as both:
         steps = ("logging.every_steps=1", "train.max_steps=100000", "evaluation.every_steps=0")
         sets = [part for field in (*steps, "parallel.zero_stage=1") for part in ("--set", field)]
         run_dir = tmp_path / "run"
-        command = _ours(both, run_dir, 1, "--run-dir", str(run_dir), *sets)
+        command = _ours(both, runner, both.hostfile(1), "--run-dir", str(run_dir), *sets)
         environment = _environment(both, workers_environment)
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         while not (run_dir / "metrics.jsonl").exists() or len(_logged(run_dir, "loss")) < 5:
@@ -177,7 +213,7 @@ def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp
         said, error = process.communicate(timeout=90)
         assert process.returncode == 5, said + error
         assert "Traceback" not in error
-        assert "--launcher deepspeed: the ssh connection to a host has ended, or the host is lost" in error
+        assert f"{both.hosts[1].address}: the connection to it has ended, or the host is lost" in error
         assert not [pid for pid in both.hosts[0].processes() if b"start.py" in _command_line(pid)]
 
 

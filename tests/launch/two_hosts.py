@@ -25,7 +25,10 @@ INTERFACE = "cable"
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
 """Of the range kept for documentation (RFC 5737). The namespaces share nothing with the machine, nor with others."""
 SSHD = "/usr/sbin/sshd"  # it insists on being started by its absolute path
-PACKAGES = {"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"}
+PACKAGES = {
+    **{"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"},
+    "mpirun.openmpi": "openmpi-bin",
+}
 """Program → Debian package."""
 
 SSHD_CONFIG = """
@@ -108,12 +111,13 @@ class TwoHosts:
         lines = {"GLOO_SOCKET_IFNAME": INTERFACE, **workers}
         exported.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return {**os.environ, **workers, "PATH": path, "DS_ENV_FILE": str(exported)}
+        root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+        return {**os.environ, **workers, **root, "PATH": path, "DS_ENV_FILE": str(exported)}
 
-    def deepspeed(self, slots: int, *script: object) -> list[str]:
-        """The command line that starts a script on both hosts by `deepspeed` over pdsh, given on the first."""
+    def deepspeed(self, slots: int, *script: object, by: str = "pdsh") -> list[str]:
+        """The command line that starts a script on both hosts by `deepspeed`, given on the first."""
         launcher = Path(sys.executable).parent / "deepspeed"
-        options = ("--hostfile", self.hostfile(slots), "--launcher", "pdsh")
+        options = ("--hostfile", self.hostfile(slots), "--launcher", by)
         return self.hosts[0].command(sys.executable, launcher, *options, *script)
 
 
