@@ -64,7 +64,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Start nothing of it: run the plan made small, here, on CPUs, and report; or print what a --launcher gets.",
+            help="Start nothing of it: run the plan made small here, on CPUs, and report. With --launcher print it.",
         ),
     ] = False,
     nodes: NodesOption = None,
@@ -72,10 +72,10 @@ def train(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     launcher: Annotated[
-        Literal["local", "torchrun", "accelerate", "deepspeed", "slurm"],
+        Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"],
         typer.Option(
             help="torchrun, accelerate: by these, on this machine; deepspeed: on the hosts of a hostfile, over ssh; "
-            "slurm: submit a job."
+            "slurm: submit a job; kubernetes: print a manifest, with --dry-run."
         ),
     ] = "local",
     hostfile: Annotated[Path | None, typer.Option(help="deepspeed: lines of HOST slots=N.")] = None,
@@ -89,15 +89,21 @@ def train(
         list[str],
         typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
     ] = [],  # noqa: B006  (typer copies it)
+    kubernetes: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="kubernetes: image=IMAGE, pvc=CLAIM, ... May be given again."),
+    ] = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Train a recipe on this machine, as one worker of the launcher that started this process, or as a job.
 
     --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
     default; with --nproc a dry run is of so many workers on this machine.
     """
-    from llmtrain.commands.job import JobRequest, check_job, check_no_job, enqueue
+    from llmtrain.commands.job import JobRequest, check_job, enqueue
     from llmtrain.commands.on_hosts import HostsRequest, check_hosts, check_no_hosts, train_on_hosts
+    from llmtrain.commands.options import check_site_options
 
+    check_site_options(launcher, {"slurm": slurm, "kubernetes": kubernetes})
     if launcher == "slurm":
         check_job(nproc, as_json, max_restarts)
         enqueue(
@@ -106,7 +112,14 @@ def train(
             )
         )
         return
-    check_no_job(slurm)
+    if launcher == "kubernetes":
+        from llmtrain.commands.manifest import ManifestRequest, check_manifest, print_manifest
+
+        check_manifest(dry_run, {"--nproc": nproc, "--json": as_json, "--max-restarts": max_restarts})
+        print_manifest(
+            ManifestRequest(recipe, assignments, nodes, gpus_per_node, device, kubernetes, run_dir, resume, max_steps)
+        )
+        return
     if launcher == "deepspeed":
         cluster = {"--nproc": nproc, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
         check_hosts({**cluster, "--dry-run": dry_run, "--json": as_json, "--max-restarts": max_restarts})

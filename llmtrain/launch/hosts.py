@@ -122,7 +122,11 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
         file = folder / ".deepspeed_env"
         if not file.is_file():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {error}")) from None
+        for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             name, equals, value = line.partition("=")

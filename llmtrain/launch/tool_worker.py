@@ -1,7 +1,7 @@
-"""A worker under torchrun or accelerate, which know no exit code but 0: `python -m ... FOLDER ARGUMENT...`.
+"""A worker under torchrun or accelerate, which know no exit code but 0: `python -m ... FOLDER PYTHON_ARGUMENT...`.
 
-It runs `llmtrain.worker` as its child, notes the child's process id and how it ended in a folder, and tells the tool
-that all is well where the child stopped after saving.
+It runs Python as its child, notes the child's process id and how it ended in a folder, and tells the tool that all is
+well where the child stopped after saving.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def main() -> None:
         signal.signal(stop, pass_on)
     prctl = ctypes.CDLL(None).prctl
     die_with(tool, prctl)
-    command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-    child = subprocess.Popen(command, preexec_fn=partial(die_with, os.getpid(), prctl))
+    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(die_with, os.getpid(), prctl))
     children.append(child)
     for number in told:
         child.send_signal(number)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty
-from typing import Literal
+from typing import IO, Literal
 
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.accelerate import has_configuration, render_configuration
@@ -34,6 +34,7 @@ TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
 PORT = 29500
 """Where the nodes of a printed line meet, on the first of them."""
 LOOK_S = 0.2
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,11 @@ def run_by_tool(job: ToolJob) -> int:
     clear_failures(job.run_dir)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
         folder = Path(name)
-        command = [*_tool(job), "-m", "llmtrain.launch.tool_worker", str(folder), *job.arguments]
+        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.worker", *job.arguments]
         job.run_dir.write_launch(job.tool, job.plan.workers, command)
-        with caught_signals(), _started(command, job.run_dir.logs / "launcher.log") as process:
-            stopped_by, impatient = _wait(process, folder)
+        log = job.run_dir.logs / "launcher.log"
+        with caught_signals(), log.open("ab") as errors, started(command, errors) as process:
+            stopped_by, impatient = wait(process, folder)
             if impatient:
                 return 128 + signal.SIGINT
             return _outcome(job, folder, process.returncode, stopped_by)
@@ -71,23 +73,27 @@ def run_by_tool(job: ToolJob) -> int:
 
 def _tool(job: ToolJob) -> list[str]:
     if job.tool == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.plan.workers}"]
+        return [*TORCHRUN, "--standalone", f"--nproc-per-node={job.plan.workers}"]
     configuration = job.run_dir.path / "accelerate.yaml"
     configuration.write_text(render_configuration(job.plan, job.run_dir.ds_config_file.absolute()), encoding="utf-8")
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
 
 
+def worker_command(folder: Path) -> list[str]:
+    """What a tool starts for each worker, but for the arguments of its Python. folder: where it tells of itself."""
+    return ["-m", "llmtrain.launch.tool_worker", str(folder)]
+
+
 @contextmanager
-def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The tool, in a session of its own: a Ctrl-C goes to the workers by us. What it says itself goes to a log."""
-    with log.open("ab") as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
-        )
+def started(command: list[str], errors: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A tool, in a session of its own: a Ctrl-C goes to the workers by us. errors: takes what it says itself."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+        preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+    )
     try:
         yield process
     finally:
@@ -95,8 +101,8 @@ def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
         process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path) -> tuple[int | None, bool]:
-    """The signal that stopped the run, and whether a second Ctrl-C ended the wait."""
+def wait(process: subprocess.Popen[bytes], folder: Path) -> tuple[int | None, bool]:
+    """Waits for a tool; the signal that stopped the run, and whether a second Ctrl-C ended the wait."""
     stopped_by: int | None = None
     told: set[str] = set()
     with caught_signals() as events:
@@ -122,7 +128,7 @@ def _tell(folder: Path, number: int, told: set[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Ended:
+class Ended:
     """How a worker ended, as its parent saw it."""
 
     rank: int
@@ -132,8 +138,14 @@ class _Ended:
     told: bool
     """Whether the tool had ended it, since another one had failed."""
 
+    @classmethod
+    def all_in(cls, folder: Path) -> list[Ended]:
+        """Those of a folder."""
+        return [cls(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
+
     @property
     def failed(self) -> bool:
+        """Whether it neither came to its end nor stopped after saving."""
         return self.code not in (Exit.DONE, Exit.RESUME)
 
     @property
@@ -150,7 +162,7 @@ class _Ended:
 
 def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None) -> int:
     """The exit code of the whole, or the error of the worker that failed first."""
-    workers = [_Ended(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
+    workers = Ended.all_in(folder)
     failed = [worker for worker in workers if worker.failed]
     if len(workers) == job.plan.workers and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
@@ -177,20 +189,24 @@ def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, plan
     accelerate, by `llmtrain` with the arguments `planned`.
     """
     nodes, each = plan.cluster.nodes, plan.cluster.devices_per_node
-    head, node = '"${HEAD:?the first node}', '"${NODE:?0 on the first node, 1 on the next}"'
+    head, node = '"${HEAD:?the first node}"', '"${NODE:?0 on the first node, 1 on the next}"'
     if tool == "torchrun":
-        meet = "--standalone"
-        if nodes > 1:
-            meet = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id {shlex.quote(plan.recipe.name)}"
-            meet += f' --rdzv-endpoint {head}:{PORT}"'
-        return [*_where(nodes), f"torchrun {meet} --nproc-per-node {each} {shlex.join(script)}"]
+        alone = f"torchrun --standalone --nproc-per-node {each}"
+        place = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
+        several = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {place}"
+        return [*_where(nodes), f"{several if nodes > 1 else alone} {shlex.join(script)}"]
     write = shlex.join(["llmtrain", *planned, "--write", str(folder)])
-    place = f' --machine_rank {node} --main_process_ip {head}" --main_process_port {PORT}' if nodes > 1 else ""
+    place = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
     configuration = shlex.quote(str(folder / "accelerate.yaml"))
-    launch = f"accelerate launch --config_file {configuration}{place} {shlex.join(script)}"
-    return ["# once", write, *_where(nodes, " and NODE its number, 0 on the first"), launch]
+    return [
+        "# once",
+        write,
+        *_where(nodes),
+        f"accelerate launch --config_file {configuration}{place} {shlex.join(script)}",
+    ]
 
 
-def _where(nodes: int, more: str = "") -> list[str]:
+def _where(nodes: int) -> list[str]:
     """A comment on where the line is to be run."""
-    return [f"# on each of the {nodes} nodes, where HEAD is the name of the first{more}"] if nodes > 1 else []
+    where = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
+    return [where] if nodes > 1 else []

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import llmtrain, losses, metrics
+from commands import llmtrain, losses, metrics, run
 
 from llmtrain.launch.tools import PORT, TOOLS
 
@@ -95,4 +95,33 @@ def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "HEAD"}
     refused = subprocess.run(["sh", "-c", printed.stdout], capture_output=True, text=True, env=env)
     assert refused.returncode != 0
-    assert "HEAD: the first node" in refused.stderr
+    assert "NODE: 0 on the first node" in refused.stderr
+
+
+def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tmp_path):
+    """Exit codes and signals are those of our own launcher on every node."""
+    run_dir = tmp_path / "run"
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    meet = ("--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "localhost", "--master-port", port)
+    script = (small_recipe, "--run-dir", run_dir, *RUN, "--set", "train.max_steps=100000")
+    commands = [
+        [sys.executable, "-m", "llmtrain.launch.torchrun", *map(str, (*meet, "--node-rank", node, *script))]
+        for node in range(2)
+    ]
+    nodes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    while all(node.poll() is None for node in nodes) and not (
+        (run_dir / "metrics.jsonl").exists() and metrics(run_dir)
+    ):
+        time.sleep(0.01)
+    nodes[1].send_signal(signal.SIGTERM)
+    errors = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], errors
+
+
+def test_a_mistake_is_the_exit_code_of_a_node(small_recipe, tmp_path):
+    command = ("-m", "llmtrain.launch.torchrun", "--standalone", "--nproc-per-node", 2)
+    result = run(sys.executable, *command, small_recipe, "--run-dir", tmp_path, "--set", "optim.lr=fast")
+    assert result.returncode == 2, result.stderr
+    assert "optim.lr" in result.stderr
