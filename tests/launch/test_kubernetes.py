@@ -11,6 +11,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from launching_doc import commands
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
@@ -238,15 +239,18 @@ def test_a_name_is_made_of_the_recipes(recipe, name):
 
 
 def test_the_command_prints_it_and_applies_nothing():
-    command = [sys.executable, "-m", "llmtrain", "train", "recipes/tiny.py", "--launcher", "kubernetes", "--nodes", "2"]
-    options = [part for one in GIVEN for part in ("--kubernetes", one)]
-    done = subprocess.run([*command, *options, "--dry-run"], cwd=REPOSITORY, capture_output=True, text=True)
+    """By the documented line, up to where a cluster would get it."""
+    [line] = commands("Kubernetes")
+    command, _, rest = line.partition(" --dry-run ")
+    assert rest == "| kubectl apply -f -"
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run([*words, "--dry-run"], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     document = yaml.safe_load(done.stdout)
     jsonschema.validate(document, JOBSET)
     assert _pod(document)["containers"][0]["command"][13:] == [
         *("recipes/tiny.py", "--resume", "auto", "--run-dir", "/data/runs/tiny")
     ]
-    refused = subprocess.run([*command, *options], cwd=REPOSITORY, capture_output=True, text=True)
+    refused = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--dry-run | kubectl apply -f -" in refused.stderr

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -114,18 +113,12 @@ class TwoHosts:
         root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
         return {**os.environ, **workers, **root, "PATH": path, "DS_ENV_FILE": str(exported)}
 
-    def deepspeed(self, slots: int, *script: object, by: str = "pdsh") -> list[str]:
-        """The command line that starts a script on both hosts by `deepspeed`, given on the first."""
-        launcher = Path(sys.executable).parent / "deepspeed"
-        options = ("--hostfile", self.hostfile(slots), "--launcher", by)
-        return self.hosts[0].command(sys.executable, launcher, *options, *script)
-
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> Iterator[TwoHosts]:
     """Makes both, and takes away all that ran on them and all that made them.
 
-    folder: empty, for keys and configurations.
+    folder: empty, for keys and configurations. other_files: file → what the second host sees in its place.
     """
     pair = secrets.token_hex(3)
     names = [f"llmtrain-{pair}-{number}" for number in (1, 2)]
@@ -137,8 +130,8 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
             undo.callback(host.kill_all)
         _connect(*hosts)
         _make_keys(folder)
-        for host in hosts:
-            _start_sshd(host, folder)
+        _start_sshd(hosts[0], folder)
+        _start_sshd(hosts[1], folder, other_files or {})
         yield TwoHosts(hosts, folder)
 
 
@@ -168,11 +161,14 @@ def _make_keys(folder: Path) -> None:
     wrapper.chmod(0o755)
 
 
-def _start_sshd(host: Host, folder: Path) -> None:
+def _start_sshd(host: Host, folder: Path, other_files: Mapping[Path, Path] | None = None) -> None:
+    """An ssh server of a host, with a file system of its own: `ip netns exec` makes one for what it runs."""
     Path("/run/sshd").mkdir(exist_ok=True)  # its place to drop privileges in; an init script makes it elsewhere
     config = folder / f"sshd_{host.address}.conf"
     config.write_text(SSHD_CONFIG.format(address=host.address, folder=folder))
-    _run(*host.command(SSHD, "-f", config, "-E", folder / f"sshd_{host.address}.log"))  # returns when it listens
+    server = shlex.join([SSHD, "-f", str(config), "-E", str(folder / f"sshd_{host.address}.log")])
+    mounts = [shlex.join(["mount", "--bind", str(new), str(old)]) for old, new in (other_files or {}).items()]
+    _run(*host.command("sh", "-c", " && ".join([*mounts, server])))  # returns when it listens
 
 
 def _run(*command: object) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import llmtrain, losses, metrics, run
+from launching_doc import commands
 
 from llmtrain.launch.tools import PORT, TOOLS
 
@@ -66,10 +67,11 @@ def test_a_worker_that_is_killed_is_named(small_recipe, tmp_path, tool):
 
 @BY_BOTH
 def test_the_printed_lines_train_on_two_nodes(small_recipe, by_us, tmp_path, tool):
-    """Two shells stand for two nodes."""
+    """Two shells stand for two nodes; the command that prints them is the documented one."""
     run_dir = tmp_path / "it's a run"
-    nodes = ("--nodes", 2, "--gpus-per-node", 1, "--device", "cpu")
-    printed = llmtrain("train", small_recipe, "--run-dir", run_dir, "--launcher", tool, *nodes, "--dry-run", *RUN)
+    [line] = commands("One command on each node", f"--launcher {tool}")
+    arguments = line.removeprefix("llmtrain ").replace("recipes/tiny.py", str(small_recipe)).split()
+    printed = llmtrain(*arguments, "--run-dir", run_dir, *RUN)
     assert printed.returncode == 0, printed.stderr
     lines = [line for line in printed.stdout.splitlines() if not line.startswith("#")]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
