@@ -14,7 +14,7 @@ from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.slurm import Job, SlurmOptions, render_job
+from llmtrain.launch.slurm import Job, SlurmOptions, committed, render_job
 from llmtrain.launch.tools import TOOLS, lines_of
 
 SPY = f"""#!{sys.executable}
@@ -49,7 +49,7 @@ def _run(shell: str, script: str, **env: str) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
-    given = tuple(words(seed))
+    given = tuple(word for word in words(seed) if word != ":")
     options = SlurmOptions(setup=("export MODULES=loaded",))
     run_dir = tmp_path / "it's a run $(touch executed)"
     job = Job("tiny", Cluster(nodes=2), 2, ("recipes/tiny.py", *given), run_dir, tmp_path, options)
@@ -58,6 +58,18 @@ def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
     started = [call for call in spy() if call[0] == "srun"]
     assert [call[call.index("train") :] for call in started] == [["train", "recipes/tiny.py", *given]]
     assert not list(tmp_path.rglob(CANARY))
+
+
+def test_a_word_that_srun_would_end_the_command_at_is_refused(spy, tmp_path):
+    """`srun a : b` runs b as well (seen, Slurm 22.05)."""
+    job = Job("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    for script in (render_job(job), committed()["verify.sbatch"]):
+        line = ["bash", "-s", "recipes/tiny.py", ":", "touch", CANARY]
+        done = subprocess.run(line, input=script, capture_output=True, text=True, env={**os.environ, **allocation})
+        assert done.returncode == 2
+        assert "a lone colon" in done.stderr
+    assert not spy()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
