@@ -103,6 +103,7 @@ def test_launchers_that_cannot_be_start_nothing(arguments, words, small_recipe, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_port_that_another_program_has_is_named(small_recipe, tmp_path):
     """Rank 0 of two, started by hand, cannot listen there."""
     with socket.socket() as other:
