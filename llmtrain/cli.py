@@ -99,58 +99,15 @@ def train(
     --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
     default; with --nproc a dry run is of so many workers on this machine.
     """
-    from llmtrain.commands.job import JobRequest, check_job, enqueue
-    from llmtrain.commands.on_hosts import HostsRequest, check_hosts, check_no_hosts, train_on_hosts
-    from llmtrain.commands.options import check_site_options
+    from llmtrain.commands.train import TrainRequest
+    from llmtrain.commands.train import train as start
 
-    check_site_options(launcher, {"slurm": slurm, "kubernetes": kubernetes})
-    if launcher == "slurm":
-        check_job(nproc, as_json, max_restarts)
-        enqueue(
-            JobRequest(
-                recipe, assignments, nodes, gpus_per_node, device, slurm, run_dir, resume, max_steps, only_print=dry_run
-            )
+    start(
+        TrainRequest(
+            *(recipe, assignments, launcher, nproc, run_dir, resume, max_steps, max_restarts, dry_run, as_json),
+            *(nodes, gpus_per_node, device, hostfile, include, exclude, runner, slurm, kubernetes),
         )
-        return
-    if launcher == "kubernetes":
-        from llmtrain.commands.manifest import ManifestRequest, check_manifest, print_manifest
-
-        check_manifest(dry_run, {"--nproc": nproc, "--json": as_json, "--max-restarts": max_restarts})
-        print_manifest(
-            ManifestRequest(recipe, assignments, nodes, gpus_per_node, device, kubernetes, run_dir, resume, max_steps)
-        )
-        return
-    if launcher == "deepspeed":
-        cluster = {"--nproc": nproc, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
-        check_hosts({**cluster, "--dry-run": dry_run, "--json": as_json, "--max-restarts": max_restarts})
-        train_on_hosts(
-            HostsRequest(recipe, assignments, hostfile, include, exclude, runner or "pdsh", run_dir, resume, max_steps)
-        )
-        return
-    check_no_hosts(hostfile, include, exclude, runner)
-    from llmtrain.commands.dry import check_dry_run, run_small
-    from llmtrain.commands.start import check_restarts, train_here
-    from llmtrain.launch import discover
-
-    rank = discover(os.environ, sys.argv)
-    if launcher != "local":
-        from llmtrain.commands.by_tool import check_by_tool, print_lines
-
-        others: dict[str, object] = {"--json": as_json, "--max-restarts": max_restarts}
-        named: dict[str, object] = {"--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
-        check_by_tool(launcher, rank, dry_run, others, named)
-        if dry_run:
-            shape = (nodes, gpus_per_node, device)
-            print_lines(launcher, recipe, assignments, nproc, shape, run_dir, resume, max_steps)
-        else:
-            train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps, max_restarts, launcher)
-        return
-    check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
-    check_restarts(max_restarts, dry_run, rank)
-    if dry_run:
-        run_small(recipe, assignments, nproc, (nodes, gpus_per_node, device), run_dir, as_json)
-    else:
-        train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps, max_restarts)
+    )
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_by_tool(
-    tool: Tool, rank: Rank | None, dry_run: bool, others: dict[str, object], cluster: dict[str, object]
+    tool: Tool, rank: Rank | None, dry_run: bool, others: Mapping[str, object], cluster: Mapping[str, object]
 ) -> None:
     """Raises RecipeError for what these launchers do not do.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +26,7 @@ class ManifestRequest:
     max_steps: int | None
 
 
-def check_manifest(dry_run: bool, others: dict[str, object]) -> None:
+def check_manifest(dry_run: bool, others: Mapping[str, object]) -> None:
     """Raises RecipeError for options that are not of a manifest. others: option → what was given."""
     rule = "launch.options"
     problems = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,6 @@ from llmtrain.commands.shown import print_plan
 from llmtrain.commands.start import startable
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.runners import RunnerName
-
-OPTIONS = ("--hostfile", "--include", "--exclude", "--runner")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class HostsRequest:
         return script_of(self.recipe, self.assignments, self.resume, self.max_steps)
 
 
-def check_hosts(others: dict[str, object]) -> None:
+def check_hosts(others: Mapping[str, object]) -> None:
     """Raises RecipeError for options that are not of a job on hosts. others: option → what was given."""
     problems = [
         Problem("launch.options", name, "was given, but is no option of --launcher deepspeed", "leave it out")
@@ -43,14 +42,6 @@ def check_hosts(others: dict[str, object]) -> None:
     ]
     if problems:
         raise RecipeError(problems)
-
-
-def check_no_hosts(hostfile: Path | None, include: str, exclude: str, runner: str | None) -> None:
-    """Raises RecipeError for options of a job on hosts where none is asked for."""
-    given = [name for name, value in zip(OPTIONS, (hostfile, include, exclude, runner), strict=True) if value]
-    if given:
-        message = "names hosts, and a job on hosts is not asked for"
-        raise RecipeError(Problem("launch.options", name, message, "--launcher deepspeed") for name in given)
 
 
 def train_on_hosts(request: HostsRequest) -> None:

@@ -34,17 +34,6 @@ def script_of(recipe: str, assignments: list[str], resume: str, max_steps: int |
     return (str(Path(path).absolute()), *named, *sets, "--resume", resume, *steps)
 
 
-def check_site_options(launcher: str, given: dict[str, list[str]]) -> None:
-    """Raises RecipeError for options of a site whose launcher is not asked for. given: launcher → its options."""
-    problems = [
-        Problem("launch.options", f"--{name}", "describes a job, and none is asked for", f"--launcher {name}")
-        for name, options in given.items()
-        if options and name != launcher
-    ]
-    if problems:
-        raise RecipeError(problems)
-
-
 def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
     """The cluster of the options, which fall back on the recipe's own, then on this machine."""
     from pydantic import ValidationError

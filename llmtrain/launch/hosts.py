@@ -34,6 +34,7 @@ from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.local import caught_signals
 from llmtrain.launch.on_host import facts, folder_of
+from llmtrain.launch.rank import Reader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.run_dir import RunDir
 
@@ -68,7 +69,7 @@ def run_on_hosts(job: HostsJob) -> int:
     """
     _check_here(job.runner)
     first = _prepare(job)
-    launch = Launch(job.hosts, folder_of(job.token) / "start.py", _address(job, first), first["port"])
+    launch = Launch(job.hosts, folder_of(job.token) / "start.py", *_meeting(job, first))
     log = job.run_dir.logs / "launcher.log"
     said = log.stat().st_size if log.exists() else 0
     try:
@@ -95,11 +96,20 @@ def _check_here(runner: RunnerName) -> None:
         raise RecipeError(problems)
 
 
-def _address(job: HostsJob, first: dict[str, Any]) -> str:
-    """Where workers meet: the first host, by the address that its name has here, or else one that it has itself.
+def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
+    """Where workers meet: the first host, and a port that is free there; or as MASTER_ADDR and MASTER_PORT say.
 
     first: what that host said of itself.
     """
+    reader = Reader(os.environ)
+    port = reader.port("MASTER_PORT") if os.environ.get("MASTER_PORT") else int(first["port"])
+    if reader.problems:
+        raise RecipeError(reader.problems)
+    return os.environ.get("MASTER_ADDR") or _address(job, first), port
+
+
+def _address(job: HostsJob, first: dict[str, Any]) -> str:
+    """The address that the first host's name has here, or else one that it has itself."""
     if len(job.hosts) == 1:
         return "127.0.0.1"
     asked = ["ssh", "-G", job.hosts[0].name]  # names may be ssh's own: this tells what they stand for

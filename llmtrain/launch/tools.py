@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty
-from typing import IO, Literal
+from queue import Empty, SimpleQueue
+from typing import IO, Any, Literal
 
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.accelerate import has_configuration, render_configuration
@@ -64,8 +64,8 @@ def run_by_tool(job: ToolJob) -> int:
         command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.worker", *job.arguments]
         job.run_dir.write_launch(job.tool, job.plan.workers, command)
         log = job.run_dir.logs / "launcher.log"
-        with caught_signals(), log.open("ab") as errors, started(command, errors) as process:
-            stopped_by, impatient = wait(process, folder)
+        with caught_signals() as events, log.open("ab") as errors, started(command, errors) as process:
+            stopped_by, impatient = wait(process, folder, events)
             if impatient:
                 return 128 + signal.SIGINT
             return _outcome(job, folder, process.returncode, stopped_by)
@@ -101,20 +101,21 @@ def started(command: list[str], errors: IO[bytes] | None = None) -> Iterator[sub
         process.wait()
 
 
-def wait(process: subprocess.Popen[bytes], folder: Path) -> tuple[int | None, bool]:
-    """Waits for a tool; the signal that stopped the run, and whether a second Ctrl-C ended the wait."""
+def wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
+    """Waits for a tool; the signal that stopped the run, and whether a second Ctrl-C ended the wait.
+
+    events: the numbers of signals, as they come.
+    """
     stopped_by: int | None = None
     told: set[str] = set()
-    with caught_signals() as events:
-        while process.poll() is None:
-            with suppress(Empty):
-                event = events.get(timeout=LOOK_S)
-                assert isinstance(event, int)
-                if stopped_by is not None and event == signal.SIGINT:
-                    return stopped_by, True
-                stopped_by = stopped_by or event
-            if stopped_by is not None:
-                _tell(folder, stopped_by, told)
+    while process.poll() is None:
+        with suppress(Empty):
+            event: int = events.get(timeout=LOOK_S)
+            if stopped_by is not None and event == signal.SIGINT:
+                return stopped_by, True
+            stopped_by = stopped_by or event
+        if stopped_by is not None:
+            _tell(folder, stopped_by, told)
     return stopped_by, False
 
 

@@ -28,8 +28,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
         folder = Path(name)
         command = [*TORCHRUN, *options, *worker_command(folder), *script]
-        with caught_signals(), started(command) as process:
-            stopped_by, impatient = wait(process, folder)
+        with caught_signals() as events, started(command) as process:
+            stopped_by, impatient = wait(process, folder, events)
             if impatient:
                 sys.exit(128 + signal.SIGINT)
             sys.exit(code_of(Ended.all_in(folder), process.returncode, stopped_by))

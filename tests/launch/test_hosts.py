@@ -94,14 +94,24 @@ def test_programs_that_are_missing_are_named(monkeypatch):
         hosts._check_here("openmpi")
 
 
-def test_a_job_on_one_host_meets_there_and_on_several_at_the_first(tmp_path):
+def test_a_job_on_one_host_meets_there_and_on_several_at_the_first(tmp_path, monkeypatch):
     one, other = Host("192.0.2.1", (0,)), Host("localhost", (0,))
     told = {"addresses": ["192.0.2.9", "172.17.0.1"]}
 
+    def job(*named):
+        return hosts.HostsJob(named, tmp_path, (), RunDir(tmp_path))
+
     def address(*named):
-        return hosts._address(hosts.HostsJob(named, tmp_path, (), RunDir(tmp_path)), told)
+        return hosts._address(job(*named), told)
 
     assert address(one) == "127.0.0.1"
+    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("192.0.2.1", 23456)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("10.0.0.1", 29500)
+    monkeypatch.setenv("MASTER_PORT", "high")
+    with pytest.raises(RecipeError, match="MASTER_PORT: 'high' is not a number"):
+        hosts._meeting(job(one, other), {**told, "port": 23456})
     assert address(one, other) == "192.0.2.1"
     assert address(other, one) == "192.0.2.9"  # its name means another machine on each
     told["addresses"] = []

@@ -95,6 +95,7 @@ def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_re
         (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is not given", "--kubernetes pvc"]),
         (["--kubernetes", "image=x", "--slurm", "time=1"], ["--launcher kubernetes", "--launcher slurm"]),
         (["--runner", "openmpi"], ["--launcher deepspeed"]),
+        (["--launcher", "slurm", "--hostfile", "H"], ["--hostfile: was given, and --launcher is slurm"]),
     ],
     ids=" ".join,
 )
