@@ -229,9 +229,9 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@RUNNERS
-def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner):
-    """Nothing runs on that host any more, its ssh server neither."""
+@pytest.mark.parametrize(("runner", "lost"), [("pdsh", "power"), ("openmpi", "power"), ("openmpi", "cable")])
+def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner, lost):
+    """Nothing runs on that host any more, its ssh server neither; or all runs, and nobody hears of it."""
     (tmp_path / "hosts").mkdir()
     with two_hosts(tmp_path / "hosts") as both:
         steps = ("logging.every_steps=1", "train.max_steps=100000", "evaluation.every_steps=0")
@@ -243,11 +243,15 @@ def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp
         while not (run_dir / "metrics.jsonl").exists() or len(_logged(run_dir, "loss")) < 5:
             assert process.poll() is None
             time.sleep(0.05)
-        both.hosts[1].kill_all()
+        if lost == "power":
+            both.hosts[1].kill_all()
+        else:
+            both.hosts[1].cut_off()
         said, error = process.communicate(timeout=90)
         assert process.returncode == 5, said + error
         assert "Traceback" not in error
-        assert f"{both.hosts[1].address}: the connection to it has ended, or the host is lost" in error
+        named = f"{both.hosts[1].address}: the connection to it has ended, or the host is lost"
+        assert (named if lost == "power" else "rank 1: ended, or its machine does not answer") in error
         assert not [pid for pid in both.hosts[0].processes() if b"start.py" in _command_line(pid)]
 
 

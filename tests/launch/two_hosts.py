@@ -78,6 +78,10 @@ class Host:
         """What runs on this host, its ssh server included."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
+    def cut_off(self) -> None:
+        """Pulls the cable: connections stay open, and nothing comes through."""
+        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "down")
+
     def kill_all(self) -> None:
         """Ends everything that runs here, as a power cut would; returns when it is gone."""
         while pids := self.processes():
