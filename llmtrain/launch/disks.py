@@ -49,6 +49,11 @@ def _lacking() -> Iterator[tuple[str, str]]:
         yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
 
 
+def has_libaio() -> bool:
+    """Whether DeepSpeed's operator for disks would link here."""
+    return not [*_without_library()]
+
+
 def _without_library() -> Iterator[tuple[str, str]]:
     """A program is linked with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"

@@ -1,0 +1,143 @@
+"""Doctor's hand on a host: requests and replies are lines of JSON, over ssh or from beside. `python -m ...`
+
+It answers until its input ends, and takes what it has started with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, TextIO
+
+from llmtrain.doctor.scene import Scene
+from llmtrain.launch import interfaces, on_host
+from llmtrain.launch.local import die_with
+
+PREBUILD_S = 1800
+
+
+class Agent:
+    """Takes requests."""
+
+    def __init__(self, replies: TextIO) -> None:
+        self._replies = replies
+        self._lock = Lock()
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def serve(self, requests: TextIO) -> None:
+        """Answers each request in turn; workers run meanwhile."""
+        try:
+            for line in requests:
+                request = json.loads(line)
+                getattr(self, f"do_{request.pop('do')}")(**request)
+        finally:
+            for child in self._children:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+
+    def do_begin(self, env: Mapping[str, str]) -> None:
+        """Takes over the variables that workers would have."""
+        os.environ.update(env)
+        self._reply(begun=True)
+
+    def do_clock(self) -> None:
+        """What time it is here, seconds since the epoch."""
+        self._reply(time=time.time())
+
+    def do_addresses(self) -> None:
+        """Addresses of this host that others may reach, as `hostname -I` lists them."""
+        self._reply(addresses=addresses())
+
+    def do_look(self, run_root: str, master: str | None, devices: list[int]) -> None:
+        """Runs all checks."""
+        from llmtrain.doctor.checks import look
+
+        scene = make_scene(run_root, master, tuple(devices))
+        findings = [one.as_dict() for one in look(scene)]
+        self._reply(findings=findings, facts=facts(scene))
+
+    def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Starts workers of an all-reduce, each of which tells how far it is by itself."""
+        for rank in ranks:
+            visible = rank.pop("visible", None)
+            env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})}
+            command = [sys.executable, "-m", "llmtrain.doctor.rank", json.dumps(rank), str(self._replies.fileno())]
+            child = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(self._replies.fileno(),),
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+            )
+            self._children.append(child)
+            Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
+
+    def do_build(self, operators: list[str], accelerator: str) -> None:
+        """Compiles operators of DeepSpeed into torch's cache, one after the other."""
+        for name in operators:
+            command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
+            try:
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PREBUILD_S)
+                self._reply(**json.loads(done.stdout.splitlines()[-1]))
+            except subprocess.TimeoutExpired:
+                self._reply(operator=name, seconds=PREBUILD_S, file="", error=f"not built within {PREBUILD_S} s")
+            except (IndexError, ValueError):
+                said = done.stderr.decode(errors="replace").splitlines()[-20:]
+                self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {done.returncode}")
+
+    def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        self._reply(rank=rank, at="ended", code=child.wait())
+
+    def _reply(self, **fields: Any) -> None:
+        with self._lock:
+            print(json.dumps(fields), file=self._replies, flush=True)
+
+
+def make_scene(run_root: str, master: str | None, devices: tuple[int, ...]) -> Scene:
+    """This host as the checks see it."""
+    cache = Path(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain").expanduser().absolute()
+    return Scene(dict(os.environ), Path(run_root).absolute(), cache, master, devices)
+
+
+def addresses() -> list[str]:
+    """Of interfaces that are up, without those that each host gives itself; IPv4 first."""
+    usable = [one for one in interfaces.interfaces() if one.is_usable]
+    found = [address for one in usable for address in one.addresses if not interfaces.is_link_local(address)]
+    return sorted(found, key=lambda address: ":" in address)
+
+
+def facts(scene: Scene) -> dict[str, Any]:
+    """What hosts are compared by."""
+    from llmtrain.doctor.devices import seen_by_torch
+
+    own = on_host.facts(Path("/nonexistent"))
+    return {
+        "host": own["host"],
+        "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},
+        "devices": seen_by_torch()[0],
+        "addresses": addresses(),
+        "run_root": str(scene.run_root),
+    }
+
+
+def main() -> None:
+    """Serves standard input. What libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        Agent(replies).serve(sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

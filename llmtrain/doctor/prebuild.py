@@ -1,0 +1,59 @@
+"""DeepSpeed's operators compiled ahead of training, into the cache that it looks in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmtrain.doctor.agent import PREBUILD_S
+from llmtrain.doctor.finding import Finding, fault, ok
+from llmtrain.doctor.reach import Channel
+from llmtrain.launch.disks import has_libaio
+from llmtrain.recipe import ParallelConfig
+
+DISK = ("pin_memory", "async_io")
+"""For states on a disk; the second is linked against the first."""
+PINNED = "DS_PIN_MEMORY_BACKEND"
+"""With the value `native` DeepSpeed pins host memory by an operator of its own."""
+
+
+def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tuple[str, ...]:
+    """What training compiles at its start, of a recipe; without one, whatever a recipe might.
+
+    That is little: the optimizer is torch's own, offloaded or not, and gloo does what DeepSpeed's shared-memory
+    collective would.
+    """
+    if parallel is None:
+        return DISK if has_libaio() else ()
+    offload = {parallel.offload_optimizer, parallel.offload_param}
+    if "nvme" in offload:
+        return DISK
+    return DISK[:1] if "cpu" in offload and env.get(PINNED, "").strip().lower() == "native" else ()
+
+
+def build(channel: Channel, operators: Sequence[str], on_cpu: bool) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Builds them on a host; what was found, and {operator, seconds, file, error} of each. Raises UnreachableError."""
+    channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
+    findings: list[Finding] = []
+    built = []
+    for _ in operators:
+        reply = channel.reply(PREBUILD_S)
+        built.append(reply)
+        findings += _judge(reply)
+    return findings, built
+
+
+def nothing_to_build(has_recipe: bool) -> Finding:
+    """Where no operator is wanted, and why."""
+    if has_recipe:
+        return ok("prebuild.none", "the recipe compiles no operator of DeepSpeed: torch's own optimizers, no disk")
+    return ok("prebuild.none", "nothing to build: only offload to a disk compiles something, and libaio is not here")
+
+
+def _judge(built: Mapping[str, Any]) -> Iterator[Finding]:
+    check, name = f"prebuild.{built['operator']}", built["operator"]
+    if built["error"]:
+        yield fault(check, f"{name} was not built:\n{built['error']}", "see `tools` above: compiler, ninja, libaio")
+    else:
+        yield ok(check, f"{name} in {Path(built['file']).parent}, {built['seconds']:.1f} s")
