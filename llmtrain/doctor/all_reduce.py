@@ -164,9 +164,9 @@ def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds
     known = sorted({line for lines in progress.interfaces.values() for line in lines})
     used = f" ({'; '.join(known)})" if known else ""
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO tells more"
-    fix = "look at the faults above first"
-    if not failed:
-        fix = f"ports between the hosts that a firewall closes, or another interface by {variable}"
+    fix = "`free -m`, `nvidia-smi`, `dmesg | tail` there"
+    if len(set(names.values())) > 1:
+        fix = f"a firewall between the hosts that closes ports, or another interface by {variable}"
     return fault(CHECK, what + used, fix)
 
 

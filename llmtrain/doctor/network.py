@@ -47,21 +47,27 @@ def host_name(scene: Scene) -> Iterator[Finding]:
 def choices(scene: Scene) -> Iterator[Finding]:
     """What gloo and NCCL will use, and why."""
     network = Network.here()
+    wrong = list(misled(scene, network))
+    yield from wrong
+    choice = choose(scene.master or "localhost", _on_cpu(), network, scene.env)
+    for line in choice.lines:
+        check = f"network.{line.partition(':')[0].lower()}"
+        if check == "network.gloo" and not choice.is_reachable:
+            yield fault(check, line, f"export {GLOO}=INTERFACE, one of {_names(network)}")
+        elif check not in {one.check for one in wrong}:
+            yield ok(check, line)
+
+
+def misled(scene: Scene, network: Network) -> Iterator[Finding]:
+    """What a user says of interfaces, where it cannot be: this host lacks them, or no other host reaches them."""
     names = [one.name for one in network.interfaces]
-    yield from unknown_names(scene, names)
-    for line in choose(scene.master or "localhost", _on_cpu(), network, scene.env).lines:
-        is_lost = "no route leads" in line
-        if is_lost:
-            yield fault("network.gloo", line, f"export {GLOO}=INTERFACE, one of {', '.join(names)}")
-        else:
-            yield ok(f"network.{line.partition(':')[0].lower()}", line)
-
-
-def unknown_names(scene: Scene, names: list[str]) -> Iterator[Finding]:
-    """Interfaces that a user names and this host lacks."""
     absent = [name for name in scene.env.get(GLOO, "").split(",") if name and name not in names]
     if absent:
-        text = f"{GLOO} names {', '.join(absent)}; there are {', '.join(names)}"
+        text = f"{GLOO} names {', '.join(absent)}; there are {_names(network)}"
+        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses by the route to rank 0")
+    loopbacks = [one.name for one in network.interfaces if one.is_loopback]
+    if scene.master and scene.env.get(GLOO) in loopbacks:
+        text = f"{GLOO}={scene.env[GLOO]} is the loopback, where no other host arrives"
         yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses by the route to rank 0")
     value, origin = nccl_setting(scene.env) or ("", NCCL)
     if value and not value.startswith("^"):
@@ -70,8 +76,12 @@ def unknown_names(scene: Scene, names: list[str]) -> Iterator[Finding]:
             name == part if value.startswith("=") else name.startswith(part) for part in prefixes for name in names
         )
         if not any(matches):
-            text = f"{origin} names {value}, which is no interface here; there are {', '.join(names)}"
+            text = f"{origin} names {value}, which is no interface here; there are {_names(network)}"
             yield fault("network.nccl", text, f"mend or unset {NCCL}")
+
+
+def _names(network: Network) -> str:
+    return ", ".join(one.name for one in network.interfaces)
 
 
 def _described(one: Interface, scene: Scene) -> str:

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 MIB_CPU, MIB_GPU = 16, 128
 """Of fp32 in the tensor whose all-reduce is timed."""
 REPEATS, SMALL_REPEATS, WARM_UP = 5, 20, 3
+LONGEST = 240
+"""Characters of an error."""
 LONGEST_S = 4.0
 """Of the repeats together: a slow network is asked less often, and at least once."""
+LATER_S = 60
+"""So much later than who has asked gives a rank up: the words of gloo and NCCL would not say who is missing."""
 SMALL = 1
 """Elements of the tensor whose all-reduce is all latency."""
 
@@ -59,7 +63,7 @@ def main() -> None:
         try:
             _work(job, tell)
         except Exception as error:
-            tell("failed", error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            tell("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
         # Tearing a group down while another rank still works only prints noise.
         os._exit(0)
 
@@ -72,7 +76,7 @@ def _work(job: Job, tell: Any) -> None:
 
     place = (job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
     interfaces = settle(Rank(*place), job.on_cpu).lines
-    limit = datetime.timedelta(seconds=job.seconds)
+    limit = datetime.timedelta(seconds=job.seconds + LATER_S)
     is_main = job.rank == 0
     store = TCPStore(job.master, job.port, job.world_size, is_main, limit, wait_for_workers=False)
     tell("met", port=store.port, interfaces=interfaces)

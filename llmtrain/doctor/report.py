@@ -16,6 +16,8 @@ STYLES = {"warning": "yellow", "fault": "bold red"}
 MARGIN = 2
 LABEL = 14
 """Characters before what was found."""
+MOST_NAMED = 8
+"""Hosts that a line names."""
 
 
 @dataclass
@@ -69,50 +71,88 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """What is well by group, then warnings, then faults, each with what mends it."""
+    """What is well by group, then warnings, then faults, each with what mends it.
+
+    What all hosts tell alike is said once, the rest with the hosts that tell it.
+    """
     width = console.width if console.is_terminal else None
-    for host in report.hosts:
-        heading = host.name if host.was_reached else f"{host.name}: not looked at"
-        console.print(Text(heading, "bold"), soft_wrap=True)
-        for shown in _groups(host.findings, width):
-            console.print(shown, soft_wrap=True)
-    if report.together:
-        if len(report.hosts) > 1:
-            console.print(Text("together", "bold"))
-        for shown in _groups(report.together, width):
-            console.print(shown, soft_wrap=True)
-    several = len(report.hosts) > 1
+    told = _told(report)
+    reached = tuple(host.name for host in report.hosts if host.was_reached)
+    if reached:
+        several = f"{len(reached)} hosts: " if len(reached) > 1 else ""
+        _print(console, _wrapped(several + ", ".join(reached), width, 0, MARGIN), "bold")
+    for line in _groups(told, reached, width):
+        console.print(line, soft_wrap=True)
     for level in ("warning", "fault"):
-        found = report.of_level(level)
+        found = [one for one in told if one.finding.level == level]
         if found:
             console.print()
-        for name, one in found:
-            told = [f"{name}: " if name and several and not one.text.startswith(f"{name}:") else ""]
-            for line in _wrapped(f"{level}: {''.join(told)}{one.text} [{one.check}]", width, 0, 4):
-                console.print(Text(line, STYLES[level]), soft_wrap=True)
-            for line in _wrapped(one.fix, width, 4, 4):
-                console.print(Text(line), soft_wrap=True)
+        for one in found:
+            where = f"{_named(one.hosts)}: " if one.hosts and len(report.hosts) > 1 and not one.names_its_host else ""
+            text = f"{level}: {where}{one.finding.text} [{one.finding.check}]"
+            _print(console, _wrapped(text, width, 0, 4), STYLES[level])
+            _print(console, _wrapped(one.finding.fix, width, 4, 4))
     console.print()
-    console.print(Text(_verdict(report)), soft_wrap=True)
+    _print(console, [_verdict([one.finding.level for one in told])])
 
 
-def _groups(findings: list[Finding], width: int | None) -> Iterator[Text]:
+@dataclass(frozen=True)
+class _Told:
+    """A finding, and the hosts that have it; none where it is of all together."""
+
+    finding: Finding
+    hosts: tuple[str, ...]
+
+    @property
+    def names_its_host(self) -> bool:
+        """Whether the text begins with it."""
+        return self.finding.text.startswith(f"{self.hosts[0]}: ")
+
+
+def _told(report: Report) -> list[_Told]:
+    """Each finding once, group by group."""
+    hosts: dict[Finding, list[str]] = {}
+    groups: dict[str, None] = {}
+    for host in report.hosts:
+        for one in host.findings:
+            hosts.setdefault(one, []).append(host.name)
+    together = {one: list[str]() for one in report.together}
+    for one in [*hosts, *together]:
+        groups.setdefault(one.group)
+    order = list(groups)
+    everything = [_Told(one, tuple(names)) for one, names in (hosts | together).items()]
+    return sorted(everything, key=lambda one: order.index(one.finding.group))
+
+
+def _groups(told: list[_Told], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
     """Lines of what is well, each group labelled once; a group of which nothing is well points to the end."""
-    groups: dict[str, list[Finding]] = {}
-    for one in findings:
-        groups.setdefault(one.group, []).append(one)
-    for group, members in groups.items():
-        label = group.replace("_", "-")
-        told = [one.text for one in members if one.level == "ok"]
-        ill = [one.level for one in members if one.level != "ok"]
-        if not told:
-            told = ["see below"] if ill else []
-        for text in told:
-            first, *rest = _wrapped(text, width, MARGIN + LABEL, MARGIN + LABEL)
+    labelled = ""
+    for group in dict.fromkeys(one.finding.group for one in told):
+        members = [one for one in told if one.finding.group == group]
+        lines = [
+            (f"{_named(one.hosts)}: " if one.hosts and one.hosts != reached else "") + one.finding.text
+            for one in members
+            if one.finding.level == "ok"
+        ]
+        for text in lines or ["see below"]:
+            label = "" if group == labelled else group.replace("_", "-")
+            labelled = group
+            first, *more = _wrapped(text, width, MARGIN + LABEL, MARGIN + LABEL)
             yield Text.assemble(" " * MARGIN, (f"{label:<{LABEL}}", "cyan"), first.lstrip())
-            for line in rest:
-                yield Text(line)
-            label = ""
+            yield from map(Text, more)
+
+
+def _named(hosts: tuple[str, ...]) -> str:
+    return (
+        ", ".join(hosts)
+        if len(hosts) <= MOST_NAMED
+        else f"{', '.join(hosts[:MOST_NAMED])} and {len(hosts) - MOST_NAMED} more"
+    )
+
+
+def _print(console: Console, lines: list[str], style: str = "") -> None:
+    for line in lines:
+        console.print(Text(line, style), soft_wrap=True)
 
 
 def _wrapped(text: str, width: int | None, first: int, rest: int) -> list[str]:
@@ -134,8 +174,8 @@ def _wrapped(text: str, width: int | None, first: int, rest: int) -> list[str]:
     return lines
 
 
-def _verdict(report: Report) -> str:
-    faults, warnings = len(report.of_level("fault")), len(report.of_level("warning"))
+def _verdict(levels: list[str]) -> str:
+    faults, warnings = levels.count("fault"), levels.count("warning")
     counted = [
         f"{count} {name}{'' if count == 1 else 's'}" for name, count in (("fault", faults), ("warning", warnings))
     ]

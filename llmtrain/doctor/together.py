@@ -68,12 +68,12 @@ def clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
     behind = min(skews, key=lambda host: skews[host].ahead_s)
     apart = skews[ahead].ahead_s - skews[behind].ahead_s
     doubt = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
-    told = f"{_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
     if apart - doubt > SKEW_S:
+        text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
         fix = "run chrony or ntpd on all hosts; the rank that failed first is found by their clocks"
-        yield warning("hosts.clocks", f"clocks are {told}", fix)
+        yield warning("hosts.clocks", text, fix)
     else:
-        yield ok("hosts.clocks", f"clocks are at most {told}")
+        yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")
 
 
 def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:

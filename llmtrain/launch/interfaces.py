@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmtrain.launch.rank import Rank
@@ -86,6 +86,8 @@ class Choice:
     """What gloo and NCCL use and why, for people."""
     variables: dict[str, str] = field(default_factory=dict)
     """What has to be set for it; empty where their own choice will do or is the user's."""
+    is_reachable: bool = True
+    """Whether gloo listens where other hosts reach it, as far as can be told."""
 
 
 def settle(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
@@ -103,31 +105,30 @@ def settle(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None
 
 def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> Choice:
     """The interfaces to reach the ranks of other hosts by; what the user has set is kept."""
-    line, variables = _for_gloo(master, network, env)
-    lines = [line]
-    if not on_cpu:
-        line, found = _for_nccl(network, env)
-        lines.append(line)
-        variables |= found
-    return Choice(tuple(lines), variables)
+    gloo = _for_gloo(master, network, env)
+    if on_cpu:
+        return gloo
+    line, found = _for_nccl(network, env)
+    return replace(gloo, lines=(*gloo.lines, line), variables=gloo.variables | found)
 
 
-def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> Choice:
     if env.get(GLOO):
-        return f"gloo: {env[GLOO]}, as {GLOO} says", {}
+        return Choice((f"gloo: {env[GLOO]}, as {GLOO} says",))
     if not network.listens_on_loopback:
         found = network.having(network.own_address)
         name = found.name if found else "the interface"
-        return f"gloo: {name} ({network.own_address}), which the host name '{network.host}' resolves to", {}
+        return Choice((f"gloo: {name} ({network.own_address}), which the host name '{network.host}' resolves to",))
     if names_this_machine_only(master):
-        return f"gloo: the loopback, where rank 0 is ({master})", {}
+        return Choice((f"gloo: the loopback, where rank 0 is ({master})",))
     points = f"resolves to {network.own_address}" if network.own_address else "resolves to no address of this host"
     chosen = network.towards(master)
     if chosen is None:
-        return f"gloo: the loopback, since '{network.host}' {points} and no route leads to {master}; set {GLOO}", {}
+        line = f"gloo: the loopback, since '{network.host}' {points} and no route leads to {master}; set {GLOO}"
+        return Choice((line,), is_reachable=False)
     addresses = ", ".join(address for address in chosen.addresses if not is_link_local(address))
     why = f"by the route to {master}, since the host name '{network.host}' {points}"
-    return f"gloo: {chosen.name} ({addresses}), {why}", {GLOO: chosen.name}
+    return Choice((f"gloo: {chosen.name} ({addresses}), {why}",), {GLOO: chosen.name})
 
 
 def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
