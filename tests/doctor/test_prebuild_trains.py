@@ -22,9 +22,8 @@ pytestmark = pytest.mark.slow
 def environment(tmp_path):
     """libaio, an empty cache of operators, and a compiler that notes each file that it is given."""
     compiler = tmp_path / "noting c++"
-    compiler.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -c "*) echo "$*" >> {tmp_path}/compiled ;; esac\nexec {shutil.which("c++")} "$@"\n'
-    )
+    note = f'case " $* " in *" -c "*) echo "$*" >> {tmp_path}/compiled ;; esac'
+    compiler.write_text(f'#!/bin/sh\n{note}\nexec {shutil.which("c++")} "$@"\n')
     compiler.chmod(0o755)
     link = tmp_path / "c++"
     link.symlink_to(compiler)

@@ -1,0 +1,55 @@
+"""Which operators are built, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.doctor import prebuild
+from llmtrain.doctor.prebuild import DISK, PINNED, build, operators_of
+from llmtrain.recipe import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "env", "expected"),
+    [
+        ({}, {}, ()),
+        ({"offload_optimizer": "cpu"}, {}, ()),  # torch's own optimizer
+        ({"offload_optimizer": "cpu"}, {PINNED: "native"}, ("pin_memory",)),
+        ({}, {PINNED: "native"}, ()),
+        ({"offload_optimizer": "nvme"}, {}, DISK),
+        ({"offload_param": "nvme"}, {}, DISK),
+    ],
+)
+def test_a_recipe_needs_what_its_offload_does(fields, env, expected):
+    assert operators_of(ParallelConfig(**fields), env) == expected
+
+
+@pytest.mark.parametrize(("has_libaio", "expected"), [(True, DISK), (False, ())])
+def test_without_a_recipe_all_that_can_be_built(monkeypatch, has_libaio, expected):
+    monkeypatch.setattr(prebuild, "has_libaio", lambda: has_libaio)
+    assert operators_of(None, {}) == expected
+
+
+class Answering:
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.sent = {}
+
+    def send(self, do, **fields):
+        self.sent = {"do": do, **fields}
+
+    def reply(self, seconds):
+        return self.answers.pop(0)
+
+
+def test_what_the_compiler_said_is_told():
+    right = {"operator": "pin_memory", "seconds": 12.34, "file": "/cache/pin_memory/pin_memory.so", "error": ""}
+    wrong = {"operator": "async_io", "seconds": 3.0, "file": "", "error": "x.cpp:1: error: no such thing"}
+    channel = Answering(right, wrong)
+    findings, built = build(channel, DISK, on_cpu=True)
+    assert channel.sent == {"do": "build", "operators": list(DISK), "accelerator": "cpu"}
+    assert [(one.level, one.text) for one in findings] == [
+        ("ok", "pin_memory in /cache/pin_memory, 12.3 s"),
+        ("fault", "async_io was not built:\nx.cpp:1: error: no such thing"),
+    ]
+    assert built == [right, wrong]
