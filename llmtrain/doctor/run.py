@@ -161,7 +161,7 @@ def _build(patient: _Patient, visit: Visit) -> None:
 def _all_reduce(report: Report, reached: list[_Patient], visit: Visit, master: str | None) -> None:
     missing = [host.name for host in report.hosts if not host.was_reached]
     if missing or not reached:
-        text = f"all-reduce not run: {listed(missing) or 'no host'} was not looked at"
+        text = f"all-reduce not run, as {listed(missing) or 'no host'} could not be looked at"
         report.together.append(warning(CHECK, text, "mend that first"))
         return
     if visit.hosts and master is None:
