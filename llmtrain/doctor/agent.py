@@ -1,6 +1,6 @@
 """Doctor's hand on a host: requests and replies are lines of JSON, over ssh or from beside. `python -m ...`
 
-It answers until its input ends, and takes what it has started with it.
+It ends when its input does, whatever it is at, and takes what it has started with it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from llmtrain.doctor.scene import Scene
 from llmtrain.launch import interfaces, on_host
 from llmtrain.launch.local import die_with
-
-PREBUILD_S = 1800
 
 
 class Agent:
@@ -34,16 +33,13 @@ class Agent:
         self._lock = Lock()
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def serve(self, requests: TextIO) -> None:
+    def serve(self, requests: TextIO) -> NoReturn:
         """Answers each request in turn; workers run meanwhile."""
-        try:
-            for line in requests:
-                request = json.loads(line)
-                getattr(self, f"do_{request.pop('do')}")(**request)
-        finally:
-            for child in self._children:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+        waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        Thread(target=self._listen, args=(requests, waiting), daemon=True).start()
+        while True:
+            request = waiting.get()
+            getattr(self, f"do_{request.pop('do')}")(**request)
 
     def do_begin(self, env: Mapping[str, str]) -> None:
         """Takes over the variables that workers would have."""
@@ -72,30 +68,39 @@ class Agent:
             visible = rank.pop("visible", None)
             env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})}
             command = [sys.executable, "-m", "llmtrain.doctor.rank", json.dumps(rank), str(self._replies.fileno())]
-            child = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=(self._replies.fileno(),),
-                start_new_session=True,
-                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
-            )
-            self._children.append(child)
+            child = self._start(command, env=env, stdout=sys.stderr, pass_fds=(self._replies.fileno(),))
             Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
 
     def do_build(self, operators: list[str], accelerator: str) -> None:
         """Compiles operators of DeepSpeed into torch's cache, one after the other."""
         for name in operators:
             command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
+            child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, error = child.communicate()
             try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PREBUILD_S)
-                self._reply(**json.loads(done.stdout.splitlines()[-1]))
-            except subprocess.TimeoutExpired:
-                self._reply(operator=name, seconds=PREBUILD_S, file="", error=f"not built within {PREBUILD_S} s")
+                self._reply(**json.loads(out.splitlines()[-1]))
             except (IndexError, ValueError):
-                said = done.stderr.decode(errors="replace").splitlines()[-20:]
-                self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {done.returncode}")
+                said = error.decode(errors="replace").splitlines()[-20:]
+                self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {child.returncode}")
+
+    def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
+        """Hands requests on, and ends everything when no more can come: who has asked is gone."""
+        for line in requests:
+            waiting.put(json.loads(line))
+        for child in self._children:
+            if child.poll() is None:  # else its number may be another's by now
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """A process in a session of its own, that ends with this one."""
+        dies = partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
+        child: subprocess.Popen[bytes] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies, **options
+        )
+        self._children.append(child)
+        return child
 
     def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         self._reply(rank=rank, at="ended", code=child.wait())

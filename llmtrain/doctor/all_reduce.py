@@ -17,11 +17,13 @@ FORMULA = "2 (n - 1) / n × bytes / s"
 POLL_S = 0.05
 GRACE_S = 2.0
 """For others to say what they have, after a rank has failed."""
+MOST_NAMED = 16
+"""Ranks that a line names."""
 WAITING_FOR = {
     "asked": "did not start",
-    "started": "has started, and not reached rank 0",
-    "met": "has reached rank 0, and not all others",
-    "joined": "has met the others, and the large all-reduce did not end",
+    "started": "started, and not reached rank 0",
+    "met": "reached rank 0, and not all others",
+    "joined": "met the others, and the large all-reduce did not end",
 }
 """How far a rank came → what that means."""
 
@@ -159,7 +161,7 @@ def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds
     for rank, at in progress.at.items():
         if at not in ("done", "failed"):
             late.setdefault(at, []).append(f"{rank} ({names[rank]})")
-    silent = [f"ranks {listed(ranks)}: {WAITING_FOR[at].replace('has ', '')}" for at, ranks in late.items()]
+    silent = [f"ranks {_some(ranks)}: {WAITING_FOR[at]}" for at, ranks in late.items()]
     what = "; ".join(failed) if failed else f"not over after {seconds:.0f} s: {'; '.join(silent)}"
     known = sorted({line for lines in progress.interfaces.values() for line in lines})
     used = f" ({'; '.join(known)})" if known else ""
@@ -168,6 +170,10 @@ def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds
     if len(set(names.values())) > 1:
         fix = f"a firewall between the hosts that closes ports, or another interface by {variable}"
     return fault(CHECK, what + used, fix)
+
+
+def _some(ranks: list[str]) -> str:
+    return listed(ranks if len(ranks) <= MOST_NAMED else [*ranks[:MOST_NAMED], f"{len(ranks) - MOST_NAMED} more"])
 
 
 def _time(seconds: float) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtrain.doctor.agent import PREBUILD_S
 from llmtrain.doctor.finding import Finding, fault, ok
 from llmtrain.doctor.reach import Channel
 from llmtrain.launch.disks import has_libaio
@@ -14,6 +13,8 @@ from llmtrain.recipe import ParallelConfig
 
 DISK = ("pin_memory", "async_io")
 """For states on a disk; the second is linked against the first."""
+BUILD_S = 1800
+"""Longest time for one operator: a minute or two, where nobody else computes."""
 PINNED = "DS_PIN_MEMORY_BACKEND"
 """With the value `native` DeepSpeed pins host memory by an operator of its own."""
 
@@ -38,7 +39,7 @@ def build(channel: Channel, operators: Sequence[str], on_cpu: bool) -> tuple[lis
     findings: list[Finding] = []
     built = []
     for _ in operators:
-        reply = channel.reply(PREBUILD_S)
+        reply = channel.reply(BUILD_S)
         built.append(reply)
         findings += _judge(reply)
     return findings, built

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from llmtrain.launch.rank import Rank
 
 if TYPE_CHECKING:
     import torch
+    from torch._C._distributed_c10d import TCPStore
 
 MIB_CPU, MIB_GPU = 16, 128
 """Of fp32 in the tensor whose all-reduce is timed."""
@@ -30,6 +32,7 @@ LONGEST_S = 4.0
 """Of the repeats together: a slow network is asked less often, and at least once."""
 LATER_S = 60
 """So much later than who has asked gives a rank up: the words of gloo and NCCL would not say who is missing."""
+FAREWELL_S = 5.0
 SMALL = 1
 """Elements of the tensor whose all-reduce is all latency."""
 
@@ -91,6 +94,16 @@ def _work(job: Job, tell: Any) -> None:
     wrong = _wrong(count, job, device)
     large = _timed(torch.zeros(count, device=device), _repeats(count, device), device)
     tell("done", backend=backend, wrong=wrong, bytes=count * 4, seconds=large, latency_s=small)
+    _wait_for_all(store, job.world_size)
+
+
+def _wait_for_all(store: TCPStore, world_size: int) -> None:
+    """A rank that ends while another one still reads from it, or asks the store of rank 0, would break that one."""
+    deadline = time.monotonic() + FAREWELL_S
+    with suppress(Exception):  # who is late has told all that it knows
+        store.add("over", 1)
+        while store.add("over", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _wrong(count: int, job: Job, device: torch.device) -> int:

@@ -111,6 +111,11 @@ class Channel:
             raise UnreachableError(self._ended())
         return reply
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of the agent, or of ssh; None while it runs, negative where it was killed."""
+        return self._process.poll()
+
     def close(self) -> None:
         """Ends the agent and what it has started."""
         assert self._process.stdin is not None

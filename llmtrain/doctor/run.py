@@ -52,8 +52,9 @@ class _Patient:
 
     @property
     def devices(self) -> list[str]:
+        """GPUs that its workers compute on; none where the user wants CPUs, as for training."""
         found: list[str] = self.report.facts["devices"]
-        return found
+        return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else found
 
 
 def examine(visit: Visit, say: Say) -> Report:

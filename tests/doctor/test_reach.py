@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.doctor import reach
-from llmtrain.doctor.reach import UnreachableError, explain, over_ssh
+from llmtrain.doctor.reach import UnreachableError, beside, explain, over_ssh
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,12 @@ def test_an_agent_is_reached_past_a_talkative_shell_and_gets_the_variables(progr
     finally:
         channel.close()
     assert "secret" not in (ssh.parent / "ssh.line").read_text()
+
+
+def test_an_agent_ends_with_its_input_whatever_it_is_at():
+    """It was not so: a build went on for minutes after a Ctrl-C."""
+    channel = beside()
+    channel.ask("clock", 60)
+    channel.send("look", run_root="runs", master=None, devices=[])  # loads torch, which takes seconds
+    channel.close()
+    assert channel.exit_code == 0  # by itself, and was not killed

@@ -76,7 +76,7 @@ def test_a_key_that_is_not_known_or_not_accepted_is_explained(hosts, tmp_path):
     config = (hosts.folder / "ssh_config").read_text()
     for old, new, said in (
         (f"{hosts.folder}/known_hosts", f"{tmp_path}/none", "its host key is not in ~/.ssh/known_hosts"),
-        (f"{hosts.folder}/key\n", f"{hosts.folder}/host_key\n", "no key of yours is accepted there"),
+        (f"{hosts.folder}/key\n", f"{hosts.folder}/host_key\n", "ssh would ask for a password"),
     ):
         try:
             (hosts.folder / "ssh_config").write_text(config.replace(old, new))
@@ -89,11 +89,13 @@ def test_a_key_that_is_not_known_or_not_accepted_is_explained(hosts, tmp_path):
 
 def test_a_hang_is_bounded_and_the_ranks_are_named(hosts):
     """The user sends gloo to the loopback, where the hosts never meet."""
-    result = _doctor(hosts, hosts.hostfile(1), "--time-limit", "15", GLOO_SOCKET_IFNAME="lo")
+    result = _doctor(hosts, hosts.hostfile(1), "--time-limit", "20", GLOO_SOCKET_IFNAME="lo")
     assert result.returncode == 5
     assert "fault: " in result.stdout
     assert "GLOO_SOCKET_IFNAME=lo is the loopback, where no other host arrives" in result.stdout
-    assert "not over after 15 s: ranks 0 (192.0.2.1) and 1 (192.0.2.2): reached rank 0, and not all" in result.stdout
+    assert "not over after 20 s: ranks " in result.stdout
+    for rank, address in enumerate(ADDRESSES):  # on a busy machine they come less far
+        assert f"{rank} ({address})" in result.stdout
     assert not _our_processes(hosts)
 
 
