@@ -162,7 +162,9 @@ def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds
         if at not in ("done", "failed"):
             late.setdefault(at, []).append(f"{rank} ({names[rank]})")
     silent = [f"ranks {_some(ranks)}: {WAITING_FOR[at]}" for at, ranks in late.items()]
-    what = "; ".join(failed) if failed else f"not over after {seconds:.0f} s: {'; '.join(silent)}"
+    what = "; ".join([*failed, *silent])
+    if not failed:
+        what = f"not over after {seconds:.0f} s: {what}"
     known = sorted({line for lines in progress.interfaces.values() for line in lines})
     used = f" ({'; '.join(known)})" if known else ""
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO tells more"

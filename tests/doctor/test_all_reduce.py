@@ -6,6 +6,7 @@ from queue import Empty
 
 import pytest
 
+from llmtrain.doctor import all_reduce
 from llmtrain.doctor.all_reduce import Place, bus_bandwidth, reduce_over
 from llmtrain.doctor.reach import beside
 
@@ -37,6 +38,11 @@ class Scripted:
 
     def put(self, reply):
         self.pending.append(reply)
+
+
+@pytest.fixture(autouse=True)
+def _no_grace(monkeypatch):
+    monkeypatch.setattr(all_reduce, "GRACE_S", 0.2)
 
 
 def _reduce(says, seconds=0.3):
