@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from llmtrain.launch.local import reserved_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["deepspeed", "transformers.models.llama.modeling_llama", "llmtrain.engines"])
@@ -23,22 +24,22 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
 
     The first exception of any rank is raised here with its traceback; the other ranks are ended.
     """
-    port = _free_port()
     pipes: list[Connection] = []
     processes = []
-    for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        return _collect(pipes, timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with reserved_port() as port:
+        for rank in range(world_size):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
@@ -95,10 +96,3 @@ def _silence() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -6,7 +6,6 @@ Truth is a plain torch loop (see `engine_probe.py`).
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
+from llmtrain.launch.local import reserved_port
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.resolve import assemble
@@ -30,19 +30,17 @@ TOLERANCE = {"fp32": 5e-5, "bf16": 5e-5, "autocast_bf16": 5e-5, "fp16": 5e-3, "a
 
 
 def run_probe(cases: list[dict], ranks: int, folder: Path) -> dict[str, dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     (folder / "cases.json").write_text(json.dumps(cases))
     workers = []
-    for rank in range(ranks):
-        rendezvous = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-        environment = os.environ | {key: str(value) for key, value in rendezvous.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(PROBE), "cases.json", "results.json"]
-        log = (folder / f"{rank}.log").open("w")
-        workers.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
-    codes = [worker.wait(timeout=240) for worker in workers]
+    with reserved_port() as port:
+        for rank in range(ranks):
+            rendezvous = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            environment = os.environ | {key: str(value) for key, value in rendezvous.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(PROBE), "cases.json", "results.json"]
+            log = (folder / f"{rank}.log").open("w")
+            workers.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
+        codes = [worker.wait(timeout=240) for worker in workers]
     assert codes == [0] * ranks, (folder / "0.log").read_text()[-3000:]
     return json.loads((folder / "results.json").read_text())
 

@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from commands import llmtrain, losses
+
+from llmtrain.launch.local import reserved_port
 
 FAULTY = Path(__file__).parent / "faulty"
 REPOSITORY = Path(__file__).parents[2]
@@ -75,17 +76,17 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
 @pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
 def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):
     """The other one is asleep, so that no lost connection tells it."""
-    with socket.socket() as one:
-        one.bind(("", 0))
-        port = one.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    fault = {"FAULT": f"kill:{victim}:6,sleep:{other}:6", "PYTHONPATH": PATH}
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    fault = {"FAULT": f"late_kill:{victim}:6,sleep:{other}:6", "PYTHONPATH": PATH}
     command = [sys.executable, str(small_recipe), "--run-dir", str(tmp_path / "run"), *RUN[2:]]
     ranks = []
-    for rank in (0, 1):
-        env = {**os.environ, **common, **fault, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    error = ranks[other].communicate(timeout=200)[1]
+    with reserved_port() as port:
+        for rank in (0, 1):
+            at = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+            env = {**os.environ, **common, **fault, **at}
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            ranks.append(subprocess.Popen(command, env=env, text=True, **pipes))
+        error = ranks[other].communicate(timeout=200)[1]
     ranks[victim].communicate(timeout=10)
     assert ranks[other].returncode == 5
     assert f"error: rank {victim}: ended, or its machine does not answer" in error

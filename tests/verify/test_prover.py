@@ -99,9 +99,20 @@ def test_other_models_are_certified(fields, verify_corpus, tmp_path):
     assert _clean(names, verify_corpus, tmp_path, **fields) == dict.fromkeys(names, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "precision"), [(1, "fp32"), (1, "bf16"), (1, "autocast_bf16")])
-def test_every_clean_plan_is_certified(seed, precision, verify_corpus, tmp_path):
-    verdicts = _clean([], verify_corpus, tmp_path, **{"train.seed": seed, "parallel.precision": precision})
+@pytest.mark.parametrize(
+    ("precision", "every"),
+    [
+        pytest.param("fp32", 1, marks=SLOW),
+        pytest.param("bf16", 4, marks=SLOW),
+        pytest.param("autocast_bf16", 4, marks=SLOW),
+        pytest.param("bf16", 1, marks=pytest.mark.breadth),
+        pytest.param("autocast_bf16", 1, marks=pytest.mark.breadth),
+    ],
+)
+def test_every_clean_plan_is_certified(precision, every, verify_corpus, tmp_path):
+    """every: one plan in so many is tried."""
+    fields = {"train.seed": 1, "parallel.precision": precision}
+    names = list(job_of(small(verify_corpus, **fields), []).plans)[::every]
+    verdicts = _clean(names, verify_corpus, tmp_path, **fields)
     assert verdicts
     assert [name for name, certified in verdicts.items() if not certified] == []

@@ -24,9 +24,16 @@ def _hold_the_gil() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
+def _be_killed_later() -> None:
+    """Once the others are where they shall be found."""
+    time.sleep(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "late_kill": _be_killed_later,
     "segv": lambda: ctypes.string_at(0),
     "abort": os.abort,
     "exception": _fail,
