@@ -117,7 +117,6 @@ def _poll(places: Sequence[Place], progress: Progress) -> None:
         except Empty:
             continue
         if reply is None:
-            place.channel.replies.put(None)  # for the next one who asks
             for rank in place.ranks:
                 if progress.at[rank] not in ("done", "failed"):
                     progress.at[rank], progress.failed[rank] = "failed", "the connection to its host has ended"

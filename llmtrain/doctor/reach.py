@@ -93,7 +93,10 @@ class Channel:
 
     def next(self, seconds: float) -> dict[str, Any] | None:
         """The next reply; None where the agent has ended. Raises Empty where nothing comes in time."""
-        return self.replies.get(timeout=max(0.0, seconds))
+        reply = self.replies.get(timeout=max(0.0, seconds))
+        if reply is None:
+            self.replies.put(None)  # for who asks again
+        return reply
 
     def ask(self, do: str, seconds: float, **fields: Any) -> dict[str, Any]:
         """A request and its answer. Raises UnreachableError."""

@@ -23,7 +23,6 @@ class Scripted:
         self.says = says
         self.pending = []
         self.jobs = []
-        self.replies = self
 
     def send(self, do, ranks):
         assert do == "ranks"
@@ -35,9 +34,6 @@ class Scripted:
         if not self.pending:
             raise Empty
         return self.pending.pop(0)
-
-    def put(self, reply):
-        self.pending.append(reply)
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,8 @@ def _llmtrain(environment, *arguments):
 
 def test_training_after_it_does_not_compile(environment, tmp_path):
     fields = ("parallel.zero_stage=3", "parallel.offload_optimizer=nvme", f"parallel.nvme_path={tmp_path / 'disk'}")
+    # Less than 1 MiB of states would stay in memory.
+    fields += ("model.config.hidden_size=192", "model.config.intermediate_size=512")
     sets = [part for field in fields for part in ("--set", field)]
     result = _llmtrain(environment, "doctor", f"{RECIPE}:verify", *sets, "--prebuild", "--json")
     assert result.returncode == 0, result.stdout + result.stderr

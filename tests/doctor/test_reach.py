@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.doctor import reach
-from llmtrain.doctor.reach import UnreachableError, beside, explain, over_ssh
+from llmtrain.doctor.reach import Channel, UnreachableError, beside, explain, over_ssh
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,13 @@ def test_an_agent_ends_with_its_input_whatever_it_is_at():
     channel.send("look", run_root="runs", master=None, devices=[])  # loads torch, which takes seconds
     channel.close()
     assert channel.exit_code == 0  # by itself, and was not killed
+
+
+def test_who_asks_an_agent_that_has_ended_is_told_each_time():
+    channel = Channel("h2", ["sh", "-c", "echo out of order >&2; exit 3"])
+    try:
+        for _ in range(2):
+            with pytest.raises(UnreachableError, match="ended with code 3 there: out of order"):
+                channel.ask("clock", 60)
+    finally:
+        channel.close()
