@@ -40,7 +40,7 @@ def environment(tmp_path):
 
 def _llmtrain(environment, *arguments):
     command = [sys.executable, "-m", "llmtrain", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
 
 
 def test_training_after_it_does_not_compile(environment, tmp_path):
