@@ -45,7 +45,10 @@ SOURCE = """
 #include "libaio.h"
 #include <sys/syscall.h>
 #include <unistd.h>
-int io_queue_init(int depth, io_context_t* context) { return syscall(SYS_io_setup, depth, context); }
+int io_queue_init(int depth, io_context_t* context) {
+    *context = 0;
+    return syscall(SYS_io_setup, depth, context);
+}
 int io_queue_release(io_context_t context) { return syscall(SYS_io_destroy, context); }
 int io_submit(io_context_t context, long count, struct iocb** blocks) {
     return syscall(SYS_io_submit, context, count, blocks);
