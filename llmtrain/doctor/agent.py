@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TextIO
 
 from llmtrain.doctor.scene import Scene
 from llmtrain.launch import interfaces, on_host
+from llmtrain.launch.disks import has_disk_operator
 from llmtrain.launch.local import die_with
 
 
@@ -72,8 +73,12 @@ class Agent:
             Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
 
     def do_build(self, operators: list[str], accelerator: str) -> None:
-        """Compiles operators of DeepSpeed into torch's cache, one after the other."""
+        """Compiles operators of DeepSpeed into torch's cache, one after the other; none where the disk's cannot be."""
+        lacks = "async_io" in operators and not has_disk_operator()
         for name in operators:
+            if lacks:
+                self._reply(operator=name, seconds=0.0, file="", error="libaio is not found here")
+                continue
             command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
             child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             out, error = child.communicate()

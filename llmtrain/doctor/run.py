@@ -150,10 +150,12 @@ def _compare(reached: list[_Patient]) -> list[Finding]:
 def _build(patient: _Patient, visit: Visit) -> None:
     operators = prebuild.operators_of(visit.parallel, os.environ)
     if not operators:
-        patient.report.findings.append(prebuild.nothing_to_build(visit.parallel is not None))
+        patient.report.findings.append(prebuild.nothing_to_build())
         return
     try:
-        findings, patient.report.built = prebuild.build(patient.channel, operators, on_cpu=not patient.devices)
+        findings, patient.report.built = prebuild.build(
+            patient.channel, operators, on_cpu=not patient.devices, is_needed=visit.parallel is not None
+        )
         patient.report.findings += findings
     except UnreachableError as error:
         patient.report.findings.append(error.finding)

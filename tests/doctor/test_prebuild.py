@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.doctor import prebuild
 from llmtrain.doctor.prebuild import DISK, PINNED, build, operators_of
 from llmtrain.recipe import ParallelConfig
 
@@ -24,10 +23,16 @@ def test_a_recipe_needs_what_its_offload_does(fields, env, expected):
     assert operators_of(ParallelConfig(**fields), env) == expected
 
 
-@pytest.mark.parametrize(("has_libaio", "expected"), [(True, DISK), (False, ())])
-def test_without_a_recipe_all_that_can_be_built(monkeypatch, has_libaio, expected):
-    monkeypatch.setattr(prebuild, "has_libaio", lambda: has_libaio)
-    assert operators_of(None, {}) == expected
+def test_without_a_recipe_all_that_one_could_need():
+    assert operators_of(None, {}) == DISK
+
+
+@pytest.mark.parametrize(("is_needed", "level"), [(True, "fault"), (False, "ok")])
+def test_a_host_without_libaio_does_without_unless_a_recipe_asks(is_needed, level):
+    lacking = {"operator": "async_io", "seconds": 0.0, "file": "", "error": "libaio is not found here"}
+    [finding], _ = build(Answering(lacking), ["async_io"], on_cpu=True, is_needed=is_needed)
+    assert finding.level == level
+    assert ("apt install libaio-dev" in finding.fix) == is_needed
 
 
 class Answering:
@@ -46,7 +51,7 @@ def test_what_the_compiler_said_is_told():
     right = {"operator": "pin_memory", "seconds": 12.34, "file": "/cache/pin_memory/pin_memory.so", "error": ""}
     wrong = {"operator": "async_io", "seconds": 3.0, "file": "", "error": "x.cpp:1: error: no such thing"}
     channel = Answering(right, wrong)
-    findings, built = build(channel, DISK, on_cpu=True)
+    findings, built = build(channel, DISK, on_cpu=True, is_needed=True)
     assert channel.sent == {"do": "build", "operators": list(DISK), "accelerator": "cpu"}
     assert [(one.level, one.text) for one in findings] == [
         ("ok", "pin_memory in /cache/pin_memory, 12.3 s"),
