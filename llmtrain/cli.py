@@ -252,3 +252,31 @@ def generate(
     from llmtrain.generate import generate as continue_text
 
     print(prompt + continue_text(model, prompt, tokens, temperature, seed))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: what to build for.")
+    ] = None,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    hostfile: Annotated[Path | None, typer.Option(help="Look at these hosts, by ssh: lines of HOST slots=N.")] = None,
+    include: Annotated[str, typer.Option(help="Hosts and devices that take part, h1@h2:0,2.")] = "",
+    exclude: Annotated[str, typer.Option(help="Those that do not.")] = "",
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks of the all-reduce here: all GPUs, else 2.", min=1, max=MOST_WORKERS),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which the all-reduce is given up.", min=1)] = 120,
+    prebuild: Annotated[
+        bool, typer.Option("--prebuild", help="Compile the operators of DeepSpeed that training would compile.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at this machine, or at each host of a hostfile: what is wrong for a run, and how to mend it.
+
+    Exit 0 where there is no fault, 5 where there is one, 2 for a wrong command line.
+    """
+    from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+
+    visit_doctor(DoctorRequest(recipe, assignments, hostfile, include, exclude, nproc, time_limit, prebuild, as_json))

@@ -2,7 +2,9 @@
 
 What runs in a namespace sees its own loopback and the cable, and nothing else: programs on the two
 hosts meet over the network or not at all. They share files, process numbers and the host name, as
-nodes of a cluster share a file system. It needs root, since a namespace is made by the kernel.
+nodes of a cluster share a file system. Their name resolves to 127.0.1.1, as Debian's installer
+writes it, so that gloo left alone would listen where the other host cannot reach it. It needs root,
+since a namespace is made by the kernel.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -106,13 +109,9 @@ class TwoHosts:
         return path
 
     def environment(self, workers: Mapping[str, str]) -> dict[str, str]:
-        """For DeepSpeed's launcher on a host: it hands `workers`, and no other variables but PYTHON*, to its workers.
-
-        gloo would listen on the address of the host name, which both share.
-        """
+        """For DeepSpeed's launcher on a host: it hands `workers` to its workers, and no others but PYTHON*."""
         exported = self.folder / "deepspeed_env"
-        lines = {"GLOO_SOCKET_IFNAME": INTERFACE, **workers}
-        exported.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+        exported.write_text("".join(f"{name}={value}\n" for name, value in workers.items()))
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
         return {**os.environ, **workers, **root, "PATH": path, "DS_ENV_FILE": str(exported)}
@@ -129,6 +128,7 @@ def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> I
     hosts = (Host(names[0], ADDRESSES[0]), Host(names[1], ADDRESSES[1]))
     with ExitStack() as undo:
         for host in hosts:
+            _name(host, undo)
             _run("ip", "netns", "add", host.namespace)
             undo.callback(_run, "ip", "netns", "delete", host.namespace)
             undo.callback(host.kill_all)
@@ -137,6 +137,14 @@ def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> I
         _start_sshd(hosts[0], folder)
         _start_sshd(hosts[1], folder, other_files or {})
         yield TwoHosts(hosts, folder)
+
+
+def _name(host: Host, undo: ExitStack) -> None:
+    """What `ip netns exec` puts in the place of /etc/hosts."""
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    undo.callback(shutil.rmtree, folder)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
 
 def _connect(one: Host, other: Host) -> None:
