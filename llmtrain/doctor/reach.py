@@ -18,7 +18,7 @@ from threading import Thread
 from typing import IO, Any
 
 from llmtrain.doctor.finding import Finding, fault
-from llmtrain.launch.hosts import ANSWER_S, SSH_OPTIONS
+from llmtrain.launch.runners import ANSWER_S, SSH_OPTIONS
 
 REACHED = "llmtrain-doctor-reached"
 """Said by the host's shell, before Python is started there."""
