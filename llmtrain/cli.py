@@ -64,7 +64,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Start nothing of it: run the plan made small, here, on CPUs, and report; of a job print the script.",
+            help="Start nothing of it: run the plan made small here, on CPUs, and report. With --launcher print it.",
         ),
     ] = False,
     nodes: NodesOption = None,
@@ -72,15 +72,26 @@ def train(
     device: DeviceOption = None,
     as_json: JsonOption = False,
     launcher: Annotated[
-        Literal["local", "deepspeed", "slurm"],
-        typer.Option(help="deepspeed: on the hosts of a hostfile, over ssh; slurm: submit a job."),
+        Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"],
+        typer.Option(
+            help="torchrun, accelerate: by these, on this machine; deepspeed: on the hosts of a hostfile, over ssh; "
+            "slurm: submit a job; kubernetes: print a manifest, with --dry-run."
+        ),
     ] = "local",
     hostfile: Annotated[Path | None, typer.Option(help="deepspeed: lines of HOST slots=N.")] = None,
     include: Annotated[str, typer.Option(help="deepspeed: hosts and devices that take part, h1@h2:0,2.")] = "",
     exclude: Annotated[str, typer.Option(help="deepspeed: those that do not.")] = "",
+    runner: Annotated[
+        Literal["pdsh", "openmpi"] | None,
+        typer.Option(help="deepspeed: what reaches the hosts, as --launcher of `deepspeed` itself; default pdsh."),
+    ] = None,
     slurm: Annotated[
         list[str],
         typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
+    ] = [],  # noqa: B006  (typer copies it)
+    kubernetes: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="kubernetes: image=IMAGE, pvc=CLAIM, ... May be given again."),
     ] = [],  # noqa: B006  (typer copies it)
 ) -> None:
     """Train a recipe on this machine, as one worker of the launcher that started this process, or as a job.
@@ -88,35 +99,15 @@ def train(
     --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
     default; with --nproc a dry run is of so many workers on this machine.
     """
-    from llmtrain.commands.job import JobRequest, check_job, check_no_job, enqueue
-    from llmtrain.commands.on_hosts import HostsRequest, check_hosts, check_no_hosts, train_on_hosts
+    from llmtrain.commands.train import TrainRequest
+    from llmtrain.commands.train import train as start
 
-    if launcher == "slurm":
-        check_job(nproc, as_json, max_restarts)
-        enqueue(
-            JobRequest(
-                recipe, assignments, nodes, gpus_per_node, device, slurm, run_dir, resume, max_steps, only_print=dry_run
-            )
+    start(
+        TrainRequest(
+            *(recipe, assignments, launcher, nproc, run_dir, resume, max_steps, max_restarts, dry_run, as_json),
+            *(nodes, gpus_per_node, device, hostfile, include, exclude, runner, slurm, kubernetes),
         )
-        return
-    check_no_job(slurm)
-    if launcher == "deepspeed":
-        cluster = {"--nproc": nproc, "--nodes": nodes, "--gpus-per-node": gpus_per_node, "--device": device}
-        check_hosts({**cluster, "--dry-run": dry_run, "--json": as_json, "--max-restarts": max_restarts})
-        train_on_hosts(HostsRequest(recipe, assignments, hostfile, include, exclude, run_dir, resume, max_steps))
-        return
-    check_no_hosts(hostfile, include, exclude)
-    from llmtrain.commands.dry import check_dry_run, run_small
-    from llmtrain.commands.start import check_restarts, train_here
-    from llmtrain.launch import discover
-
-    rank = discover(os.environ, sys.argv)
-    check_dry_run(dry_run, rank is not None, nproc, nodes, gpus_per_node, device, as_json)
-    check_restarts(max_restarts, dry_run, rank)
-    if dry_run:
-        run_small(recipe, assignments, nproc, (nodes, gpus_per_node, device), run_dir, as_json)
-    else:
-        train_here(recipe, assignments, rank, nproc, run_dir, resume, max_steps, max_restarts)
+    )
 
 
 @app.command()
@@ -261,3 +252,31 @@ def generate(
     from llmtrain.generate import generate as continue_text
 
     print(prompt + continue_text(model, prompt, tokens, temperature, seed))
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: what to build for.")
+    ] = None,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    hostfile: Annotated[Path | None, typer.Option(help="Look at these hosts, by ssh: lines of HOST slots=N.")] = None,
+    include: Annotated[str, typer.Option(help="Hosts and devices that take part, h1@h2:0,2.")] = "",
+    exclude: Annotated[str, typer.Option(help="Those that do not.")] = "",
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Ranks of the all-reduce here: all GPUs, else 2.", min=1, max=MOST_WORKERS),
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which the all-reduce is given up.", min=1)] = 120,
+    prebuild: Annotated[
+        bool, typer.Option("--prebuild", help="Compile the operators of DeepSpeed that training would compile.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at this machine, or at each host of a hostfile: what is wrong for a run, and how to mend it.
+
+    Exit 0 where there is no fault, 5 where there is one, 2 for a wrong command line.
+    """
+    from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+
+    visit_doctor(DoctorRequest(recipe, assignments, hostfile, include, exclude, nproc, time_limit, prebuild, as_json))

@@ -6,11 +6,12 @@ import os
 import subprocess
 from collections.abc import Iterable
 from functools import cache
+from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from llmtrain.errors import nearest
+from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
 
 GIB = 2**30
@@ -157,19 +158,43 @@ def local_cluster(nproc: int | None = None) -> Cluster:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Product names of the NVIDIA GPUs that this process may use, without importing torch."""
+    """Product names of the NVIDIA GPUs that this process may use, without importing torch.
+
+    Raises RecipeError where CUDA_VISIBLE_DEVICES names what is none, or one twice: CUDA would hide others, or all.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    names = [line.strip() for line in output.splitlines() if line.strip()]
-    if visible is None:
-        return tuple(names)
-    chosen = [entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]
-    # Entries may be indices or UUIDs; how many there are is all that matters here.
-    return tuple(names[:1] * len(chosen)) if names else ()
+    gpus = [(uuid.strip(), name.strip()) for uuid, _, name in (line.partition(",") for line in output.splitlines())]
+    return tuple(name for _, name in gpus) if visible is None or not gpus else tuple(_chosen(visible, gpus))
+
+
+NO_GPU = ("", "-1", "NoDevFiles")
+"""Entries that end the list; the last one is what Slurm writes where a task has no GPU."""
+
+
+def _chosen(visible: str, gpus: list[tuple[str, str]]) -> list[str]:
+    """Names of the GPUs that CUDA_VISIBLE_DEVICES lists by index, UUID or the beginning of one. gpus: (UUID, name)."""
+    entries = list(takewhile(lambda entry: entry not in NO_GPU, (entry.strip() for entry in visible.split(","))))
+    names, problems = [], []
+    for number, entry in enumerate(entries):
+        if entry.isdecimal() and int(entry) < len(gpus):
+            names.append(gpus[int(entry)][1])
+        elif entry.startswith("MIG-"):  # a part of a GPU, which is not in this list
+            names.append(gpus[0][1])
+        elif len(found := [name for uuid, name in gpus if entry.startswith("GPU-") and uuid.startswith(entry)]) == 1:
+            names += found
+        else:
+            problems.append(f"'{entry}' is none of this machine's {len(gpus)} GPUs, 0 to {len(gpus) - 1}")
+        if entry in entries[:number]:
+            problems.append(f"names '{entry}' twice")
+    if problems:
+        fix = "indices or UUIDs as `nvidia-smi -L` lists them"
+        raise RecipeError(Problem("launch.devices", "CUDA_VISIBLE_DEVICES", problem, fix) for problem in problems)
+    return names
 
 
 def device_of(product: str) -> str:

@@ -245,6 +245,14 @@ class GuardConfig(Part):
     """Stop where the run would go back more often than this."""
 
 
+class KernelsConfig(Part):
+    """How the same numbers are computed."""
+
+    loss: Literal["auto", "whole", "chunked"] = "auto"
+    """`whole`: the logits of a micro-batch at once; `chunked`: of 1,024 tokens at a time, which takes the memory of
+    these alone. `auto`: chunked where the logits are large and nothing speaks against it."""
+
+
 class LoggingConfig(Part):
     """What is written while training."""
 
@@ -294,6 +302,7 @@ class Recipe(Part):
     evaluation: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
+    kernels: KernelsConfig = KernelsConfig()
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     export: ExportConfig = ExportConfig()

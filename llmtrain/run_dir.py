@@ -31,7 +31,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.(global|micro)_batch_size|train\.max_steps"
     r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
-    r"|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
+    r"|(evaluation|checkpoint|guard|kernels|logging|watchdog|export)\..*"
 )
 
 PACKAGES = (
@@ -168,7 +168,7 @@ class RunDir:
                 self.ds_config_file.unlink(missing_ok=True)
             if not self.id_file.exists():
                 write_atomically(self.id_file, uuid.uuid4().hex[:12] + "\n")
-            write_json(self.environment_file, environment())
+            self.write_environment()
             # Last, since a folder with a recipe is a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
         except OSError as error:
@@ -201,6 +201,10 @@ class RunDir:
         except OSError as error:
             problem = Problem("run_dir.missing", str(self.path), f"is no run: {self.id_file}: {error.strerror}")
         raise RecipeError(problem)
+
+    def write_environment(self) -> None:
+        """Records versions, machine, commit and the variables that matter, as this process has them."""
+        write_json(self.environment_file, environment())
 
     def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
         """Records how the workers were started.

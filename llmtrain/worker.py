@@ -20,6 +20,7 @@ from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.errors import Exit
 from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.launch import Rank, discover
+from llmtrain.launch.interfaces import settle
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir, identity_of
 from llmtrain.signals import StopSignals, leave
@@ -51,6 +52,7 @@ def work(
     """
     signals = StopSignals()
     output = take_over_output(run_dir, rank)
+    _settle_interfaces(rank, run_dir, plan)
     heart = Heartbeat.of_worker(rank.local_rank)
     watch = watchdog.start(rank, run_dir, plan, heart, output.stderr)
     try:
@@ -63,6 +65,15 @@ def work(
     watch.stop()
     if code != Exit.DONE:
         leave(code)
+
+
+def _settle_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
+    """Has gloo and NCCL use a network that other hosts reach; tells the log which, and rank 0 the run directory."""
+    choice = settle(rank, plan.cluster.spec.on_cpu)
+    for line in choice.lines:
+        print(f"network interface of {line}", flush=True)
+    if choice.variables and rank.is_main:
+        run_dir.write_environment()
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,6 @@ class JobRequest:
         return (f"{Path(path).absolute()}{colon}{variant}", *sets, "--resume", self.resume, *steps)
 
 
-def check_no_job(options: list[str]) -> None:
-    """Raises RecipeError for options of a job where none is asked for."""
-    if options:
-        message = "describes a job, and none is asked for"
-        raise RecipeError(Problem("launch.options", "--slurm", message, "--launcher slurm"))
-
-
 def check_job(nproc: int | None, as_json: bool, max_restarts: int) -> None:
     """Raises RecipeError for options that are not a job's."""
     fixes = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.commands.options import script_of
 from llmtrain.commands.shown import print_plan
 from llmtrain.commands.start import startable
 from llmtrain.errors import Problem, RecipeError
-
-OPTIONS = ("--hostfile", "--include", "--exclude")
+from llmtrain.launch.runners import RunnerName
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class HostsRequest:
     hostfile: Path | None
     include: str
     exclude: str
+    runner: RunnerName
     run_dir: Path | None
     resume: str
     max_steps: int | None
@@ -28,14 +30,10 @@ class HostsRequest:
     @property
     def argv(self) -> tuple[str, ...]:
         """The recipe's script as each worker runs it, but for the run directory."""
-        path, _, variant = self.recipe.partition(":")
-        named = ("--variant", variant) if variant else ()
-        sets = (part for assignment in self.assignments for part in ("--set", assignment))
-        steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
-        return (str(Path(path).absolute()), *named, *sets, "--resume", self.resume, *steps)
+        return script_of(self.recipe, self.assignments, self.resume, self.max_steps)
 
 
-def check_hosts(others: dict[str, object]) -> None:
+def check_hosts(others: Mapping[str, object]) -> None:
     """Raises RecipeError for options that are not of a job on hosts. others: option → what was given."""
     problems = [
         Problem("launch.options", name, "was given, but is no option of --launcher deepspeed", "leave it out")
@@ -44,14 +42,6 @@ def check_hosts(others: dict[str, object]) -> None:
     ]
     if problems:
         raise RecipeError(problems)
-
-
-def check_no_hosts(hostfile: Path | None, include: str, exclude: str) -> None:
-    """Raises RecipeError for options of a job on hosts where none is asked for."""
-    given = [name for name, value in zip(OPTIONS, (hostfile, include, exclude), strict=True) if value]
-    if given:
-        message = "names hosts, and a job on hosts is not asked for"
-        raise RecipeError(Problem("launch.options", name, message, "--launcher deepspeed") for name in given)
 
 
 def train_on_hosts(request: HostsRequest) -> None:
@@ -85,7 +75,7 @@ def train_on_hosts(request: HostsRequest) -> None:
     console.print(f"hosts    {described(hosts)}", highlight=False, soft_wrap=True)
     clear_failures(folder)
     argv = (*request.argv, "--run-dir", str(folder.path.absolute()))
-    job = HostsJob(tuple(hosts), Path(request.argv[0]), argv, folder)
+    job = HostsJob(tuple(hosts), Path(request.argv[0]), argv, folder, request.runner)
     with caught_signals():
         leave(run_on_hosts(job))
 

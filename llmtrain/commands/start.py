@@ -12,6 +12,7 @@ from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, Recipe
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.launch import Rank
+    from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
     from llmtrain.run_dir import RunDir
 
@@ -25,8 +26,12 @@ def train_here(
     resume: str,
     max_steps: int | None,
     max_restarts: int,
+    tool: Tool | None = None,
 ) -> None:
-    """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers."""
+    """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers.
+
+    tool: what starts them, in place of this process.
+    """
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
     from llmtrain.launch.accelerate import processes_asked
@@ -49,7 +54,7 @@ def train_here(
         raise
     ds_config = render(plan)
     if rank is None:
-        sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts))
+        sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts, tool))
     from llmtrain.worker import work
 
     if rank.is_main:
@@ -109,7 +114,13 @@ def check_restarts(max_restarts: int, dry_run: bool, rank: Rank | None) -> None:
 
 
 def _launch(
-    plan: Plan, ds_config: dict[str, Any], folder: RunDir, resume: str, max_steps: int | None, max_restarts: int
+    plan: Plan,
+    ds_config: dict[str, Any],
+    folder: RunDir,
+    resume: str,
+    max_steps: int | None,
+    max_restarts: int,
+    tool: Tool | None,
 ) -> int:
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
@@ -117,12 +128,15 @@ def _launch(
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch.local import caught_signals
+    from llmtrain.launch.tools import ToolJob, check_tool, run_by_tool
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
     from llmtrain.restart import train_with_restarts
     from llmtrain.signals import leave
 
     console = Console()
+    if tool:
+        check_tool(tool, plan)
     print_plan(plan, console, memory_of(plan))
     if resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
@@ -135,12 +149,13 @@ def _launch(
         check_data(checkpoint, prepared.key)
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
-    command = [sys.executable, "-m", "llmtrain.worker", str(folder.path)]
-    if max_steps:
-        command += ["--max-steps", str(max_steps)]
+    arguments = [str(folder.path), *(["--max-steps", str(max_steps)] if max_steps else [])]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
     with caught_signals():
         # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
+        if tool:
+            leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", resume))))
+        command = [sys.executable, "-m", "llmtrain.worker", *arguments]
         leave(train_with_restarts(command, plan.workers, folder, resume, max_restarts, console))
 
 

@@ -32,7 +32,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import StepBatch
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
-from llmtrain.engines.forward import forward
+from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
@@ -59,6 +59,7 @@ class AcceleratedDataParallel:
         model = build_model(recipe, self.weight_dtype, device)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        install_kernels(model, plan)
         self.model = model
         groups = parameter_groups(model, recipe.optim.weight_decay)
         optimizer = torch_optimizer(groups, recipe.optim, self.is_sharded)
@@ -91,7 +92,7 @@ class AcceleratedDataParallel:
             is_last = index == len(batch.micro_batches)
             with nullcontext() if is_last else self.accelerator.no_sync(self.engine):
                 with self._autocast():
-                    loss_sum, auxiliary = forward(self.engine, self.model.config, micro_batch, self.device)
+                    loss_sum, auxiliary = forward(self.engine, self.model, micro_batch, self.device)
                 loss = loss_sum * (self.plan.layout.dp / batch.target_tokens)
                 if auxiliary is not None:
                     loss = loss + auxiliary / len(batch.micro_batches)
@@ -113,7 +114,7 @@ class AcceleratedDataParallel:
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             with self._autocast():
-                total += forward(self.engine, self.model.config, micro_batch, self.device)[0]
+                total += forward(self.engine, self.model, micro_batch, self.device)[0]
         self._reshard()
         dist.all_reduce(total)
         return total / batch.target_tokens

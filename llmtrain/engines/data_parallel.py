@@ -55,5 +55,5 @@ class _Losses(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Sum of the cross-entropies and the auxiliary loss of one device's part, each [1]."""
         part = MicroBatch(input_ids=input_ids, position_ids=position_ids, labels=labels)
-        loss_sum, auxiliary = forward(self.model, self.model.config, part, input_ids.device)
+        loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
-from llmtrain.engines.forward import forward
+from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
@@ -44,6 +44,7 @@ class DeepSpeedDataParallel:
         model = self._build_model(ds_config)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        install_kernels(model, plan)
         if plan.layout.zero_stage == 3:
             gather_experts_together(model)
         self.model = model
@@ -150,7 +151,7 @@ class DeepSpeedDataParallel:
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
-        return forward(self.engine, self.model.config, micro_batch, self.device)
+        return forward(self.engine, self.model, micro_batch, self.device)
 
     def _build_model(self, ds_config: dict[str, Any]) -> PreTrainedModel:
         return _build(self.plan, ds_config, self.device, self._replicas)

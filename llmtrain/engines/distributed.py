@@ -19,7 +19,7 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     """Joins the process group that the launcher describes; returns this rank's device.
 
     Raises RecipeError where the group that comes about is not the one described: a worker that
-    thinks it is alone would train a model of its own.
+    thinks it is alone would train a model of its own; and where another program has the port to meet at.
     """
     os.environ["DS_ACCELERATOR"] = "cpu" if on_cpu else "cuda"
     master_addr, master_port = rank.master_addr, rank.master_port
@@ -46,9 +46,16 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
         __compatible_ops__["deepspeed_shm_comm"] = False
     else:
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else "nccl", verbose=False, timeout=datetime.timedelta(minutes=30)
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="gloo" if on_cpu else "nccl", verbose=False, timeout=datetime.timedelta(minutes=30)
+        )
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        message = f"{master_port} is in use on this machine, where the ranks were to meet"
+        fix = "choose another: MASTER_PORT=N, or the launcher's --master-port N"
+        raise RecipeError(Problem("launch.port", "MASTER_PORT", message, fix)) from None
     if (dist.get_rank(), dist.get_world_size()) != (rank.rank, rank.world_size):
         raise RecipeError(
             Problem(

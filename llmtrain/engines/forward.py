@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import documents_known
-from llmtrain.models import target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models.chunked import check_chunks
+from llmtrain.plan import Plan
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
+
+
+def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
+    """Has a whole model compute as the plan says, before an engine takes it.
+
+    Raises RecipeError where the model's family cannot.
+    """
+    if chunks_loss(plan):
+        check_chunks(model.config)
+        ChunkedLoss(model, CHUNK_TOKENS, recomputed=recomputes_loss(plan.recipe))
 
 
 def forward(
-    model: Callable[..., object], config: PreTrainedConfig, batch: MicroBatch, device: torch.device
+    call: Callable[..., Any], model: PreTrainedModel, batch: MicroBatch, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    No attention mask is passed: `transformers` reads the bounds of packed documents from
-    `position_ids`, which start again at 0 in each (`masking_utils.find_packed_sequence_indices`).
+    call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` reads
+    the bounds of packed documents from `position_ids`, which start again at 0 in each
+    (`masking_utils.find_packed_sequence_indices`).
     """
+    labels = batch.labels.to(device, non_blocking=True)
+    inputs = {
+        "input_ids": batch.input_ids.to(device, non_blocking=True),
+        "position_ids": batch.position_ids.to(device, non_blocking=True),
+        "use_cache": False,
+    }
+    if chunked_loss(model):
+        inputs["targets"] = labels
     with documents_known(batch.position_ids):
-        output = model(
-            input_ids=batch.input_ids.to(device, non_blocking=True),
-            position_ids=batch.position_ids.to(device, non_blocking=True),
-            use_cache=False,
-        )
-    loss_sum = target_loss_sum(output.logits, batch.labels.to(device, non_blocking=True))  # type: ignore[attr-defined]
+        output = call(**inputs)
+    loss_sum = output.loss_sum if "targets" in inputs else target_loss_sum(output.logits, labels)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss_sum, None
     # Load balance of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
-    return loss_sum, config.router_aux_loss_coef * auxiliary
+    return loss_sum, model.config.router_aux_loss_coef * auxiliary

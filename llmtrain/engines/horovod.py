@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.guard import Measured
 from llmtrain.engines.horovod_ranks import join
 from llmtrain.engines.reference import ReferenceEngine
@@ -37,6 +38,7 @@ class HorovodDataParallel(ReferenceEngine):
         model = build_model(recipe, WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32), device)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        install_kernels(model, plan)
         super().__init__(model, recipe)
 
     @property

@@ -135,7 +135,7 @@ class ReferenceEngine:
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
-        return forward(self.model, self.model.config, micro_batch, self.device)
+        return forward(self.model, self.model, micro_batch, self.device)
 
     def _reduce_gradients(self) -> None:
         """Makes the gradients those of the global batch; here they are."""

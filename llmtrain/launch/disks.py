@@ -49,6 +49,16 @@ def _lacking() -> Iterator[tuple[str, str]]:
         yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
 
 
+def has_libaio() -> bool:
+    """Whether DeepSpeed's operator for disks would link here."""
+    return not [*_without_library()]
+
+
+def has_disk_operator() -> bool:
+    """Whether DeepSpeed's operator for disks is compiled, or could be as far as libaio goes."""
+    return _is_built() or has_libaio()
+
+
 def _without_library() -> Iterator[tuple[str, str]]:
     """A program is linked with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"

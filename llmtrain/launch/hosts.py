@@ -1,9 +1,9 @@
-"""A job on several hosts by DeepSpeed's launcher over ssh, with what that leaves out.
+"""A job on several hosts by DeepSpeed's launcher or mpirun over ssh, with what these leave out.
 
 DeepSpeed 0.19.8 hands variables and paths to the hosts' shells unquoted, ends workers by `pkill -f`, and compares
-nothing (`launcher/multinode_runner.py`, `launcher/runner.py`). So it is given nothing but paths of our own making:
-all else goes to each host before, by ssh's standard input, into a file that only the user may read; and workers are
-told and ended by their process ids (`llmtrain.launch.on_host`).
+nothing (`launcher/multinode_runner.py`, `launcher/runner.py`). So runners are given nothing but paths of our own
+making: all else goes to each host before, by ssh's standard input, into a file that only the user may read; and workers
+are told and ended by their process ids (`llmtrain.launch.on_host`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from queue import Empty
 from threading import Thread
@@ -29,13 +31,13 @@ from typing import IO, Any
 
 from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
 from llmtrain.launch.failure import Failure
-from llmtrain.launch.hostfile import Host, hostfile_of, include_of
+from llmtrain.launch.hostfile import Host
 from llmtrain.launch.local import caught_signals
 from llmtrain.launch.on_host import facts, folder_of
+from llmtrain.launch.rank import Reader
+from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.run_dir import RunDir
 
-ANSWER_S = 10
-"""A host that does not answer ssh so soon is named and nothing is started."""
 PREPARE_S = 120
 """Longest time for a host to say what it has: imports over a network filesystem."""
 FORWARDED = re.compile(
@@ -43,16 +45,6 @@ FORWARDED = re.compile(
     r"|HOROVOD)_\w+|PYTHON\w*|PATH|LD_LIBRARY_PATH|CUDA_(?!VISIBLE_DEVICES)\w+"
 )
 """Variables that workers get as they are here; what ~/.deepspeed_env says comes after them."""
-CHATTER = re.compile(
-    r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[(DEBUG|INFO|WARNING|ERROR)\] \["
-    r"|pdsh@|ssh exited with exit code|closed by remote host"
-)
-"""Lines of DeepSpeed's launcher and of pdsh, which go to the log."""
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}")
-ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
-"""Has ssh notice a host without power, which closes no connection."""
-SSH_ENDED = 255
-"""Exit code of ssh for trouble of its own."""
 SAFE = re.compile(r"[A-Za-z0-9_./-]+")
 
 
@@ -65,14 +57,8 @@ class HostsJob:
     argv: tuple[str, ...]
     """Of each worker, after its Python."""
     run_dir: RunDir
+    runner: RunnerName = "pdsh"
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    def command(self, hostfile: Path) -> list[str]:
-        """DeepSpeed's launcher. hostfile: one that names these hosts."""
-        launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
-        hosts = ["--hostfile", str(hostfile), "--include", include_of(self.hosts)]
-        options = ["--launcher", "pdsh", "--launcher_args=-N", "--no_local_rank", "--force_multi"]
-        return [*launcher, *hosts, *options, str(folder_of(self.token) / "start.py")]
 
 
 def run_on_hosts(job: HostsJob) -> int:
@@ -81,28 +67,62 @@ def run_on_hosts(job: HostsJob) -> int:
     A signal that stops is handed to every worker, which saves; Ctrl-C after it ends them. Raises RecipeError where a
     host does not answer or has another version, and the error of the worker that failed first.
     """
-    _check_here()
-    _prepare(job)
+    _check_here(job.runner)
+    first = _prepare(job)
+    launch = Launch(job.hosts, folder_of(job.token) / "start.py", *_meeting(job, first))
+    log = job.run_dir.logs / "launcher.log"
+    said = log.stat().st_size if log.exists() else 0
     try:
-        with _deepspeed(job) as process:
+        with _started(job, launch) as process:
             code, killed_by = _wait(job, process)
     finally:
         _everywhere(job, "end")
         _everywhere(job, "forget")
-    return 128 + killed_by if killed_by else _outcome(job, code)
+    return 128 + killed_by if killed_by else _outcome(job, code, said)
 
 
-def _check_here() -> None:
+def _check_here(runner: RunnerName) -> None:
+    found = {name: mpirun() if name == "mpirun" else shutil.which(name) for name in RUNNERS[runner].packages}
     problems = [
         Problem("launch.program", program, "is not installed here", f"apt-get install {package}")
-        for program, package in (("pdsh", "pdsh"), ("ssh", "openssh-client"))
-        if shutil.which(program) is None
+        for program, package in RUNNERS[runner].packages.items()
+        if found[program] is None
     ]
-    if not SAFE.fullmatch(sys.executable):
+    if not (RUNNERS[runner].takes_any_path or SAFE.fullmatch(sys.executable)):
         message = f"{sys.executable} is handed to the hosts' shells unquoted by DeepSpeed's launcher"
-        problems.append(Problem("launch.python", "python", message, "use a Python whose path is letters and digits"))
+        fix = "use a Python whose path is letters and digits, or --runner openmpi"
+        problems.append(Problem("launch.python", "python", message, fix))
     if problems:
         raise RecipeError(problems)
+
+
+def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
+    """Where workers meet: the first host, and a port that is free there; or as MASTER_ADDR and MASTER_PORT say.
+
+    first: what that host said of itself.
+    """
+    reader = Reader(os.environ)
+    port = reader.port("MASTER_PORT") if os.environ.get("MASTER_PORT") else int(first["port"])
+    if reader.problems:
+        raise RecipeError(reader.problems)
+    return os.environ.get("MASTER_ADDR") or _address(job, first), port
+
+
+def _address(job: HostsJob, first: dict[str, Any]) -> str:
+    """The address that the first host's name has here, or else one that it has itself."""
+    if len(job.hosts) == 1:
+        return "127.0.0.1"
+    asked = ["ssh", "-G", job.hosts[0].name]  # names may be ssh's own: this tells what they stand for
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    name = next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), job.hosts[0].name)
+    with suppress(OSError):
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        if not ip_address(address).is_loopback:  # a machine's own name often is
+            return address
+    if first["addresses"]:
+        return str(first["addresses"][0])
+    message = f"has no address that other hosts could reach, and '{name}' stands for none"
+    raise RecipeError(Problem("launch.host", job.hosts[0].name, message, "name it by its address in the hostfile"))
 
 
 def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
@@ -112,7 +132,11 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
         file = folder / ".deepspeed_env"
         if not file.is_file():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {error}")) from None
+        for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             name, equals, value = line.partition("=")
@@ -124,19 +148,24 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
     return found
 
 
-def _prepare(job: HostsJob) -> None:
-    """Raises RecipeError naming each host that does not answer, lacks llmtrain or has something else than this one."""
+def _prepare(job: HostsJob) -> dict[str, Any]:
+    """What the first host says of itself.
+
+    Raises RecipeError naming each host that does not answer, lacks llmtrain or has something else than this one.
+    """
     env = forwarded(os.environ, Path.home())
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
     own = facts(job.recipe)
     with ThreadPoolExecutor(len(job.hosts)) as pool:
-        answers = pool.map(lambda host: _ask(job, host, "prepare", json.dumps(content), PREPARE_S), job.hosts)
-        problems = [
-            problem for host, answer in zip(job.hosts, answers, strict=True) for problem in _judge(host, answer, own)
-        ]
+        answers = list(pool.map(lambda host: _ask(job, host, "prepare", json.dumps(content), PREPARE_S), job.hosts))
+    problems = [
+        problem for host, answer in zip(job.hosts, answers, strict=True) for problem in _judge(host, answer, own)
+    ]
     if problems:
         _everywhere(job, "forget")
         raise RecipeError(problems)
+    first: dict[str, Any] = json.loads(answers[0].stdout)
+    return first
 
 
 def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dict[str, Any]) -> Iterator[Problem]:
@@ -150,12 +179,14 @@ def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dic
         yield Problem("launch.host", name, f"{what}: {said}", f"ssh {name} {sys.executable} -m llmtrain --help")
         return
     theirs = json.loads(answer.stdout)
-    different = [key for key in ("python", "llmtrain", "recipe") if theirs[key] != own[key]]
-    different += [
-        f"{package} {theirs['packages'].get(package, 'missing')} instead of {own['packages'].get(package, 'none')}"
-        for package in sorted(own["packages"].keys() | theirs["packages"].keys())
-        if theirs["packages"].get(package) != own["packages"].get(package)
-    ]
+    pairs = [("Python", own["python"], theirs["python"])]
+    names = sorted(own["packages"].keys() | theirs["packages"].keys())
+    pairs += [(name, own["packages"].get(name, "none"), theirs["packages"].get(name, "none")) for name in names]
+    different = [f"{name} {there} instead of {here}" for name, here, there in pairs if here != there]
+    if theirs["llmtrain"] != own["llmtrain"]:
+        different.append("other code of llmtrain")
+    if theirs["recipe"] != own["recipe"]:
+        different.append("another recipe file" if theirs["recipe"] else "no such recipe file")
     if different:
         yield Problem(
             "launch.versions", name, f"differs from this machine: {', '.join(different)}", "install the same there"
@@ -181,22 +212,20 @@ def _everywhere(job: HostsJob, verb: str, *more: int) -> None:
 
 
 @contextmanager
-def _deepspeed(job: HostsJob) -> Iterator[subprocess.Popen[str]]:
-    """DeepSpeed's launcher, with an environment and a folder that mean nothing to a shell."""
-    kept = {name: value for name, value in os.environ.items() if not _exported(name)}
-    kept |= {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": ALIVE}
+def _started(job: HostsJob, launch: Launch) -> Iterator[subprocess.Popen[str]]:
+    """The runner, with an environment and a folder that mean nothing to a shell."""
+    runner = RUNNERS[job.runner]
     with tempfile.TemporaryDirectory() as folder:
-        hostfile = Path(folder) / "hostfile"
-        hostfile.write_text(hostfile_of(job.hosts))
         # In a session of its own: a Ctrl-C is for us, and goes to the workers by another way.
         process = subprocess.Popen(
-            job.command(hostfile),
+            runner.command(launch, Path(folder)),
             cwd="/",
-            env=kept,
+            env=runner.environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
         try:
@@ -206,15 +235,11 @@ def _deepspeed(job: HostsJob) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def _exported(name: str) -> bool:
-    """What DeepSpeed's launcher would hand on by itself, unquoted."""
-    return name.startswith(("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"))
-
-
 def _wait(job: HostsJob, process: subprocess.Popen[str]) -> tuple[int, int]:
     """Passes lines on until the launcher ends; its exit code, and the signal of an impatient user, or 0."""
     assert process.stdout is not None
-    reader = Thread(target=_pass_on, args=(process.stdout, job.run_dir.logs / "launcher.log"), daemon=True)
+    log, is_chatter = job.run_dir.logs / "launcher.log", RUNNERS[job.runner].chatter()
+    reader = Thread(target=_pass_on, args=(process.stdout, log, is_chatter), daemon=True)
     stopped_by: int | None = None
     with caught_signals() as events:
         reader.start()
@@ -233,33 +258,39 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> tuple[int, int]:
     return process.returncode, 0
 
 
-def _pass_on(lines: IO[str], log: Path) -> None:
+def _pass_on(lines: IO[str], log: Path, is_chatter: Callable[[str], bool]) -> None:
     """What workers say goes to the terminal, what launchers say to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
-            if CHATTER.search(line):
+            if is_chatter(line):
                 file.write(line)
                 file.flush()
             else:
                 print(line, end="", flush=True)
 
 
-def _outcome(job: HostsJob, code: int) -> int:
-    """Raises the error of the worker that failed first, where the run directory shows it."""
+def _outcome(job: HostsJob, code: int, said: int) -> int:
+    """Raises the error of the worker that failed first, where the run directory shows it.
+
+    said: where this launch begins in the runner's log.
+    """
     if code in (Exit.DONE, Exit.RESUME):
         return code
-    lost = []
-    if code == SSH_ENDED:
-        message = "the ssh connection to a host has ended, or the host is lost"
-        lost = [Problem("worker.host", "--launcher deepspeed", message, f"see {job.run_dir.logs / 'launcher.log'}")]
+    log = job.run_dir.logs / "launcher.log"
+    told = log.read_bytes()[said:].decode(errors="replace") if log.exists() else ""
+    runner, lost = RUNNERS[job.runner], []
+    if match := runner.lost.search(told):
+        message = "the connection to it has ended, or the host is lost"
+        lost = [Problem("worker.host", match["host"], message, f"see {log}")]
+    elif runner.struck and (match := runner.struck.search(told)):
+        lost = [Problem("worker.died", f"rank {match['rank']}", f"killed by signal {match['signal']}", f"see {log}")]
     failures = [Failure.read(path) for path in job.run_dir.logs.glob("rank_*.error.json")]
     first = min((one for one in failures if one is not None), key=lambda one: one.time, default=None)
     if first is not None:
         error: UserError | None = first.user_error()
         died = Problem("worker.died", f"rank {first.rank}", first.summary, f"see {job.run_dir.log_file(first.rank)}")
         raise error or WorkerError([*lost, died])
-    log = job.run_dir.logs / "launcher.log"
     message = f"ended with exit code {code}"
     raise WorkerError(lost or [Problem("worker.died", "--launcher deepspeed", message, f"see {log}")])
 

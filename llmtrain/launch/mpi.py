@@ -1,10 +1,11 @@
 """Which worker this process is under `mpirun` of Open MPI, or of MPICH and Intel MPI (Hydra, which speaks PMI); pure.
 
-They tell who is who, and not where ranks meet: that is MASTER_ADDR and MASTER_PORT, or this machine.
+They tell who is who, and not where ranks meet: that is MASTER_ADDR and MASTER_PORT, or this machine, or that of mpirun.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ class Mpi(Launcher):
     """Variable that is the same for all ranks of a job, and for them only; it chooses their port."""
     export: str = ""
     """How its command line hands variables to the ranks."""
+    head: str | None = None
+    """Variable that says where mpirun itself runs."""
+    own: str | None = None
+    """Variable that says whose child this rank is: where rank 0 has the same in both, it is beside mpirun."""
 
 
 # The variables of each were seen on Open MPI 4.1 and MPICH 4.0; those of Open MPI 5 are in its documentation
@@ -33,6 +38,8 @@ MPIS = (
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job="PMIX_NAMESPACE",
         export="mpirun -x {}",
+        head="OMPI_MCA_orte_hnp_uri",
+        own="OMPI_MCA_orte_local_daemon_uri",
     ),
     # Not PMI_RANK, which `srun --mpi=pmi2` sets as well.
     Mpi(
@@ -64,10 +71,23 @@ def read(mpi: Mpi, reader: Reader) -> Rank:
 def _address(mpi: Mpi, reader: Reader, is_alone: bool) -> str:
     """is_alone: whether all ranks are on this machine."""
     told = reader.env.get("MASTER_ADDR", "").strip()
-    if not told and not is_alone:
-        fix = f"`{mpi.export.format('MASTER_ADDR=HOST')}`, where HOST is the machine of rank 0"
-        reader.refuse("MASTER_ADDR", "is not set, and the ranks are on several machines", fix)
-    return told or "127.0.0.1"
+    if told or is_alone:
+        return told or "127.0.0.1"
+    head = reader.env.get(mpi.head or "", "")
+    # `JOB.0;tcp://10.0.0.1,172.17.0.1:39399;tcp6://[fd00::1]:40000`
+    listed = re.search(r";tcp://([0-9.,]+):[0-9]+", head)
+    addresses = listed[1].split(",") if listed else []
+    is_rank_0 = reader.env.get(mpi.rank, "").strip() == "0"
+    message = "is not set, and the ranks are on several machines"
+    if len(addresses) == 1:
+        if not is_rank_0 or reader.env.get(mpi.own or "") == head:
+            return addresses[0]
+        message += ", rank 0 on another than mpirun"
+    elif addresses:
+        message += f"; that of mpirun has the addresses {', '.join(addresses)}"
+    fix = f"`{mpi.export.format('MASTER_ADDR=HOST')}`, where HOST is the machine of rank 0"
+    reader.refuse("MASTER_ADDR", message, fix)
+    return ""
 
 
 def _port(mpi: Mpi, reader: Reader) -> int:

@@ -10,15 +10,18 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llmtrain.launch.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
 
 END_S = 5.0
@@ -31,14 +34,25 @@ with open(os.path.join(folder, "job.json")) as file:
     job = json.load(file)
 with open("/proc/self/stat") as file:
     started = file.read().rpartition(")")[2].split()[19]
-name = os.environ["CROSS_RANK"] + "." + os.environ["RANK"]
-with open(os.path.join(folder, name + ".pid"), "w") as file:
+place = {}
+if sys.argv[1:]:
+    node, devices, address, port = sys.argv[1:]
+    place = {"CUDA_VISIBLE_DEVICES": devices, "MASTER_ADDR": address, "MASTER_PORT": port}
+    place["TTY_COMPATIBLE"] = "0"  # mpirun gives a terminal to its neighbours, and passes on what is no terminal's
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+else:
+    node, rank = os.environ["CROSS_RANK"], os.environ["RANK"]
+with open(os.path.join(folder, node + "." + rank + ".pid"), "w") as file:
     file.write(f"{os.getpid()} {started}")
 os.environ.update(job["env"])
+os.environ.update(place)
 os.chdir(job["cwd"])
 os.execv(sys.executable, [sys.executable, "-u", *job["argv"]])
 """
-"""What DeepSpeed starts for each worker. Its path is all of the job that a shell gets to see."""
+"""What is started for each worker. Its path is all of the job that a shell gets to see.
+
+DeepSpeed's launcher says in variables which worker it is; under Open MPI's, which says only its rank, it has arguments.
+"""
 
 
 def folder_of(token: str) -> Path:
@@ -52,7 +66,7 @@ def main() -> None:
     if verb == "prepare":
         job = json.load(sys.stdin)
         _prepare(folder_of(token), job)
-        json.dump(facts(Path(job["recipe"])), sys.stdout)
+        json.dump({**facts(Path(job["recipe"])), **_meeting()}, sys.stdout)
     elif verb == "signal":
         _signal(folder_of(token), int(rest[0]), int(rest[1]))
     elif verb == "end":
@@ -70,6 +84,23 @@ def facts(recipe: Path) -> dict[str, Any]:
         "llmtrain": _digest(sorted(Path(__file__).parents[1].rglob("*.py"))),
         "recipe": _digest([recipe]) if recipe.is_file() else None,
     }
+
+
+def _meeting() -> dict[str, Any]:
+    """Where workers could meet here: addresses, as `hostname -I` has them, and a port that nobody listens on."""
+    said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
+    return {"addresses": said.split(), "port": _free_port()}
+
+
+def _free_port() -> int:
+    """Of a range that the system hands to no connection in the meantime. Raises OSError where all are taken."""
+    start = secrets.randbelow(PORTS)
+    for offset in range(PORTS):
+        port = FIRST_PORT + (start + offset) % PORTS
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise OSError(f"all ports from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} are taken")
 
 
 def _digest(files: list[Path]) -> str:

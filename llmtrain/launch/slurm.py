@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.site import parse_site
 from llmtrain.launch.templating import render_template
 from llmtrain.recipe import Part, PositiveInt
 
@@ -86,35 +87,8 @@ class SlurmOptions(Part):
 
 
 def parse_options(assignments: Sequence[str]) -> SlurmOptions:
-    """The options of `--slurm KEY=VALUE…`; a key of several values is given once for each.
-
-    Raises RecipeError naming everything that is wrong with them.
-    """
-    fields = SlurmOptions.model_fields
-    problems: list[Problem] = []
-    values: dict[str, Any] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if key not in fields:
-            known = f"known: {', '.join(fields)}"
-            problems.append(Problem(RULE, f"--slurm {key}", f"is unknown{nearest(key, fields)}", known))
-        elif not equals:
-            problems.append(Problem(RULE, f"--slurm {key}", "has no value", f"--slurm {key}=VALUE"))
-        elif fields[key].annotation == tuple[str, ...]:
-            values[key] = (*values.get(key, ()), value)
-        elif key in values:
-            problems.append(Problem(RULE, f"--slurm {key}", f"is given twice: {values[key]} and {value}"))
-        else:
-            values[key] = value
-    try:
-        options = SlurmOptions(**values)
-    except ValidationError as error:
-        for one in error.errors(include_url=False):
-            field = " ".join(["--slurm", *map(str, one["loc"][:1])])
-            problems.append(Problem(RULE, field, str(one["msg"]).removeprefix("Value error, ")))
-    if problems:
-        raise RecipeError(problems)
-    return options
+    """The options of `--slurm KEY=VALUE…`. Raises RecipeError naming everything that is wrong with them."""
+    return parse_site(SlurmOptions, "--slurm", RULE, assignments)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, tensor slices, loss."""
 
 from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
+from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
 
 __all__ = [
     "IGNORE",
+    "ChunkedLoss",
     "Refused",
     "Stage",
     "build_model",
+    "chunked_loss",
     "find_stages",
     "model_configuration",
     "stage_builder",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import described as described_stages
 
@@ -26,7 +27,16 @@ def split_lines(plan: Plan) -> list[str]:
         f", expert {layout.ep}, {sharding(plan)}, {plan.recipe.parallel.precision}",
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
         *described_stages(plan.stages),
+        *kernel_lines(plan),
     ]
+
+
+def kernel_lines(plan: Plan) -> list[str]:
+    """What computes otherwise than `transformers` does by itself."""
+    if not chunks_loss(plan):
+        return []
+    twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
+    return [f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
 
 
 def triangle(plan: Plan) -> str:

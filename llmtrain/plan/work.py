@@ -9,6 +9,7 @@ from llmtrain.cluster import Device
 from llmtrain.plan.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.flops import head_parameters
+from llmtrain.plan.kernels import chunks_loss, recomputes_loss
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -62,7 +63,7 @@ class Work:
 
     forward: float
     recompute: float
-    """Of the layers' forward pass, again, under activation checkpointing."""
+    """Of the layers' forward pass, again, under activation checkpointing, and of the head's for a loss in chunks."""
     backward: float
 
     @property
@@ -89,6 +90,7 @@ class Worker:
         self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
         self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
         self.checkpointing = recipe.parallel.activation_checkpointing == "full"
+        self.loss_twice = chunks_loss(plan) and recomputes_loss(recipe)
         self.attention_share, attention_reached = _attention(plan, assumed, reached)
         self.attention_rate = peak * attention_reached
         self.optimizer = recipe.optim.name
@@ -123,7 +125,7 @@ class Worker:
         backward = BACKWARD * (products + memory + weights) + ATTENTION_BACKWARD * attention
         return Work(
             forward=layers + head_product + head_memory / 2,
-            recompute=layers if self.checkpointing else 0.0,
+            recompute=(layers if self.checkpointing else 0.0) + (head_product if self.loss_twice else 0.0),
             backward=max(backward, floor) + BACKWARD * head_product + head_memory / 2 + accumulation,
         )
 

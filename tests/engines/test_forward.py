@@ -31,25 +31,25 @@ def test_the_loss_of_a_document_does_not_depend_on_its_neighbour(model):
     labels[:, :SPLIT] = -100
     other = tokens.clone()
     other[:, :SPLIT] = (other[:, :SPLIT] + 7) % 256
-    loss, auxiliary = forward(model, model.config, _batch(tokens, labels), CPU)
+    loss, auxiliary = forward(model, model, _batch(tokens, labels), CPU)
     assert auxiliary is None
-    assert loss == forward(model, model.config, _batch(other, labels), CPU)[0]
+    assert loss == forward(model, model, _batch(other, labels), CPU)[0]
     # In the document itself every earlier token matters.
     other[:, SPLIT] = (other[:, SPLIT] + 7) % 256
-    assert loss != forward(model, model.config, _batch(other, labels), CPU)[0]
+    assert loss != forward(model, model, _batch(other, labels), CPU)[0]
 
 
 def test_the_loss_is_a_sum_over_targets(model):
     tokens = torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1)
-    total = forward(model, model.config, _batch(tokens, labels), CPU)[0]
+    total = forward(model, model, _batch(tokens, labels), CPU)[0]
     parts = []
     for index in range(T):
         one = torch.full_like(labels, -100)
         one[0, index] = labels[0, index]
-        parts.append(forward(model, model.config, _batch(tokens, one), CPU)[0])
+        parts.append(forward(model, model, _batch(tokens, one), CPU)[0])
     assert sum(parts).item() == pytest.approx(total.item(), rel=1e-5)
-    assert forward(model, model.config, _batch(tokens, torch.full_like(labels, -100)), CPU)[0] == 0
+    assert forward(model, model, _batch(tokens, torch.full_like(labels, -100)), CPU)[0] == 0
 
 
 def test_the_routers_loss_is_kept_where_the_model_gives_it():
@@ -59,7 +59,7 @@ def test_the_routers_loss_is_kept_where_the_model_gives_it():
     config = AutoConfig.for_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5, **fields)
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(0, 256, (1, T))
-    _, auxiliary = forward(model, config, _batch(tokens, tokens), CPU)
+    _, auxiliary = forward(model, model, _batch(tokens, tokens), CPU)
     theirs = model(input_ids=tokens, position_ids=_batch(tokens, tokens).position_ids, use_cache=False).aux_loss
     assert auxiliary.item() == pytest.approx(0.5 * theirs.item(), rel=1e-6)
     assert auxiliary.requires_grad

@@ -158,6 +158,31 @@ def test_ranks_of_mpi_meet_on_their_machine_or_where_they_are_told():
     ]
 
 
+def mpirun(rank, head="tcp://192.0.2.1:39399", parent=0):
+    """Of Open MPI 4.1 on two machines, where nobody said where to meet. parent: the daemon of this rank."""
+    env = {name: value for name, value in OPEN_MPI.items() if not name.startswith("MASTER")}
+    env |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % 2)}
+    own = {0: f"55.0;{head}"}.get(parent, f"55.{parent};tcp://192.0.2.2:40000")
+    return {**env, "OMPI_MCA_orte_hnp_uri": f"55.0;{head}", "OMPI_MCA_orte_local_daemon_uri": own}
+
+
+def test_ranks_of_open_mpi_meet_beside_mpirun():
+    ranks = [discover(mpirun(rank, parent=rank // 2)) for rank in range(4)]
+    assert {(rank.master_addr, rank.master_port) for rank in ranks} == {("192.0.2.1", ranks[0].master_port)}
+    with_ipv6 = "tcp://192.0.2.1:39399;tcp6://[fd00::1]:55463"
+    assert discover(mpirun(2, with_ipv6, parent=1)).master_addr == "192.0.2.1"
+
+
+def test_ranks_of_open_mpi_are_asked_where_to_meet_if_that_cannot_be_known():
+    [(field, message, fix)] = problems_of(mpirun(0, parent=1))
+    assert field == "MASTER_ADDR"
+    assert "rank 0 on another than mpirun" in message
+    assert "mpirun -x MASTER_ADDR=HOST" in fix
+    [(_, message, _)] = problems_of(mpirun(2, "tcp://192.0.2.1,172.17.0.1:39399", parent=1))
+    assert "that of mpirun has the addresses 192.0.2.1, 172.17.0.1" in message
+    assert discover({**mpirun(0, parent=1), "MASTER_ADDR": "node-1"}).master_addr == "node-1"
+
+
 def tf_config(kind="worker", index=1, **cluster):
     cluster = cluster or {"chief": ["a:2222"], "worker": ["a:2223", "b:2222", "b:2223"]}
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}

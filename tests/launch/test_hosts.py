@@ -12,6 +12,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.launch import hosts
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import facts
+from llmtrain.run_dir import RunDir
 
 OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}
 
@@ -30,13 +31,27 @@ def test_a_bad_line_of_the_file_of_variables_is_named(tmp_path, monkeypatch):
         hosts.forwarded({}, tmp_path / "home")
 
 
+def test_a_file_of_variables_that_is_no_text_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_bytes(b"A=\xff\n")
+    with pytest.raises(RecipeError, match=r"\.deepspeed_env: cannot be read"):
+        hosts.forwarded({}, tmp_path / "home")
+
+
 @pytest.mark.parametrize(
     ("answer", "rule", "said"),
     [
         (None, "launch.host", "does not answer within"),
         ((255, "", "ssh: connect to host b port 22: Connection refused"), "launch.host", "does not answer ssh: ssh:"),
         ((1, "", "warning\nNo module named llmtrain"), "launch.host", "cannot run llmtrain: No module named llmtrain"),
-        ((0, json.dumps({**OWN, "python": "3.12.1"}), ""), "launch.versions", "differs from this machine: python"),
+        (
+            (0, json.dumps({**OWN, "python": "3.12.1"}), ""),
+            "launch.versions",
+            "differs from this machine: Python 3.12.1 instead of 3.11.7",
+        ),
+        ((0, json.dumps({**OWN, "llmtrain": "other"}), ""), "launch.versions", "other code of llmtrain"),
+        ((0, json.dumps({**OWN, "recipe": "other"}), ""), "launch.versions", "another recipe file"),
+        ((0, json.dumps({**OWN, "recipe": None}), ""), "launch.versions", "no such recipe file"),
         (
             (0, json.dumps({**OWN, "packages": {"torch": "2.12.0", "apex": "1"}}), ""),
             "launch.versions",
@@ -68,10 +83,37 @@ def test_facts_tell_another_recipe(tmp_path):
 def test_a_python_that_a_shell_would_misread_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/home/a b/python")
     with pytest.raises(RecipeError, match="unquoted"):
-        hosts._check_here()
+        hosts._check_here("pdsh")
 
 
-def test_chatter_of_launchers_is_known():
-    assert hosts.CHATTER.search("[2026-11-21 12:13:21,207] [INFO] [launch.py:170:main] dist_world_size=2")
-    assert hosts.CHATTER.search("pdsh@vm: 192.0.2.2: ssh exited with exit code 5")
-    assert not hosts.CHATTER.search("step 1/6  loss 6.1853  grad 1.4824  lr 0.00e+00  5.93k tok/s  0s left")
+def test_programs_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None)
+    with pytest.raises(RecipeError, match="apt-get install pdsh"):
+        hosts._check_here("pdsh")
+    with pytest.raises(RecipeError, match="apt-get install openmpi-bin"):
+        hosts._check_here("openmpi")
+
+
+def test_a_job_on_one_host_meets_there_and_on_several_at_the_first(tmp_path, monkeypatch):
+    one, other = Host("192.0.2.1", (0,)), Host("localhost", (0,))
+    told = {"addresses": ["192.0.2.9", "172.17.0.1"]}
+
+    def job(*named):
+        return hosts.HostsJob(named, tmp_path, (), RunDir(tmp_path))
+
+    def address(*named):
+        return hosts._address(job(*named), told)
+
+    assert address(one) == "127.0.0.1"
+    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("192.0.2.1", 23456)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert hosts._meeting(job(one, other), {**told, "port": 23456}) == ("10.0.0.1", 29500)
+    monkeypatch.setenv("MASTER_PORT", "high")
+    with pytest.raises(RecipeError, match="MASTER_PORT: 'high' is not a number"):
+        hosts._meeting(job(one, other), {**told, "port": 23456})
+    assert address(one, other) == "192.0.2.1"
+    assert address(other, one) == "192.0.2.9"  # its name means another machine on each
+    told["addresses"] = []
+    with pytest.raises(RecipeError, match="no address that other hosts could reach"):
+        address(other, one)

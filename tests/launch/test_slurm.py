@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from launching_doc import commands
 from slurm_cluster import missing, slurm_cluster
 
 from llmtrain.checkpoint.check import verify
@@ -195,8 +196,11 @@ def test_as_printed_it_trains_over_two_nodes_what_one_machine_trains(
     cluster, workers_environment, uninterrupted, tmp_path
 ):
     run_dir = tmp_path / "run $(touch executed) ü"
-    line = f"{sys.executable} -m llmtrain train {RECIPE} --launcher slurm --nodes 2 --dry-run"
-    line += f" --run-dir '{run_dir}' {' '.join(SETS)} | sbatch --parsable --chdir={tmp_path}"
+    """The documented line, for a run that is short and lies elsewhere."""
+    [line] = commands("Slurm", "| sbatch")
+    assert line == "llmtrain train recipes/tiny.py --launcher slurm --nodes 2 --dry-run | sbatch"
+    line = line.replace("llmtrain", f"{sys.executable} -m llmtrain", 1).replace("recipes/tiny.py", RECIPE)
+    line = line.replace(" | ", f" --run-dir '{run_dir}' {' '.join(SETS)} | ") + f" --parsable --chdir={tmp_path}"
     job = cluster.run("bash", "-c", line, **workers_environment).strip()
     try:
         cluster.wait(job, seconds=180)

@@ -5,23 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import os
-import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching_doc import commands
+from nasty import CANARY, WORDS, words
 from slurm_cluster import missing, slurm_cluster
 
-from llmtrain.launch.slurm import _directive
+from llmtrain.cluster import Cluster
+from llmtrain.launch.slurm import Job, SlurmOptions, _directive, render_job
 from llmtrain.launch.slurm_step import hosts, tasks_per_node
 
 REPOSITORY = Path(__file__).parents[2]
-NASTY = (
-    *("", " ", "a b", "it's", '"', "`id`", "$(touch executed)", "${HOME}", "$HOME", "\\", "\\n", "a\nb", "\n", "-"),
-    *("--", "*", "?", "~", "#", "!", "&", ";", "|", ">", "%j", "%%", "ü", "日本語", "🙂", "\t", "a=b", "'$'\"'"),
-    *("\r", "{}", "\x7f"),
-)
 WHO = """
 import dataclasses, json, os, sys
 from llmtrain.launch import discover
@@ -47,18 +45,35 @@ heard = json.dumps([sys.argv[1:], os.environ["NASTY"]])
 pathlib.Path(f"heard_{os.environ['SLURM_PROCID']}").write_text(heard)
 """
     (package / "__main__.py").write_text(spy)
-    draw = random.Random(1)
-    words = [*NASTY, *("".join(draw.choices("".join(NASTY), k=20)) for _ in range(60))]
+    given, value = [word for word in words(3) if word != ":"], "".join(WORDS)
     script = REPOSITORY / "slurm" / "train.sbatch"
     options = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", f"--chdir={tmp_path}", "--wait"]
     env = {"PYTHONPATH": str(tmp_path / "spy"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    cluster.run("sbatch", *options, "--output=out", script, *words, **env, NASTY="".join(NASTY))
+    cluster.run("sbatch", *options, "--output=out", script, *given, **env, NASTY=value)
     answers = [json.loads((tmp_path / f"heard_{rank}").read_text()) for rank in range(2)]
-    assert answers == [[["train", *words], "".join(NASTY)]] * 2
+    assert answers == [[["train", *given], value]] * 2
     assert not list(tmp_path.rglob("executed"))
 
 
-NAMES = ("a b", "it's", '"', "$(touch executed)", "\\", "a\\", "#1", "ü 日本", "%j", "-x", "`id`")
+def test_arguments_of_a_plan_arrive_through_the_script_of_its_job(cluster, tmp_path):
+    """`srun` starts the workers' command with every word as it was; the working folder has a bad name as well."""
+    folder = tmp_path / "it's $(touch executed) ü"
+    folder.mkdir()
+    given = tuple(word for word in words(4) if word != ":")
+    program = "import json, os, sys; open('heard_' + os.environ['SLURM_PROCID'], 'w').write(json.dumps(sys.argv[1:]))"
+    options = SlurmOptions(cpus_per_task=1, output="out", directives=("--wait",))
+    script = render_job(Job("a 'name", Cluster(nodes=2), 2, ("x.py", *given), folder / "run", folder, options))
+    start = shlex.join([sys.executable, "-m", "llmtrain"])
+    assert script.count(f"{start} train") == 1
+    script = script.replace(start, shlex.join([sys.executable, "-c", program]))
+    env = cluster.environment()
+    done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr + (folder / "out").read_text()
+    assert [json.loads((folder / f"heard_{rank}").read_text()) for rank in range(2)] == [["train", "x.py", *given]] * 2
+    assert not list(tmp_path.rglob(CANARY))
+
+
+NAMES = [word for word in WORDS if word.strip() and word.isprintable()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,12 +128,7 @@ def test_what_sbatch_refuses_is_told(cluster, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def _documented() -> list[str]:
-    text = (REPOSITORY / "docs" / "launching.md").read_text().partition("\n## Slurm\n")[2].partition("\n## ")[0]
-    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
-
-
-@pytest.mark.parametrize("line", _documented())
+@pytest.mark.parametrize("line", commands("Slurm"))
 def test_slurm_takes_the_lines_of_the_documentation(cluster, line):
     """Jobs that are written down, and that Slurm says it would start."""
     if line.startswith("llmtrain"):

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from launching_doc import commands
+from nasty import CANARY, words
 from two_hosts import INTERFACE, TwoHosts, missing, two_hosts
 
 from llmtrain.verify.compare import FP32
@@ -39,9 +42,9 @@ def workers_environment(tmp_path_factory):
     }
 
 
-def _arguments(run_dir: Path, *fields: str) -> list[str]:
+def _arguments(run_dir: Path | None, *fields: str) -> list[str]:
     sets = [part for field in (*FIELDS, *fields) for part in ("--set", field)]
-    return ["--run-dir", str(run_dir), "--max-steps", str(STEPS), *sets]
+    return [*(["--run-dir", str(run_dir)] if run_dir else []), "--max-steps", str(STEPS), *sets]
 
 
 def _logged(run_dir: Path, key: str) -> dict[int, float]:
@@ -72,67 +75,110 @@ def _is_the_run_of(one: Path, two: Path) -> None:
         assert _logged(two, key) == pytest.approx(expected, rel=FP32)
 
 
-def test_a_pipeline_over_two_hosts_trains_as_one_process(hosts, workers_environment, one, tmp_path):
-    command = hosts.deepspeed(2, RECIPE, "--variant", "verify", *_arguments(tmp_path / "two", *STAGES))
+def _chose_the_cable(run_dir: Path, ranks: int) -> None:
+    """Nobody has told gloo of it, and the host's own name would mislead."""
+    for rank in range(ranks):
+        said = (run_dir / "logs" / f"rank_{rank}.log").read_text()
+        assert f"network interface of gloo: {INTERFACE} (" in said
+        assert "resolves to 127.0.1.1" in said
+    assert json.loads((run_dir / "environment.json").read_text())["variables"]["GLOO_SOCKET_IFNAME"] == INTERFACE
+
+
+@pytest.mark.parametrize("line", commands("A hostfile", "recipes/tiny.py"))
+def test_a_pipeline_over_two_hosts_trains_as_one_process(hosts, workers_environment, one, tmp_path, line):
+    """By the documented lines, given on the first host; ours hand on what is set here, and folders with any name."""
+    by_us = line.startswith("llmtrain")
+    shared, trap = tmp_path / ("it's $(shared)" if by_us else "shared"), tmp_path / "owned"
+    program, *words = line.split()
+    words = [word.replace("/shared", str(shared)) for word in words]
+    words[words.index("--hostfile") + 1] = str(hosts.hostfile(2))
+    recipe = words.index("recipes/tiny.py")
+    words[recipe : recipe + 1] = [f"{RECIPE}:verify"] if by_us else [str(RECIPE), "--variant", "verify"]
+    start = [sys.executable, Path(sys.executable).parent / program, *words, *_arguments(None, *STAGES)]
     environment = hosts.environment(workers_environment)
+    if by_us:
+        value = f"a  b'c\"$(touch {trap})`touch {trap}`\n; touch {trap} # \\ ü"
+        environment = _environment(hosts, workers_environment, TORCH_TOLD=value)
+    command = hosts.hosts[0].command(*start)
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert result.returncode == 0, result.stdout + result.stderr
-    _is_the_run_of(one, tmp_path / "two")
+    _is_the_run_of(one, shared / "runs" / "tiny")
+    _chose_the_cable(shared / "runs" / "tiny", ranks=4)
+    if by_us:
+        assert result.stderr == ""
+        assert "[INFO]" not in result.stdout
+        assert "\x1b" not in result.stdout  # lines, and no terminal's progress
+        assert not trap.exists()
+        assert not list(Path("/tmp").glob("llmtrain-*/job.json"))
 
 
-def _ours(hosts: TwoHosts, run_dir: Path, slots: int, *arguments: str) -> list[str]:
+RUNNERS = pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
+
+
+def _ours(hosts: TwoHosts, runner: str, hostfile: Path, *arguments: str) -> list[str]:
     """`llmtrain train --launcher deepspeed`, given on the first host."""
-    launcher = ("--launcher", "deepspeed", "--hostfile", str(hosts.hostfile(slots)))
-    train = (sys.executable, "-m", "llmtrain", "train", f"{RECIPE}:verify", *launcher)
-    return hosts.hosts[0].command(*train, *(arguments or _arguments(run_dir, *STAGES)))
+    launcher = ("--launcher", "deepspeed", "--runner", runner, "--hostfile", str(hostfile))
+    return hosts.hosts[0].command(sys.executable, "-m", "llmtrain", "train", f"{RECIPE}:verify", *launcher, *arguments)
 
 
 def _environment(hosts: TwoHosts, workers: dict[str, str], **more: str) -> dict[str, str]:
-    return {**hosts.environment(workers), "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(REPOSITORY), **more}
+    return {**hosts.environment(workers), "PYTHONPATH": str(REPOSITORY), **more}
 
 
-def test_our_own_command_trains_the_same_and_hands_everything_on_as_it_is(hosts, workers_environment, one, tmp_path):
-    run_dir, trap = tmp_path / "a run's $(dir)", tmp_path / "owned"
-    value = f"a  b'c\"$(touch {trap})`touch {trap}`\n; touch {trap} # \\ ü"
-    environment = _environment(hosts, workers_environment, TORCH_TOLD=value)
-    result = subprocess.run(_ours(hosts, run_dir, 2), env=environment, capture_output=True, text=True, timeout=150)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr == ""
-    assert "[INFO]" not in result.stdout
-    _is_the_run_of(one, run_dir)
-    assert not trap.exists()
-    assert not list(Path("/tmp").glob("llmtrain-*/job.json"))
+TELL = f"""
+import json, os, subprocess, sys
+from llmtrain.launch import discover
+
+rank = discover()
+address = subprocess.run(["ip", "-o", "-4", "address", "show", {INTERFACE!r}], capture_output=True, text=True).stdout
+values = [os.environ[f"TORCH_TOLD_{{number}}"] for number in range(int(os.environ["TORCH_TOLD"]))]
+told = [values, sys.argv[2:], os.getcwd(), os.environ["CUDA_VISIBLE_DEVICES"], rank.local_rank, rank.world_size,
+        rank.master_addr, address.split()[3]]
+open(sys.argv[1] + str(rank.rank), "w").write(json.dumps(told))
+"""
 
 
-def test_variables_arrive_as_they_were(hosts, workers_environment, tmp_path):
-    """Each worker writes down what it was given, in place of training."""
-    value = "a  b'c\"$HOME `x` $(x)\n; \\ ü %n"
-    program = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['TORCH_TOLD'])"
+@RUNNERS
+def test_variables_devices_and_ranks_arrive_as_they_were_meant(hosts, workers_environment, tmp_path, runner):
+    """Each worker writes down what it was given, in place of training; the first host is not the one of the command."""
+    values, given = words(1), words(2)
+    folder = tmp_path / "it's $(touch executed) ü"
+    folder.mkdir()
+    here, there = (host.address for host in hosts.hosts)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text(f"{there} slots=3\n{here} slots=4\n")
     job = f"""
 from pathlib import Path
 from llmtrain.launch.hostfile import read_hosts
 from llmtrain.launch.hosts import HostsJob, run_on_hosts
 from llmtrain.run_dir import RunDir
 
-hosts = tuple(read_hosts(Path({str(hosts.hostfile(1))!r})))
-argv = ("-c", {program!r}, {str(tmp_path / "told ")!r})
-raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({str(tmp_path)!r})))))
+hosts = tuple(read_hosts(Path({str(hostfile)!r}), "{here}:3@{there}:0,2"))
+argv = ("-c", {TELL!r}, {str(tmp_path / "told ")!r}, *{given!r})
+raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({str(tmp_path)!r})), {runner!r})))
 """
-    environment = _environment(hosts, workers_environment, TORCH_TOLD=value)
+    told = {f"TORCH_TOLD_{number}": value for number, value in enumerate(values)}
+    environment = _environment(hosts, workers_environment, TORCH_TOLD=str(len(values)), **told)
     command = hosts.hosts[0].command(sys.executable, "-c", job)
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [(tmp_path / f"told {rank}").read_text() for rank in (0, 1)] == [value, value]
+    places = [("0,2", 0, there), ("0,2", 1, there), ("3", 0, here)]
+    expected = [[values, given, str(folder), devices, local, 3, there, f"{own}/24"] for devices, local, own in places]
+    assert [json.loads((tmp_path / f"told {rank}").read_text()) for rank in range(3)] == expected
+    assert len(list(tmp_path.glob("told *"))) == 3
+    assert not list(tmp_path.rglob(CANARY))
+    assert not [place for place in (Path("/"), Path("/tmp"), Path.home()) if (place / CANARY).exists()]
 
 
-def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path):
+@RUNNERS
+def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path, runner):
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "export.at_end=false", "evaluation.every_steps=0", "train.max_steps=100000")
     sets = [part for field in (*steps, "parallel.zero_stage=1") for part in ("--set", field)]
     environment = _environment(hosts, workers_environment)
     codes, logged = [], []
     for _ in range(2):
-        command = _ours(hosts, run_dir, 1, "--run-dir", str(run_dir), *sets)
+        command = _ours(hosts, runner, hosts.hostfile(1), "--run-dir", str(run_dir), *sets)
         before = len(logged)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         metrics = run_dir / "metrics.jsonl"
@@ -148,6 +194,39 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
     assert logged == list(range(1, len(logged) + 1))
 
 
+@pytest.mark.parametrize(
+    ("place", "text", "said"),
+    [
+        (
+            REPOSITORY / "llmtrain" / "launch" / "templating.py",
+            '"""Another version."""\n',
+            "other code of llmtrain",
+        ),
+        (
+            Path(metadata.distribution("tokenizers")._path) / "METADATA",  # what says it in Python's own terms
+            "Metadata-Version: 2.1\nName: tokenizers\nVersion: 0.1\n",
+            f"tokenizers 0.1 instead of {metadata.version('tokenizers')}",
+        ),
+        (RECIPE, "# another recipe\n", "another recipe file"),
+    ],
+    ids=["llmtrain", "package", "recipe"],
+)
+def test_a_host_with_another_version_is_named_and_nothing_starts(workers_environment, tmp_path, place, text, said):
+    """The second host sees another file in that place."""
+    other = tmp_path / "other"
+    other.write_text(text)
+    (tmp_path / "hosts").mkdir()
+    with two_hosts(tmp_path / "hosts", {place: other}) as both:
+        command = _ours(both, "pdsh", both.hostfile(1), *_arguments(tmp_path / "run"))
+        environment = _environment(both, workers_environment)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2, result.stdout + result.stderr
+    [line] = [line for line in result.stderr.splitlines() if "differs from this machine" in line]
+    assert line.startswith(f"error: {both.hosts[1].address}: differs from this machine: ")
+    assert said in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_environment, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text(f"{hosts.hosts[0].address} slots=1\n192.0.2.77 slots=1\n")
@@ -160,24 +239,30 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path):
-    """The last test: nothing runs on that host any more, its ssh server neither."""
+@pytest.mark.parametrize(("runner", "lost"), [("pdsh", "power"), ("openmpi", "power"), ("openmpi", "cable")])
+def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner, lost):
+    """Nothing runs on that host any more, its ssh server neither; or all runs, and nobody hears of it."""
     (tmp_path / "hosts").mkdir()
     with two_hosts(tmp_path / "hosts") as both:
         steps = ("logging.every_steps=1", "train.max_steps=100000", "evaluation.every_steps=0")
         sets = [part for field in (*steps, "parallel.zero_stage=1") for part in ("--set", field)]
         run_dir = tmp_path / "run"
-        command = _ours(both, run_dir, 1, "--run-dir", str(run_dir), *sets)
+        command = _ours(both, runner, both.hostfile(1), "--run-dir", str(run_dir), *sets)
         environment = _environment(both, workers_environment)
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         while not (run_dir / "metrics.jsonl").exists() or len(_logged(run_dir, "loss")) < 5:
             assert process.poll() is None
             time.sleep(0.05)
-        both.hosts[1].kill_all()
+        if lost == "power":
+            both.hosts[1].kill_all()
+        else:
+            both.hosts[1].cut_off()
         said, error = process.communicate(timeout=90)
         assert process.returncode == 5, said + error
         assert "Traceback" not in error
-        assert "--launcher deepspeed: the ssh connection to a host has ended, or the host is lost" in error
+        by_ssh = f"{both.hosts[1].address}: the connection to it has ended, or the host is lost"
+        by_watchers = "rank 1: ended, or its machine does not answer"
+        assert by_ssh in error or (lost == "cable" and by_watchers in error)  # silence is noticed by either first
         assert not [pid for pid in both.hosts[0].processes() if b"start.py" in _command_line(pid)]
 
 

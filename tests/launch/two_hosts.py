@@ -2,7 +2,9 @@
 
 What runs in a namespace sees its own loopback and the cable, and nothing else: programs on the two
 hosts meet over the network or not at all. They share files, process numbers and the host name, as
-nodes of a cluster share a file system. It needs root, since a namespace is made by the kernel.
+nodes of a cluster share a file system. Their name resolves to 127.0.1.1, as Debian's installer
+writes it, so that gloo left alone would listen where the other host cannot reach it. It needs root,
+since a namespace is made by the kernel.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,7 +27,10 @@ INTERFACE = "cable"
 ADDRESSES = ("192.0.2.1", "192.0.2.2")
 """Of the range kept for documentation (RFC 5737). The namespaces share nothing with the machine, nor with others."""
 SSHD = "/usr/sbin/sshd"  # it insists on being started by its absolute path
-PACKAGES = {"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"}
+PACKAGES = {
+    **{"ip": "iproute2", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "pdsh": "pdsh"},
+    "mpirun.openmpi": "openmpi-bin",
+}
 """Program → Debian package."""
 
 SSHD_CONFIG = """
@@ -76,6 +81,10 @@ class Host:
         """What runs on this host, its ssh server included."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
+    def cut_off(self) -> None:
+        """Pulls the cable: connections stay open, and nothing comes through."""
+        _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "down")
+
     def kill_all(self) -> None:
         """Ends everything that runs here, as a power cut would; returns when it is gone."""
         while pids := self.processes():
@@ -100,42 +109,42 @@ class TwoHosts:
         return path
 
     def environment(self, workers: Mapping[str, str]) -> dict[str, str]:
-        """For DeepSpeed's launcher on a host: it hands `workers`, and no other variables but PYTHON*, to its workers.
-
-        gloo would listen on the address of the host name, which both share.
-        """
+        """For DeepSpeed's launcher on a host: it hands `workers` to its workers, and no others but PYTHON*."""
         exported = self.folder / "deepspeed_env"
-        lines = {"GLOO_SOCKET_IFNAME": INTERFACE, **workers}
-        exported.write_text("".join(f"{name}={value}\n" for name, value in lines.items()))
+        exported.write_text("".join(f"{name}={value}\n" for name, value in workers.items()))
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return {**os.environ, **workers, "PATH": path, "DS_ENV_FILE": str(exported)}
-
-    def deepspeed(self, slots: int, *script: object) -> list[str]:
-        """The command line that starts a script on both hosts by `deepspeed` over pdsh, given on the first."""
-        launcher = Path(sys.executable).parent / "deepspeed"
-        options = ("--hostfile", self.hostfile(slots), "--launcher", "pdsh")
-        return self.hosts[0].command(sys.executable, launcher, *options, *script)
+        root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+        return {**os.environ, **workers, **root, "PATH": path, "DS_ENV_FILE": str(exported)}
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+def two_hosts(folder: Path, other_files: Mapping[Path, Path] | None = None) -> Iterator[TwoHosts]:
     """Makes both, and takes away all that ran on them and all that made them.
 
-    folder: empty, for keys and configurations.
+    folder: empty, for keys and configurations. other_files: file → what the second host sees in its place.
     """
     pair = secrets.token_hex(3)
     names = [f"llmtrain-{pair}-{number}" for number in (1, 2)]
     hosts = (Host(names[0], ADDRESSES[0]), Host(names[1], ADDRESSES[1]))
     with ExitStack() as undo:
         for host in hosts:
+            _name(host, undo)
             _run("ip", "netns", "add", host.namespace)
             undo.callback(_run, "ip", "netns", "delete", host.namespace)
             undo.callback(host.kill_all)
         _connect(*hosts)
         _make_keys(folder)
-        for host in hosts:
-            _start_sshd(host, folder)
+        _start_sshd(hosts[0], folder)
+        _start_sshd(hosts[1], folder, other_files or {})
         yield TwoHosts(hosts, folder)
+
+
+def _name(host: Host, undo: ExitStack) -> None:
+    """What `ip netns exec` puts in the place of /etc/hosts."""
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    undo.callback(shutil.rmtree, folder)
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
 
 def _connect(one: Host, other: Host) -> None:
@@ -164,11 +173,14 @@ def _make_keys(folder: Path) -> None:
     wrapper.chmod(0o755)
 
 
-def _start_sshd(host: Host, folder: Path) -> None:
+def _start_sshd(host: Host, folder: Path, other_files: Mapping[Path, Path] | None = None) -> None:
+    """An ssh server of a host, with a file system of its own: `ip netns exec` makes one for what it runs."""
     Path("/run/sshd").mkdir(exist_ok=True)  # its place to drop privileges in; an init script makes it elsewhere
     config = folder / f"sshd_{host.address}.conf"
     config.write_text(SSHD_CONFIG.format(address=host.address, folder=folder))
-    _run(*host.command(SSHD, "-f", config, "-E", folder / f"sshd_{host.address}.log"))  # returns when it listens
+    server = shlex.join([SSHD, "-f", str(config), "-E", str(folder / f"sshd_{host.address}.log")])
+    mounts = [shlex.join(["mount", "--bind", str(new), str(old)]) for old, new in (other_files or {}).items()]
+    _run(*host.command("sh", "-c", " && ".join([*mounts, server])))  # returns when it listens
 
 
 def _run(*command: object) -> str:

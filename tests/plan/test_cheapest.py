@@ -72,7 +72,8 @@ def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines(refused)
 
 
 def test_one_change_is_enough_where_one_is():
-    recipe = load_recipe("recipes/llama_1b.py", [])[0].with_(**{"batch.micro_batch_size": 64})
+    fields = {"batch.micro_batch_size": 64, "kernels.loss": "whole"}
+    recipe = load_recipe("recipes/llama_1b.py", [])[0].with_(**fields)
     first, second, third = refusal(recipe, Cluster(device="a100")).nearest
     assert first == "--set batch.micro_batch_size=8"
     assert second == "--set batch.micro_batch_size=4"

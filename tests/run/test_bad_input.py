@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from importlib.util import find_spec
 
 import pytest
-from commands import llmtrain
+from commands import llmtrain, run
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
 ON_DISK = [
@@ -55,6 +57,63 @@ def test_a_wrong_command_line_starts_nothing(arguments, words, small_recipe, tmp
     result = llmtrain("train", *filled, "--run-dir", tmp_path / "run")
     _refused(result, USAGE, *words)
     assert not (tmp_path / "run").exists()
+
+
+FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "arguments", "words"),
+    [
+        ("a slots=2\na slots=2\n", [], ["hosts:2", "names 'a' again"]),
+        ("a slots=2\nb gpus=2\n", [], ["hosts:2", "'b gpus=2' is not HOST slots=N"]),
+        ("a slots=0\n", [], ["hosts:1", "'a' has no slots"]),
+        ("# nothing\n\n", [], ["names no host"]),
+        (
+            FEW,
+            ["--set", "parallel.zero_stage=1", "--set", "parallel.pipeline=2"],
+            ["does not divide 3 × 1 = 3 devices"],
+        ),
+        (FEW, ["--include", "127.0.0.2:2"], ["'127.0.0.2' has 2 slots, so no device 2"]),
+        (FEW, ["--runner", "mpich"], ["'mpich' is not one of 'pdsh', 'openmpi'"]),
+        (FEW, ["--nproc", "2", "--nodes", "2"], ["--nproc: was given", "--nodes: was given"]),
+    ],
+)
+def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_recipe, tmp_path):
+    (tmp_path / "hosts").write_text(hostfile)
+    where = ("--launcher", "deepspeed", "--hostfile", tmp_path / "hosts", "--run-dir", tmp_path / "run")
+    _refused(llmtrain("train", small_recipe, *where, *arguments, COLUMNS="300"), USAGE, *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--launcher", "torchrun", "--nodes", "2"], ["--nodes", "add --dry-run"]),
+        (["--launcher", "accelerate", "--max-restarts", "2"], ["--max-restarts: was given"]),
+        (["--launcher", "accelerate", "--set", "parallel.backend=horovod"], ["horovod"]),
+        (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is not given", "--kubernetes pvc"]),
+        (["--kubernetes", "image=x", "--slurm", "time=1"], ["--launcher kubernetes", "--launcher slurm"]),
+        (["--runner", "openmpi"], ["--launcher deepspeed"]),
+        (["--launcher", "slurm", "--hostfile", "H"], ["--hostfile: was given, and --launcher is slurm"]),
+    ],
+    ids=" ".join,
+)
+def test_launchers_that_cannot_be_start_nothing(arguments, words, small_recipe, tmp_path):
+    _refused(llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run"), USAGE, *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_port_that_another_program_has_is_named(small_recipe, tmp_path):
+    """Rank 0 of two, started by hand, cannot listen there."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        result = run(sys.executable, small_recipe, "--run-dir", tmp_path / "run", **rank, MASTER_PORT=port)
+    _refused(result, USAGE, "MASTER_PORT", f"{port} is in use on this machine", "--master-port")
 
 
 def test_a_worker_of_another_launcher_starts_nothing_again(small_recipe, tmp_path):

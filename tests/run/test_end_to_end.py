@@ -1,21 +1,17 @@
 """The same recipe file under every launcher of one machine trains the same run."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from commands import llmtrain, losses, run
+from launching_doc import commands
 
 BIN = Path(sys.executable).parent
-
-COMMANDS = {
-    "llmtrain": [sys.executable, "-m", "llmtrain", "train", "{recipe}", "--nproc", "2"],
-    "python": [sys.executable, "{recipe}", "--nproc", "2"],
-    "torchrun": [BIN / "torchrun", "--nproc_per_node", "2", "{recipe}"],
-    "deepspeed": [BIN / "deepspeed", "--num_accelerators", "2", "{recipe}"],
-    "accelerate": [BIN / "accelerate", "launch", "--num_processes", "2", "{recipe}"],
-}
+OURS, *OTHERS = commands("Launching", "recipes/tiny.py", " 2")[:7]
+"""As documented, of one machine."""
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +24,13 @@ def one_worker(small_recipe, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_workers(small_recipe, tmp_path_factory):
-    return _launch("llmtrain", small_recipe, tmp_path_factory.mktemp("two") / "run")
+    return _launch(OURS, small_recipe, tmp_path_factory.mktemp("two") / "run")
 
 
-def _launch(launcher: str, recipe: Path, run_dir: Path):
-    command = [str(part).format(recipe=recipe) for part in COMMANDS[launcher]]
-    result = run(*command, "--run-dir", run_dir)
+def _launch(line: str, recipe: Path, run_dir: Path):
+    """Runs a documented command for another recipe."""
+    program, *arguments = line.replace("recipes/tiny.py", str(recipe)).split()
+    result = run(BIN / program, *arguments, "--run-dir", run_dir)
     assert result.returncode == 0, result.stderr + result.stdout
     return run_dir, result
 
@@ -74,21 +71,33 @@ QUICK = "deepspeed"
 """The launcher that differs most from our own."""
 
 
+def test_every_launcher_is_documented():
+    assert OURS.startswith("llmtrain train")
+    assert [line.split()[0] for line in OTHERS] == [
+        *("python", "torchrun", "deepspeed", "accelerate"),
+        *["llmtrain"] * 2,
+    ]
+
+
 @pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in COMMANDS if name != "llmtrain"],
+    "line",
+    [pytest.param(line, marks=() if line.startswith(QUICK) else pytest.mark.slow) for line in OTHERS],
 )
-def test_every_launcher_trains_the_same_losses(launcher, small_recipe, two_workers, tmp_path):
-    run_dir, _ = _launch(launcher, small_recipe, tmp_path / "run")
+def test_every_launcher_trains_the_same_losses(line, small_recipe, two_workers, tmp_path):
+    run_dir, _ = _launch(line, small_recipe, tmp_path / "run")
     assert losses(run_dir) == losses(two_workers[0])
     assert (run_dir / "logs" / "rank_1.log").is_file()
 
 
 @pytest.mark.slow
 def test_accelerate_with_the_configuration_of_the_plan(small_recipe, two_workers, tmp_path):
-    on_two = ("--nodes", "1", "--gpus-per-node", "2", "--device", "cpu")
-    assert llmtrain("plan", small_recipe, *on_two, "--write", tmp_path).returncode == 0
-    _trains_alike(tmp_path / "accelerate.yaml", small_recipe, two_workers, tmp_path / "run")
+    """By the documented line."""
+    [line] = commands("Launching", "llmtrain plan", "accelerate launch")
+    line = line.replace("recipes/tiny.py", str(small_recipe)).replace("--write tiny", f"--write {tmp_path}")
+    line = line.replace("tiny/accelerate.yaml", f"{tmp_path}/accelerate.yaml")
+    result = run("sh", "-ec", f"{line} --run-dir {tmp_path}/run", PATH=f"{BIN}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert losses(tmp_path / "run") == losses(two_workers[0])
 
 
 @pytest.mark.slow

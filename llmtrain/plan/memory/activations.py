@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmtrain.plan.flops import head_parameters
+from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, recomputes_loss
 from llmtrain.plan.memory.flat import sliced
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weight, Weights
-
-LOGITS = 12
-"""Bytes per logit when the loss's backward pass begins: log-softmax, and the gradients of both, in fp32."""
 
 STATISTICS = 4
 """Bytes per token that a norm keeps of its variance."""
@@ -87,10 +86,23 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     kept = passed(plan) if is_last else Passed(0, 0)
     return Activations(
         saved=saved,
-        logits=(LOGITS * plan.model.vocab_size * tokens if is_last else 0) + kept.logits,
+        logits=(_loss(plan, tokens) if is_last else 0) + kept.logits,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
         sent=kept.streams or ((flying + 1) * stream if layout.pp > 1 else 0),
     )
+
+
+def _loss(plan: Plan, tokens: int) -> int:
+    """Of the logits of so many tokens and what the loss makes of them, where they are most."""
+    if not chunks_loss(plan):
+        return LOGIT_BYTES * plan.model.vocab_size * tokens
+    logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+    if recomputes_loss(plan.recipe):
+        return logits
+    widths = WIDTHS[plan.recipe.parallel.precision]
+    head = head_parameters(plan.model) // plan.layout.tp
+    # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
+    return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 
 
 @dataclass(frozen=True)

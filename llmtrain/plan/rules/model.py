@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 
@@ -30,6 +31,13 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
     if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
         message = "a tokenizer is to be trained, but pretrained weights mean the ids of theirs"
         yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
+
+
+@rule("kernels.loss", "Some engines take the logits themselves, or never have the head whole.", "read")
+def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
+    """A loss in chunks where the engine must have all logits."""
+    if draft.recipe.kernels.loss == "chunked" and (why := needs_whole_loss(draft.recipe)):
+        yield Fault("kernels.loss", f"chunked was given, but {why}", assignment(kernels__loss="whole"))
 
 
 @rule("model.positions", "A table of positions has no row past its end.", "arithmetic")
@@ -93,4 +101,4 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
 
 
-RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents, experts_aligned)
+RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents, experts_aligned, loss_in_chunks)

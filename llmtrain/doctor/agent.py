@@ -1,0 +1,153 @@
+"""Doctor's hand on a host: requests and replies are lines of JSON, over ssh or from beside. `python -m ...`
+
+It ends when its input does, whatever it is at, and takes what it has started with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, NoReturn, TextIO
+
+from llmtrain.doctor.scene import Scene
+from llmtrain.launch import interfaces, on_host
+from llmtrain.launch.disks import has_disk_operator
+from llmtrain.launch.local import die_with
+
+
+class Agent:
+    """Takes requests."""
+
+    def __init__(self, replies: TextIO) -> None:
+        self._replies = replies
+        self._lock = Lock()
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def serve(self, requests: TextIO) -> NoReturn:
+        """Answers each request in turn; workers run meanwhile."""
+        waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        Thread(target=self._listen, args=(requests, waiting), daemon=True).start()
+        while True:
+            request = waiting.get()
+            getattr(self, f"do_{request.pop('do')}")(**request)
+
+    def do_begin(self, env: Mapping[str, str]) -> None:
+        """Takes over the variables that workers would have."""
+        os.environ.update(env)
+        self._reply(begun=True)
+
+    def do_clock(self) -> None:
+        """What time it is here, seconds since the epoch."""
+        self._reply(time=time.time())
+
+    def do_addresses(self) -> None:
+        """Addresses of this host that others may reach, as `hostname -I` lists them."""
+        self._reply(addresses=addresses())
+
+    def do_look(self, run_root: str, master: str | None, devices: list[int]) -> None:
+        """Runs all checks."""
+        from llmtrain.doctor.checks import look
+
+        scene = make_scene(run_root, master, tuple(devices))
+        findings = [one.as_dict() for one in look(scene)]
+        self._reply(findings=findings, facts=facts(scene))
+
+    def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Starts workers of an all-reduce, each of which tells how far it is by itself."""
+        for rank in ranks:
+            visible = rank.pop("visible", None)
+            env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})}
+            command = [sys.executable, "-m", "llmtrain.doctor.rank", json.dumps(rank), str(self._replies.fileno())]
+            child = self._start(command, env=env, stdout=sys.stderr, pass_fds=(self._replies.fileno(),))
+            Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
+
+    def do_build(self, operators: list[str], accelerator: str) -> None:
+        """Compiles operators of DeepSpeed into torch's cache, one after the other; none where the disk's cannot be."""
+        lacks = "async_io" in operators and not has_disk_operator()
+        for name in operators:
+            if lacks:
+                self._reply(operator=name, seconds=0.0, file="", error="libaio is not found here")
+                continue
+            command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
+            child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            out, error = child.communicate()
+            try:
+                self._reply(**json.loads(out.splitlines()[-1]))
+            except (IndexError, ValueError):
+                said = error.decode(errors="replace").splitlines()[-20:]
+                self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {child.returncode}")
+
+    def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
+        """Hands requests on, and ends everything when no more can come: who has asked is gone."""
+        for line in requests:
+            waiting.put(json.loads(line))
+        for child in self._children:
+            if child.poll() is None:  # else its number may be another's by now
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """A process in a session of its own, that ends with this one."""
+        dies = partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
+        child: subprocess.Popen[bytes] = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies, **options
+        )
+        self._children.append(child)
+        return child
+
+    def _wait(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+        self._reply(rank=rank, at="ended", code=child.wait())
+
+    def _reply(self, **fields: Any) -> None:
+        with self._lock:
+            print(json.dumps(fields), file=self._replies, flush=True)
+
+
+def make_scene(run_root: str, master: str | None, devices: tuple[int, ...]) -> Scene:
+    """This host as the checks see it."""
+    cache = Path(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain").expanduser().absolute()
+    return Scene(dict(os.environ), Path(run_root).absolute(), cache, master, devices)
+
+
+def addresses() -> list[str]:
+    """Of interfaces that are up, without those that each host gives itself; IPv4 first."""
+    usable = [one for one in interfaces.interfaces() if one.is_usable]
+    found = [address for one in usable for address in one.addresses if not interfaces.is_link_local(address)]
+    return sorted(found, key=lambda address: ":" in address)
+
+
+def facts(scene: Scene) -> dict[str, Any]:
+    """What hosts are compared by."""
+    from llmtrain.doctor.devices import seen_by_torch
+
+    own = on_host.facts(Path("/nonexistent"))
+    return {
+        "host": own["host"],
+        "versions": {"python": own["python"], **own["packages"], "llmtrain's sources": own["llmtrain"]},
+        "devices": seen_by_torch()[0],
+        "addresses": addresses(),
+        "run_root": str(scene.run_root),
+    }
+
+
+def main() -> None:
+    """Serves standard input. What libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        Agent(replies).serve(sys.stdin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A tiny all-reduce over all ranks: whether they meet, whether the sum is right, and how fast it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import Any
+
+from llmtrain.doctor.finding import Finding, fault, listed, ok
+from llmtrain.doctor.reach import Channel
+
+CHECK = "all_reduce"
+FORMULA = "2 (n - 1) / n × bytes / s"
+"""What a bus carries: each of n ranks sends and receives that much of what is reduced (as in NVIDIA's nccl-tests)."""
+POLL_S = 0.05
+GRACE_S = 2.0
+"""For others to say what they have, after a rank has failed."""
+MOST_NAMED = 16
+"""Ranks that a line names."""
+WAITING_FOR = {
+    "asked": "did not start",
+    "started": "started, and not reached rank 0",
+    "met": "reached rank 0, and not all others",
+    "joined": "met the others, and the large all-reduce did not end",
+}
+"""How far a rank came → what that means."""
+
+
+@dataclass
+class Place:
+    """Ranks of one host."""
+
+    channel: Channel
+    ranks: range
+    visible: tuple[int, ...] = ()
+    """Devices that the hostfile gives; empty for all."""
+
+
+@dataclass
+class Progress:
+    """How far each rank is."""
+
+    at: dict[int, str]
+    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What a rank has measured."""
+    failed: dict[int, str] = field(default_factory=dict)
+    port: int = 0
+    interfaces: dict[int, list[str]] = field(default_factory=dict)
+
+    def note(self, reply: Mapping[str, Any]) -> None:
+        """A line of a rank."""
+        rank, at = reply["rank"], reply["at"]
+        if at == "ended":
+            if self.at[rank] not in ("done", "failed"):
+                self.at[rank], self.failed[rank] = "failed", _death(reply["code"])
+            return
+        self.at[rank] = at
+        if at == "met":
+            self.interfaces[rank] = reply["interfaces"]
+            self.port = reply["port"] if rank == 0 else self.port
+        elif at == "failed":
+            self.failed[rank] = reply["error"]
+        elif at == "done":
+            self.told[rank] = dict(reply)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return all(at in ("done", "failed") for at in self.at.values())
+
+
+def reduce_over(places: Sequence[Place], master: str, on_cpu: bool, seconds: float) -> tuple[Finding, dict[str, Any]]:
+    """Runs it, within so many seconds; what was found, and the measurement (empty where there is none)."""
+    world = sum(len(place.ranks) for place in places)
+    progress = Progress(dict.fromkeys(range(world), "asked"))
+    deadline = time.monotonic() + seconds
+    first = places[0]
+    first.channel.send("ranks", ranks=[_job(first, 0, world, master, 0, on_cpu, seconds)])
+    while not progress.port and not progress.is_over and 0 not in progress.failed and time.monotonic() < deadline:
+        _poll(places, progress)
+    if progress.port:
+        for place in places:
+            jobs = [_job(place, rank, world, master, progress.port, on_cpu, seconds) for rank in place.ranks if rank]
+            place.channel.send("ranks", ranks=jobs)
+        while not progress.is_over and time.monotonic() < deadline:
+            if progress.failed:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            _poll(places, progress)
+    return _judge(places, progress, on_cpu, seconds)
+
+
+def bus_bandwidth(ranks: int, count: int, seconds: float) -> float:
+    """Bytes per second by `FORMULA`. count: bytes that each rank reduces."""
+    return 2 * (ranks - 1) / ranks * count / seconds
+
+
+def _job(place: Place, rank: int, world: int, master: str, port: int, on_cpu: bool, seconds: float) -> dict[str, Any]:
+    job = {
+        "rank": rank,
+        "world_size": world,
+        "local_rank": rank - place.ranks.start,
+        "local_world_size": len(place.ranks),
+        "master": master,
+        "port": port,
+        "on_cpu": on_cpu,
+        "seconds": seconds,
+    }
+    return job | ({"visible": ",".join(map(str, place.visible))} if place.visible and not on_cpu else {})
+
+
+def _poll(places: Sequence[Place], progress: Progress) -> None:
+    for place in places:
+        try:
+            reply = place.channel.next(POLL_S / len(places))
+        except Empty:
+            continue
+        if reply is None:
+            for rank in place.ranks:
+                if progress.at[rank] not in ("done", "failed"):
+                    progress.at[rank], progress.failed[rank] = "failed", "the connection to its host has ended"
+        elif "rank" in reply:
+            progress.note(reply)
+
+
+def _judge(places: Sequence[Place], progress: Progress, on_cpu: bool, seconds: float) -> tuple[Finding, dict[str, Any]]:
+    names = {rank: place.channel.name for place in places for rank in place.ranks}
+    if progress.failed or not progress.is_over:
+        return _failure(progress, names, on_cpu, seconds), {}
+    wrong = [rank for rank, told in progress.told.items() if told["wrong"]]
+    if wrong:
+        text = f"wrong sums on ranks {', '.join(f'{rank} ({names[rank]})' for rank in wrong)}"
+        return fault(CHECK, text, "a device, a cable or memory is faulty: leave that host out and look at its logs"), {}
+    world = len(names)
+    slowest, latency = (max(told[key] for told in progress.told.values()) for key in ("seconds", "latency_s"))
+    count, backend = progress.told[0]["bytes"], progress.told[0]["backend"]
+    measured = {
+        "ranks": world,
+        "backend": backend,
+        "correct": True,
+        "bytes": count,
+        "seconds": slowest,
+        "latency_s": latency,
+        "formula": FORMULA,
+        "bus_bytes_per_second": bus_bandwidth(world, count, slowest),
+        "interfaces": {str(rank): lines for rank, lines in sorted(progress.interfaces.items()) if lines},
+    }
+    if world == 1:
+        return ok(CHECK, f"one rank, {backend}: correct; nothing crosses a link"), measured
+    bandwidth = measured["bus_bytes_per_second"] / 1e9
+    text = f"{world} ranks, {backend}: correct; {count / 2**20:.0f} MiB in {_time(slowest)},"
+    text += f" bus bandwidth {bandwidth:.3g} GB/s ({FORMULA}); latency {_time(latency)}"
+    return ok(CHECK, text), measured
+
+
+def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds: float) -> Finding:
+    failed = [f"rank {rank} ({names[rank]}): {said}" for rank, said in sorted(progress.failed.items())]
+    late: dict[str, list[str]] = {}
+    for rank, at in progress.at.items():
+        if at not in ("done", "failed"):
+            late.setdefault(at, []).append(f"{rank} ({names[rank]})")
+    silent = [f"ranks {_some(ranks)}: {WAITING_FOR[at]}" for at, ranks in late.items()]
+    what = "; ".join([*failed, *silent])
+    if not failed:
+        what = f"not over after {seconds:.0f} s: {what}"
+    known = sorted({line for lines in progress.interfaces.values() for line in lines})
+    used = f" ({'; '.join(known)})" if known else ""
+    variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO tells more"
+    fix = "`free -m`, `nvidia-smi`, `dmesg | tail` there"
+    if len(set(names.values())) > 1:
+        fix = f"a firewall between the hosts that closes ports, or another interface by {variable}"
+    return fault(CHECK, what + used, fix)
+
+
+def _some(ranks: list[str]) -> str:
+    return listed(ranks if len(ranks) <= MOST_NAMED else [*ranks[:MOST_NAMED], f"{len(ranks) - MOST_NAMED} more"])
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def _death(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

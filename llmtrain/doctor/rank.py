@@ -1,0 +1,147 @@
+"""A rank of the doctor's all-reduce: `python -m ... JOB DESCRIPTOR`. Tells how far it is in lines of JSON.
+
+Each rank gives x[i] = i mod 17 + rank, whose sum over n ranks is n (i mod 17) + n (n - 1) / 2: whole numbers, which
+fp32 adds exactly in any order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.launch.interfaces import settle
+from llmtrain.launch.rank import Rank
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+MIB_CPU, MIB_GPU = 16, 128
+"""Of fp32 in the tensor whose all-reduce is timed."""
+REPEATS, SMALL_REPEATS, WARM_UP = 5, 20, 3
+LONGEST = 240
+"""Characters of an error."""
+LONGEST_S = 4.0
+"""Of the repeats together: a slow network is asked less often, and at least once."""
+LATER_S = 60
+"""So much later than who has asked gives a rank up: the words of gloo and NCCL would not say who is missing."""
+FAREWELL_S = 5.0
+SMALL = 1
+"""Elements of the tensor whose all-reduce is all latency."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is told."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: str
+    port: int
+    """Where rank 0 listens; 0 for rank 0 itself, which chooses one."""
+    on_cpu: bool
+    seconds: float
+    """When to give up."""
+
+
+def main() -> None:
+    """Joins, reduces, checks, measures."""
+    job = Job(**json.loads(sys.argv[1]))
+    with os.fdopen(int(sys.argv[2]), "w") as replies:
+
+        def tell(at: str, **fields: Any) -> None:
+            replies.write(json.dumps({"rank": job.rank, "at": at, **fields}) + "\n")
+            replies.flush()
+
+        tell("started")
+        try:
+            _work(job, tell)
+        except Exception as error:
+            tell("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
+        # Tearing a group down while another rank still works only prints noise.
+        os._exit(0)
+
+
+def _work(job: Job, tell: Any) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import TCPStore
+
+    place = (job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
+    interfaces = settle(Rank(*place), job.on_cpu).lines
+    limit = datetime.timedelta(seconds=job.seconds + LATER_S)
+    is_main = job.rank == 0
+    store = TCPStore(job.master, job.port, job.world_size, is_main, limit, wait_for_workers=False)
+    tell("met", port=store.port, interfaces=interfaces)
+    device = torch.device("cpu") if job.on_cpu else torch.device("cuda", job.local_rank)
+    if not job.on_cpu:
+        torch.cuda.set_device(device)
+    backend = "gloo" if job.on_cpu else "nccl"
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=limit)
+    small = _timed(torch.zeros(SMALL, device=device), SMALL_REPEATS, device)
+    tell("joined")
+    count = (MIB_CPU if job.on_cpu else MIB_GPU) * 2**20 // 4
+    wrong = _wrong(count, job, device)
+    large = _timed(torch.zeros(count, device=device), _repeats(count, device), device)
+    tell("done", backend=backend, wrong=wrong, bytes=count * 4, seconds=large, latency_s=small)
+    _wait_for_all(store, job.world_size)
+
+
+def _wait_for_all(store: TCPStore, world_size: int) -> None:
+    """A rank that ends while another one still reads from it, or asks the store of rank 0, would break that one."""
+    deadline = time.monotonic() + FAREWELL_S
+    with suppress(Exception):  # who is late has told all that it knows
+        store.add("over", 1)
+        while store.add("over", 0) < world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _wrong(count: int, job: Job, device: torch.device) -> int:
+    """Elements of the sum that are not what they must be."""
+    import torch
+    from torch import distributed as dist
+
+    pattern = torch.arange(count, device=device).remainder_(17).float()
+    given = pattern + job.rank
+    dist.all_reduce(given)
+    n = job.world_size
+    return int((given != pattern * n + n * (n - 1) / 2).sum())
+
+
+def _repeats(count: int, device: torch.device) -> int:
+    """As many as all ranks have time for; the same on all of them."""
+    import torch
+    from torch import distributed as dist
+
+    seconds = torch.tensor(_timed(torch.zeros(count, device=device), 1, device), device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return max(1, min(REPEATS, int(LONGEST_S / max(seconds.item(), 1e-9))))
+
+
+def _timed(tensor: torch.Tensor, repeats: int, device: torch.device) -> float:
+    """Median seconds of an all-reduce; the first ones are not counted where there are several."""
+    import torch
+    from torch import distributed as dist
+
+    seconds = []
+    for _ in range(repeats + (WARM_UP if repeats > 1 else 0)):
+        started = time.perf_counter()
+        dist.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[-repeats:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A visit of the doctor: this machine, or the hosts of a hostfile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmtrain.doctor import prebuild, reach, together
+from llmtrain.doctor.all_reduce import CHECK, Place, reduce_over
+from llmtrain.doctor.finding import Finding, fault, listed, warning
+from llmtrain.doctor.reach import Channel, UnreachableError
+from llmtrain.doctor.report import HostReport, Report
+from llmtrain.launch.hostfile import Host
+from llmtrain.recipe import ParallelConfig
+
+LOOK_S = 180
+"""Longest time for the checks of a host: each of their programs has a limit of its own."""
+CPU_RANKS = 2
+"""Of this machine's all-reduce where there is no GPU and nobody says how many."""
+Say = Callable[[str], Any]
+"""Tells what is being done."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What is asked of the doctor."""
+
+    hosts: tuple[Host, ...] = ()
+    """Of a hostfile; without them this machine."""
+    run_root: Path = Path("runs")
+    nproc: int | None = None
+    """Ranks of this machine's all-reduce."""
+    seconds: float = 120.0
+    """When the all-reduce is given up."""
+    build: bool = False
+    parallel: ParallelConfig | None = None
+    """Of the recipe that operators are built for."""
+
+
+@dataclass
+class _Patient:
+    """A host that was reached."""
+
+    report: HostReport
+    channel: Channel
+    host: Host | None = None
+
+    @property
+    def devices(self) -> list[str]:
+        """GPUs that its workers compute on; none where the user wants CPUs, as for training."""
+        found: list[str] = self.report.facts["devices"]
+        return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else found
+
+
+def examine(visit: Visit, say: Say) -> Report:
+    """Looks at all hosts at once, then at them together."""
+    with _agents(visit, say) as (patients, lost):
+        say("looking at " + (listed([one.report.name for one in patients]) or "nothing"))
+        master = _master(patients) if visit.hosts else None
+        with ThreadPoolExecutor(max(1, len(patients))) as pool:
+            list(pool.map(lambda patient: _look(patient, visit, master), patients))
+        reached = [patient for patient in patients if patient.report.was_reached]
+        order = {host.name: number for number, host in enumerate(visit.hosts)}
+        report = Report(sorted([*(one.report for one in patients), *lost], key=lambda one: order.get(one.name, 0)))
+        if visit.hosts:
+            report.together += _compare(reached)
+        if visit.build:
+            say("compiling operators of DeepSpeed: minutes the first time")
+            with ThreadPoolExecutor(max(1, len(reached))) as pool:
+                list(pool.map(lambda patient: _build(patient, visit), reached))
+        say("all-reduce over all ranks")
+        _all_reduce(report, reached, visit, master)
+        return report
+
+
+@contextmanager
+def _agents(visit: Visit, say: Say) -> Iterator[tuple[list[_Patient], list[HostReport]]]:
+    """An agent on each host that answers, and the reports of those that do not."""
+    with ExitStack() as undo:
+        if not visit.hosts:
+            channel = reach.beside()
+            undo.callback(channel.close)
+            yield [_Patient(HostReport("this machine", []), channel)], []
+            return
+        from llmtrain.launch.hosts import forwarded
+
+        env = forwarded(os.environ, Path.home())
+        say(f"reaching {len(visit.hosts)} hosts by ssh")
+        with ThreadPoolExecutor(len(visit.hosts)) as pool:
+            answers = list(pool.map(lambda host: _reach(host, env), visit.hosts))
+        patients, lost = [], []
+        for host, answer in zip(visit.hosts, answers, strict=True):
+            report = HostReport(host.name, [answer] if isinstance(answer, Finding) else [])
+            if isinstance(answer, Finding):
+                lost.append(report)
+            else:
+                undo.callback(answer.close)
+                patients.append(_Patient(report, answer, host))
+        yield patients, lost
+
+
+def _reach(host: Host, env: dict[str, str]) -> Channel | Finding:
+    try:
+        return reach.over_ssh(host.name, env)
+    except UnreachableError as error:
+        return error.finding
+
+
+def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
+    devices = list(patient.host.devices) if patient.host else []
+    root = str(visit.run_root.absolute())
+    try:
+        told = patient.channel.ask("look", LOOK_S, run_root=root, master=master, devices=devices)
+    except UnreachableError as error:
+        patient.report.findings.append(error.finding)
+        return
+    patient.report.findings += [Finding.of(one) for one in told["findings"]]
+    patient.report.facts = told["facts"]
+
+
+def _master(patients: list[_Patient]) -> str | None:
+    """The address that DeepSpeed's launcher takes for rank 0: the first of `hostname -I` on the first host."""
+    for patient in patients[:1]:
+        try:
+            addresses: list[str] = patient.channel.ask("addresses", 10)["addresses"]
+        except UnreachableError:
+            return None
+        return addresses[0] if addresses else None
+    return None
+
+
+def _compare(reached: list[_Patient]) -> list[Finding]:
+    facts = {patient.report.name: patient.report.facts for patient in reached}
+    skews = {}
+    for patient in reached:
+        try:
+            skews[patient.report.name] = together.clock_skew(patient.channel)
+        except UnreachableError as error:
+            patient.report.findings.append(error.finding)
+    for name, skew in skews.items():
+        facts[name]["clock"] = {"ahead_s": skew.ahead_s, "uncertainty_s": skew.uncertainty_s}
+    return [*together.versions(facts), *together.devices(facts), *together.clocks(skews)]
+
+
+def _build(patient: _Patient, visit: Visit) -> None:
+    operators = prebuild.operators_of(visit.parallel, os.environ)
+    if not operators:
+        patient.report.findings.append(prebuild.nothing_to_build())
+        return
+    try:
+        findings, patient.report.built = prebuild.build(
+            patient.channel, operators, on_cpu=not patient.devices, is_needed=visit.parallel is not None
+        )
+        patient.report.findings += findings
+    except UnreachableError as error:
+        patient.report.findings.append(error.finding)
+
+
+def _all_reduce(report: Report, reached: list[_Patient], visit: Visit, master: str | None) -> None:
+    missing = [host.name for host in report.hosts if not host.was_reached]
+    if missing or not reached:
+        text = f"all-reduce not run, as {listed(missing) or 'no host'} could not be looked at"
+        report.together.append(warning(CHECK, text, "mend that first"))
+        return
+    if visit.hosts and master is None:
+        text = f"{reached[0].report.name} has no address that other hosts could reach"
+        report.together.append(fault(CHECK, text, "bring an interface up there: `ip address`"))
+        return
+    counts = [len(one.host.devices) if one.host else visit.nproc or len(one.devices) or CPU_RANKS for one in reached]
+    on_cpu = not all(len(one.devices) >= count for one, count in zip(reached, counts, strict=True))
+    places, start = [], 0
+    for patient, count in zip(reached, counts, strict=True):
+        visible = patient.host.devices if patient.host else ()
+        places.append(Place(patient.channel, range(start, start + count), visible))
+        start += count
+    finding, report.all_reduce = reduce_over(places, master or "127.0.0.1", on_cpu, visit.seconds)
+    report.together.append(finding)

@@ -1,0 +1,84 @@
+"""Shared memory, and the folders that a run writes to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmtrain.doctor.finding import Finding, fault, ok, size, warning
+from llmtrain.doctor.scene import Scene
+
+SHARED = Path("/dev/shm")
+LEAST_SHARED = 2**30
+"""Bytes. NCCL takes tens of MB for each pair of GPUs of a host, and containers have 64 MiB unless told otherwise."""
+LEAST_FREE = 2**30
+"""Bytes of a folder that a run writes to."""
+
+
+def shared_memory(scene: Scene) -> Iterator[Finding]:
+    """/dev/shm, through which workers of one host talk."""
+    if not SHARED.is_dir():
+        yield fault("storage.shm", f"there is no {SHARED}", f"mount -t tmpfs tmpfs {SHARED}")
+        return
+    usage = shutil.disk_usage(SHARED)
+    refusal = write_refusal(SHARED)
+    if refusal:
+        yield fault("storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; mode is 1777")
+    elif usage.free < LEAST_SHARED:
+        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}; NCCL fails without enough"
+        yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
+    else:
+        yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
+
+
+def folders(scene: Scene) -> Iterator[Finding]:
+    """What a run writes to: each is tried."""
+    named = (
+        ("runs", scene.run_root, "--run-dir"),
+        ("cache", scene.cache, "export LLMTRAIN_CACHE="),
+        ("temporary files", Path(scene.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR="),
+        ("Hugging Face", _hugging_face(scene), "export HF_HOME="),
+    )
+    for what, folder, setting in named:
+        yield _judge(what, folder, f"{setting}FOLDER" if setting.endswith("=") else f"{setting} FOLDER")
+
+
+def write_refusal(folder: Path) -> str:
+    """Why nothing can be written in a folder that exists; empty where it can. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    there = folder.expanduser().absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there
+
+
+def _judge(what: str, folder: Path, fix: str) -> Finding:
+    check, there = f"storage.{what.replace(' ', '_')}", existing(folder)
+    if not there.is_dir():
+        return fault(check, f"{what}: {folder} lies below a file, {there}", fix)
+    refusal = write_refusal(there)
+    if refusal:
+        return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE:
+        return warning(check, f"{what}: {size(free)} are free in {there}", f"make room, or {fix}")
+    return ok(check, f"{what}: {folder}, {size(free)} free")
+
+
+def _hugging_face(scene: Scene) -> Path:
+    caches = Path(scene.env.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(scene.env.get("HF_HOME") or caches / "huggingface")

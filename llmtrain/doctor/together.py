@@ -1,0 +1,91 @@
+"""Hosts compared with each other: versions, devices, clocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.doctor.finding import Finding, fault, ok, warning
+from llmtrain.doctor.reach import Channel
+
+PINGS = 7
+SKEW_S = 1.0
+"""Seconds. Which rank failed first is told by the clocks of the hosts."""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How far a host's clock is ahead of ours, and by how much that may be wrong; seconds."""
+
+    ahead_s: float
+    uncertainty_s: float
+
+
+def clock_skew(channel: Channel) -> Skew:
+    """Of the quickest of some round trips: the host's time lies in the middle of it, give or take half of it."""
+    best: Skew | None = None
+    for _ in range(PINGS):
+        started, sent = time.monotonic(), time.time()
+        theirs = channel.ask("clock", 10)["time"]
+        trip = time.monotonic() - started
+        if best is None or trip / 2 < best.uncertainty_s:
+            best = Skew(theirs - sent - trip / 2, trip / 2)
+    assert best is not None
+    return best
+
+
+def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """One line of all that differs. facts: host → what its agent tells."""
+    if len(facts) < 2:
+        return
+    names = sorted({name for told in facts.values() for name in told["versions"]})
+    parts = []
+    for name in names:
+        groups = _by_value({host: told["versions"].get(name, "missing") for host, told in facts.items()})
+        if len(groups) > 1:
+            parts.append(f"{name} {', '.join(f'{value} on {_some(hosts)}' for value, hosts in groups)}")
+    if parts:
+        yield fault("hosts.versions", f"versions differ: {'; '.join(parts)}", "install the same everywhere")
+    else:
+        yield ok("hosts.versions", f"{len(facts)} hosts have the same Python, packages and llmtrain")
+
+
+def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Whether hosts have the same devices."""
+    groups = _by_value({host: " + ".join(sorted(told["devices"])) or "no GPU" for host, told in facts.items()})
+    if len(groups) > 1:
+        text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
+        yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
+
+
+def clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
+    """Clocks that are apart from each other by more than can be explained by the round trip."""
+    if len(skews) < 2:
+        return
+    ahead = max(skews, key=lambda host: skews[host].ahead_s)
+    behind = min(skews, key=lambda host: skews[host].ahead_s)
+    apart = skews[ahead].ahead_s - skews[behind].ahead_s
+    doubt = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
+    if apart - doubt > SKEW_S:
+        text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
+        fix = "run chrony or ntpd on all hosts; the rank that failed first is found by their clocks"
+        yield warning("hosts.clocks", text, fix)
+    else:
+        yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")
+
+
+def _by_value(values: Mapping[str, str]) -> list[tuple[str, Sequence[str]]]:
+    groups: dict[str, list[str]] = {}
+    for host, value in values.items():
+        groups.setdefault(value, []).append(host)
+    return sorted(groups.items(), key=lambda group: -len(group[1]))
+
+
+def _some(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts) if len(hosts) <= 4 else f"{', '.join(hosts[:3])} and {len(hosts) - 3} more"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.2g} ms"

@@ -1,0 +1,158 @@
+"""What starts workers on several hosts at once: DeepSpeed's launcher over pdsh, or Open MPI's mpirun; pure."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from llmtrain.launch.hostfile import Host, hostfile_of, include_of
+
+RunnerName = Literal["pdsh", "openmpi"]
+ANSWER_S = 10
+"""A host that does not answer ssh so soon is named and nothing is started."""
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}")
+ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+"""Has ssh notice a host without power, which closes no connection."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started."""
+
+    hosts: tuple[Host, ...]
+    start: Path
+    """The program of each worker: the same path on all hosts, and none that means something to a shell."""
+    address: str
+    """Where the workers meet: the first host, as the others reach it."""
+    port: int
+
+
+class Runner(Protocol):
+    """One way to start them."""
+
+    packages: Mapping[str, str]
+    """Programs it needs here → Debian package."""
+    takes_any_path: bool
+    """Whether the path of Python may have any character."""
+    lost: re.Pattern[str]
+    """What its log says where it has lost a `host`."""
+    struck: re.Pattern[str] | None
+    """What its log says where a `rank` was ended by a `signal`, of which it can say nothing itself."""
+
+    def command(self, launch: Launch, folder: Path) -> list[str]:
+        """Its command line. folder: for files of its own."""
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Its variables: as few as may be, since it may hand them on in its own way."""
+
+    def chatter(self) -> Callable[[str], bool]:
+        """Tells its own lines, which go to the log, from those of workers; to be asked about each line in turn."""
+
+
+class Pdsh(Runner):
+    """DeepSpeed's launcher, which calls pdsh."""
+
+    packages: Mapping[str, str] = {"pdsh": "pdsh", "ssh": "openssh-client"}
+    takes_any_path = False
+    lost = re.compile(r"pdsh@\S+: (?P<host>\S+): ssh exited with exit code 255")
+    struck: re.Pattern[str] | None = None  # it tells the process, and not the rank
+    _CHATTER = re.compile(
+        r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[(DEBUG|INFO|WARNING|ERROR)\] \["
+        r"|pdsh@|ssh exited with exit code|closed by remote host"
+    )
+
+    def command(self, launch: Launch, folder: Path) -> list[str]:
+        """Each worker is told its place by DeepSpeed, in variables."""
+        hostfile = folder / "hostfile"
+        hostfile.write_text(hostfile_of(launch.hosts))
+        launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
+        hosts = ["--hostfile", str(hostfile), "--include", include_of(launch.hosts)]
+        meeting = ["--master_addr", launch.address, "--master_port", str(launch.port)]
+        options = ["--launcher", "pdsh", "--launcher_args=-N", "--no_local_rank", "--force_multi"]
+        return [*launcher, *hosts, *meeting, *options, str(launch.start)]
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Without what DeepSpeed's launcher would hand on by itself, unquoted."""
+        exported = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+        kept = {name: value for name, value in env.items() if not name.startswith(exported)}
+        return kept | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": ALIVE}
+
+    def chatter(self) -> Callable[[str], bool]:
+        """By what each line looks like."""
+        return lambda line: self._CHATTER.search(line) is not None
+
+
+class OpenMpi(Runner):
+    """`mpirun`, called by us and not by DeepSpeed, whose runner takes no filter and passes no signal on."""
+
+    packages: Mapping[str, str] = {"mpirun": "openmpi-bin", "ssh": "openssh-client"}
+    takes_any_path = True
+    lost = re.compile(
+        r"lost communication with a remote daemon\.\s.*?Remote daemon: \S+ on node (?P<host>\S+)", re.DOTALL
+    )
+    struck = re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+ \(.*?\))")
+    _RULE = re.compile(r"-{20,}\s*$")
+    _KEPT = re.compile(
+        r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TERM|TMPDIR|SSH_\w+|KRB5CCNAME|(OMPI|PRTE|PMIX)_MCA_\w+"
+    )
+    _NOTICE: Mapping[str, int] = {f"oob_tcp_keepalive_{name}": 3 for name in ("time", "intvl", "probes")}
+    """Seconds after which a host without power is lost; Open MPI's own are minutes."""
+
+    def command(self, launch: Launch, folder: Path) -> list[str]:
+        """Each host is a part of its own, so that ranks come in the order of hosts, and each knows which it is on."""
+        parameters = {
+            "plm": "rsh",
+            "plm_rsh_args": " ".join((*SSH_OPTIONS, ALIVE)),
+            "plm_rsh_no_tree_spawn": 1,  # hosts need not reach each other by ssh
+            **self._NOTICE,
+        }
+        options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        # It would bind each rank to one core, its threads included.
+        options += ["--bind-to", "none", "--wdir", "/"]
+        for name, value in parameters.items():
+            options += ["--mca", name, str(value)]
+        parts: list[str] = []
+        for node, host in enumerate(launch.hosts):
+            count, devices = str(len(host.devices)), ",".join(map(str, host.devices))
+            place = [":"] * bool(node) + ["--host", f"{host.name}:{count}", "-n", count]
+            meeting = [launch.address, str(launch.port)]
+            parts += [*place, sys.executable, str(launch.start), str(node), devices, *meeting]
+        return [mpirun() or "mpirun", *options, *parts]
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """What ssh would give a login: ranks of this host would inherit the rest, and others not."""
+        return {name: value for name, value in env.items() if self._KEPT.fullmatch(name)}
+
+    def chatter(self) -> Callable[[str], bool]:
+        """It writes paragraphs between two lines of dashes, and single lines that begin with its place."""
+        inside = False
+
+        def is_chatter(line: str) -> bool:
+            nonlocal inside
+            is_rule = self._RULE.match(line) is not None
+            found = inside or is_rule or re.match(r"\[\S+:\d+\] |mpirun: |Connection to \S+ closed", line) is not None
+            inside = inside != is_rule
+            return found
+
+        return is_chatter
+
+
+RUNNERS: Mapping[RunnerName, Runner] = {"pdsh": Pdsh(), "openmpi": OpenMpi()}
+
+
+def mpirun() -> str | None:
+    """The name of an mpirun that is Open MPI's; None where there is none. MPICH's has the same name."""
+    for name in ("mpirun", "mpirun.openmpi"):
+        if shutil.which(name) is None:
+            continue
+        said = subprocess.run([name, "--version"], capture_output=True, text=True, check=False).stdout
+        if re.search(r"Open ?MPI|OpenRTE|PRRTE", said):
+            return name
+    return None

@@ -1,0 +1,57 @@
+"""A worker under torchrun or accelerate, which know no exit code but 0: `python -m ... FOLDER PYTHON_ARGUMENT...`.
+
+It runs Python as its child, notes the child's process id and how it ended in a folder, and tells the tool that all is
+well where the child stopped after saving.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from llmtrain.durable import write_atomically
+from llmtrain.errors import Exit
+from llmtrain.launch.local import STOPS, die_with
+
+
+def main() -> None:
+    """Runs the worker; leaves with its exit code, or 0 where that is 75."""
+    folder, *arguments = sys.argv[1:]
+    rank = os.environ.get("RANK", "0")
+    tool = os.getppid()
+    told: list[int] = []
+    children: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        """The tool ends its workers with SIGTERM, where another one has failed."""
+        told.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    for stop in STOPS:
+        signal.signal(stop, pass_on)
+    prctl = ctypes.CDLL(None).prctl
+    die_with(tool, prctl)
+    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(die_with, os.getpid(), prctl))
+    children.append(child)
+    for number in told:
+        child.send_signal(number)
+    write_atomically(Path(folder) / f"{rank}.pid", str(child.pid))
+    code = child.wait()
+    ended = {"rank": int(rank), "code": code, "time": time.time(), "told": bool(told)}
+    write_atomically(Path(folder) / f"{rank}.ended.json", json.dumps(ended))
+    if code < 0:
+        code = 128 - code
+    sys.exit(0 if code == Exit.RESUME else code)
+
+
+if __name__ == "__main__":
+    main()

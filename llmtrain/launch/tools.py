@@ -1,0 +1,213 @@
+"""Workers of this machine started by torchrun or accelerate, and the lines by which those start a plan on several.
+
+Both turn every exit code into 1, die of signals that mean "save", and say first what failed last. So they start
+workers through `llmtrain.launch.tool_worker`, and what happened is read there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any, Literal
+
+from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
+from llmtrain.launch.accelerate import has_configuration, render_configuration
+from llmtrain.launch.failure import Failure
+from llmtrain.launch.local import SUDDEN, caught_signals, clear_failures, die_with
+from llmtrain.plan.plan import Plan
+from llmtrain.run_dir import RunDir
+
+Tool = Literal["torchrun", "accelerate"]
+TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
+PORT = 29500
+"""Where the nodes of a printed line meet, on the first of them."""
+LOOK_S = 0.2
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+@dataclass(frozen=True)
+class ToolJob:
+    """What a tool starts."""
+
+    tool: Tool
+    plan: Plan
+    run_dir: RunDir
+    arguments: tuple[str, ...]
+    """Of `llmtrain.worker`."""
+
+
+def check_tool(tool: Tool, plan: Plan) -> None:
+    """Raises RecipeError where the tool cannot start the plan."""
+    if tool == "accelerate" and not has_configuration(plan):
+        strategy = plan.recipe.parallel.strategy
+        message = f"has no configuration for parallel.backend={strategy}"
+        raise RecipeError(Problem("launch.accelerate", "--launcher accelerate", message, "--launcher torchrun"))
+
+
+def run_by_tool(job: ToolJob) -> int:
+    """Starts the workers of a plan on this machine, and waits for them; returns and raises as `run_workers`."""
+    clear_failures(job.run_dir)
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
+        folder = Path(name)
+        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.worker", *job.arguments]
+        job.run_dir.write_launch(job.tool, job.plan.workers, command)
+        log = job.run_dir.logs / "launcher.log"
+        with caught_signals() as events, log.open("ab") as errors, started(command, errors) as process:
+            stopped_by, impatient = wait(process, folder, events)
+            if impatient:
+                return 128 + signal.SIGINT
+            return _outcome(job, folder, process.returncode, stopped_by)
+
+
+def _tool(job: ToolJob) -> list[str]:
+    if job.tool == "torchrun":
+        return [*TORCHRUN, "--standalone", f"--nproc-per-node={job.plan.workers}"]
+    configuration = job.run_dir.path / "accelerate.yaml"
+    configuration.write_text(render_configuration(job.plan, job.run_dir.ds_config_file.absolute()), encoding="utf-8")
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+
+
+def worker_command(folder: Path) -> list[str]:
+    """What a tool starts for each worker, but for the arguments of its Python. folder: where it tells of itself."""
+    return ["-m", "llmtrain.launch.tool_worker", str(folder)]
+
+
+@contextmanager
+def started(command: list[str], errors: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A tool, in a session of its own: a Ctrl-C goes to the workers by us. errors: takes what it says itself."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,
+        preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()  # workers die with the tool, by `die_with`
+        process.wait()
+
+
+def wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
+    """Waits for a tool; the signal that stopped the run, and whether a second Ctrl-C ended the wait.
+
+    events: the numbers of signals, as they come.
+    """
+    stopped_by: int | None = None
+    told: set[str] = set()
+    while process.poll() is None:
+        with suppress(Empty):
+            event: int = events.get(timeout=LOOK_S)
+            if stopped_by is not None and event == signal.SIGINT:
+                return stopped_by, True
+            stopped_by = stopped_by or event
+        if stopped_by is not None:
+            _tell(folder, stopped_by, told)
+    return stopped_by, False
+
+
+def _tell(folder: Path, number: int, told: set[str]) -> None:
+    """Sends a signal to the workers that have begun and were not told yet."""
+    for file in folder.glob("*.pid"):
+        if file.name not in told and not file.with_suffix(".ended.json").exists():
+            with suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), number)
+        told.add(file.name)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a worker ended, as its parent saw it."""
+
+    rank: int
+    code: int
+    """As in `subprocess`: negative for a signal."""
+    time: float
+    told: bool
+    """Whether the tool had ended it, since another one had failed."""
+
+    @classmethod
+    def all_in(cls, folder: Path) -> list[Ended]:
+        """Those of a folder."""
+        return [cls(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
+
+    @property
+    def failed(self) -> bool:
+        """Whether it neither came to its end nor stopped after saving."""
+        return self.code not in (Exit.DONE, Exit.RESUME)
+
+    @property
+    def blame(self) -> tuple[int, float]:
+        """Orders failures: who was struck down can have been brought down by no other."""
+        return (0 if -self.code in SUDDEN and not self.told else 1), self.time
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exited with code {self.code} and said nothing"
+        hint = "; the kernel's out-of-memory killer does this" if -self.code == signal.SIGKILL else ""
+        return f"killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
+
+
+def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None) -> int:
+    """The exit code of the whole, or the error of the worker that failed first."""
+    workers = Ended.all_in(folder)
+    failed = [worker for worker in workers if worker.failed]
+    if len(workers) == job.plan.workers and not failed:
+        return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
+    failures = [Failure.read(job.run_dir.error_file(worker.rank)) for worker in failed]
+    written = min((failure for failure in failures if failure), key=lambda one: one.time, default=None)
+    first = min(failed, key=lambda one: one.blame, default=None)
+    struck = first is not None and first.blame[0] == 0
+    if written is not None and (error := written.user_error()) is not None and not struck:
+        raise error
+    if stopped_by is not None:
+        return 128 + stopped_by
+    if first is None:
+        message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
+        raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))
+    rank = written.rank if written and not struck else first.rank
+    message = written.summary if written and not struck else str(first)
+    raise WorkerError(Problem("worker.died", f"rank {rank}", message, f"see {job.run_dir.log_file(rank)}"))
+
+
+def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, planned: tuple[str, ...]) -> list[str]:
+    """What starts a plan by hand, as lines of sh: for several machines, the one that each of them runs.
+
+    script: the recipe file and its arguments, with its run directory. folder: where the plan is written for
+    accelerate, by `llmtrain` with the arguments `planned`.
+    """
+    nodes, each = plan.cluster.nodes, plan.cluster.devices_per_node
+    head, node = '"${HEAD:?the first node}"', '"${NODE:?0 on the first node, 1 on the next}"'
+    if tool == "torchrun":
+        alone = f"torchrun --standalone --nproc-per-node {each}"
+        place = f"--node-rank {node} --master-addr {head} --master-port {PORT}"
+        several = f"python -m llmtrain.launch.torchrun --nnodes {nodes} --nproc-per-node {each} {place}"
+        return [*_where(nodes), f"{several if nodes > 1 else alone} {shlex.join(script)}"]
+    write = shlex.join(["llmtrain", *planned, "--write", str(folder)])
+    place = f" --machine_rank {node} --main_process_ip {head} --main_process_port {PORT}" if nodes > 1 else ""
+    configuration = shlex.quote(str(folder / "accelerate.yaml"))
+    return [
+        "# once",
+        write,
+        *_where(nodes),
+        f"accelerate launch --config_file {configuration}{place} {shlex.join(script)}",
+    ]
+
+
+def _where(nodes: int) -> list[str]:
+    """A comment on where the line is to be run."""
+    where = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
+    return [where] if nodes > 1 else []

@@ -1,0 +1,56 @@
+"""torchrun on one of several nodes, with the signals and exit codes of our own launcher: `python -m ... ARGUMENT...`.
+
+Its arguments are torchrun's. That itself ends with 1 whatever happened, leaves workers half a minute to save, and dies
+of SIGUSR1; batch systems and Kubernetes decide by exit codes what becomes of a job.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from llmtrain.errors import Exit
+from llmtrain.launch.local import caught_signals
+from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
+
+OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
+"""What another attempt would make again."""
+
+
+def main() -> None:
+    """Runs torchrun, and leaves with 0, 75 where the run was stopped and saved, 2, 3 or 4 for a mistake, else 5."""
+    options, script = split(sys.argv[1:])
+    if not script:
+        print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] RECIPE.py [ARGUMENTS]", file=sys.stderr)
+        sys.exit(Exit.USAGE)
+    with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
+        folder = Path(name)
+        command = [*TORCHRUN, *options, *worker_command(folder), *script]
+        with caught_signals() as events, started(command) as process:
+            stopped_by, impatient = wait(process, folder, events)
+            if impatient:
+                sys.exit(128 + signal.SIGINT)
+            sys.exit(code_of(Ended.all_in(folder), process.returncode, stopped_by))
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """torchrun's options, and the script with its arguments: the first word that ends in `.py` begins it."""
+    at = next((index for index, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    return arguments[:at], arguments[at:]
+
+
+def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
+    """The exit code of the node. tool: that of torchrun itself."""
+    failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.blame)
+    if tool == 0 and not failed:
+        return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
+    mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
+    if mistake is not None:
+        return mistake
+    return 128 + stopped_by if stopped_by is not None else Exit.WORKER
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Which kernels a plan runs with where its recipe leaves that open; pure."""
+
+from __future__ import annotations
+
+from llmtrain.plan.flops import head_parameters
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Recipe
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are held at once: enough for the head's product to be limited by arithmetic, not by memory."""
+LOGIT_BYTES = 12
+"""Bytes per logit when the loss's backward pass begins: log-softmax, and the gradients of both, in fp32."""
+LARGE_LOSS = 2**30
+"""Bytes of the logits of a micro-batch from which on they are not held at once."""
+SMALL_HEAD = 0.03
+"""Largest part of a token's parameters that the head may be for its product to be worth doing twice."""
+
+WHOLE_LOSS = {
+    "data_parallel": "nn.DataParallel copies the model, and not what takes its forward's place",
+    "fsdp2": "FSDP2 has given the head's weights back when its product is made again (a segmentation fault)",
+}
+"""Strategies that must have the logits, and why."""
+
+
+def chunks_loss(plan: Plan) -> bool:
+    """Whether the loss is computed without the logits of all tokens at once."""
+    recipe, facts = plan.recipe, plan.model
+    if recipe.kernels.loss != "auto":
+        return recipe.kernels.loss == "chunked"
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.layout.sp
+    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens <= LARGE_LOSS:
+        return False
+    return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
+
+
+def needs_whole_loss(recipe: Recipe) -> str:
+    """Why the engine must have the logits; empty where it need not."""
+    if recipe.parallel.pipeline > 1:
+        return "the last stage of a pipeline hands its logits to the engine"
+    return WHOLE_LOSS.get(recipe.parallel.strategy, "")
+
+
+def recomputes_loss(recipe: Recipe) -> bool:
+    """Whether a chunk's logits are computed again in the backward pass (`llmtrain.models.chunked`)."""
+    return recipe.parallel.zero_stage == 3 or recipe.parallel.precision in ("fp16", "autocast_fp16")

@@ -1,0 +1,84 @@
+"""Hosts that are not reached, and why; ssh is a program of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.doctor import reach
+from llmtrain.doctor.reach import Channel, UnreachableError, beside, explain, over_ssh
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "check", "meaning"),
+    [
+        (255, "Host key verification failed.", "ssh.connection", "its host key is not in ~/.ssh/known_hosts"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh.connection",
+            "its host key is another one",
+        ),
+        (255, "root@h2: Permission denied (publickey).", "ssh.connection", "no key of yours is accepted"),
+        (255, "ssh: Could not resolve hostname h2: Name unknown", "ssh.connection", "its name is unknown here"),
+        (255, "ssh: connect to host h2 port 22: No route to host", "ssh.connection", "no route leads there"),
+        (255, "ssh: connect to host h2 port 22: Connection refused", "ssh.connection", "no ssh server listens"),
+        (255, "ssh: connect to host h2 port 22: Connection timed out", "ssh.connection", "does not answer within 10 s"),
+        (255, "kex_exchange_identification: read: Connection reset by peer", "ssh.connection", "ends the connection"),
+        (255, "something new", "ssh.connection", "the connection has ended: something new"),
+        (1, "bash: line 1: cd: /work: No such file or directory", "ssh.folder", "there is no folder"),
+        (127, "env: 'python': No such file or directory", "ssh.llmtrain", "or llmtrain is not there"),
+        (1, "ModuleNotFoundError: No module named 'llmtrain'", "ssh.llmtrain", "or llmtrain is not there"),
+        (3, "", "ssh.llmtrain", "ended with code 3 there: it said nothing"),
+    ],
+)
+def test_what_ssh_says_is_explained(code, said, check, meaning):
+    finding = explain("h2", code, said.splitlines())
+    assert (finding.check, finding.level) == (check, "fault")
+    assert finding.text.startswith("h2: ")
+    assert meaning in finding.text
+    assert "HOST" not in finding.fix
+
+
+def test_a_host_that_says_nothing_is_given_up(programs, monkeypatch):
+    programs("ssh", "").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(reach, "ANSWER_S", -0.8)  # and one second of grace
+    with pytest.raises(UnreachableError, match="h2 does not answer within"):
+        over_ssh("h2", {})
+
+
+def test_a_host_that_refuses_is_told_in_its_own_words(programs):
+    programs("ssh", "").write_text("#!/bin/sh\necho 'h2: Permission denied (publickey).' >&2\nexit 255\n")
+    with pytest.raises(UnreachableError, match="no key of yours is accepted"):
+        over_ssh("h2", {})
+
+
+def test_an_agent_is_reached_past_a_talkative_shell_and_gets_the_variables(programs):
+    """Its variables are on no command line."""
+    ssh = programs("ssh", "")
+    ssh.write_text(f'#!/bin/sh\necho "$*" > {ssh}.line\necho Welcome to h2\nfor last; do :; done\neval "$last"\n')
+    channel = over_ssh("h2", {"HF_TOKEN": "secret", "NCCL_DEBUG": "a b\n$(c)"})
+    try:
+        assert abs(channel.ask("clock", 10)["time"] - reach.time.time()) < 60
+        assert channel.ask("addresses", 10)["addresses"] is not None
+    finally:
+        channel.close()
+    assert "secret" not in (ssh.parent / "ssh.line").read_text()
+
+
+def test_an_agent_ends_with_its_input_whatever_it_is_at():
+    """It was not so: a build went on for minutes after a Ctrl-C."""
+    channel = beside()
+    channel.ask("clock", 60)
+    channel.send("look", run_root="runs", master=None, devices=[])  # loads torch, which takes seconds
+    channel.close()
+    assert channel.exit_code == 0  # by itself, and was not killed
+
+
+def test_who_asks_an_agent_that_has_ended_is_told_each_time():
+    channel = Channel("h2", ["sh", "-c", "echo out of order >&2; exit 3"])
+    try:
+        for _ in range(2):
+            with pytest.raises(UnreachableError, match="ended with code 3 there: out of order"):
+                channel.ask("clock", 60)
+    finally:
+        channel.close()

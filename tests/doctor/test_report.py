@@ -1,0 +1,76 @@
+"""What people see, on terminals of several widths and in pipes, and what programs read."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from llmtrain.doctor.finding import fault, ok, warning
+from llmtrain.doctor.report import HostReport, Report, show
+
+LONG = "a text that is longer than a line of a terminal of eighty characters and is so broken there, at a space"
+SAME = ok("versions.python", "Python 3.11")
+FACTS = {"host": "x"}
+
+
+def _shown(report, width=None):
+    file = io.StringIO()
+    show(report, Console(file=file, force_terminal=width is not None, color_system=None, width=width))
+    return file.getvalue()
+
+
+@pytest.fixture
+def report():
+    one = HostReport("h1", [SAME, ok("storage.shm", "8 GiB"), warning("limits.open_files", "few", "ulimit")], FACTS)
+    two = HostReport("h2", [SAME, ok("storage.shm", LONG), warning("limits.open_files", "few", "ulimit")], FACTS)
+    lost = HostReport("h3", [fault("ssh.connection", "h3: no route leads there", "is it on?")])
+    return Report([one, two, lost], [ok("all_reduce", "correct")])
+
+
+def test_what_hosts_share_is_said_once_and_faults_come_last(report):
+    lines = _shown(report).splitlines()
+    assert lines[0] == "2 hosts: h1, h2"
+    assert [line for line in lines if "Python 3.11" in line] == ["  versions      Python 3.11"]
+    assert "  storage       h1: 8 GiB" in lines
+    assert f"                h2: {LONG}" in lines  # a pipe gets whole lines
+    assert "warning: h1, h2: few [limits.open_files]" in lines
+    assert lines[-5:] == [
+        "",
+        "fault: h3: no route leads there [ssh.connection]",
+        "    is it on?",
+        "",
+        "1 fault, 1 warning",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_terminal_gets_lines_that_fit(report, width):
+    assert max(map(len, _shown(report, width).splitlines())) <= width
+    assert LONG.split()[-1] in _shown(report, width)
+
+
+def test_a_healthy_machine_needs_no_names():
+    assert _shown(Report([HostReport("this machine", [SAME], FACTS)])).splitlines() == [
+        "this machine",
+        "  versions      Python 3.11",
+        "",
+        "nothing is wrong",
+    ]
+
+
+def test_brackets_in_findings_are_no_markup():
+    assert "[/not] [red]" in _shown(Report([HostReport("h", [ok("a.b", "[/not] [red]")], FACTS)]))
+
+
+def test_the_document_has_every_host(report):
+    document = report.document()
+    assert (document["faults"], document["warnings"]) == (1, 2)
+    assert [(host["host"], host["reached"]) for host in document["hosts"]] == [
+        ("h1", True),
+        ("h2", True),
+        ("h3", False),
+    ]
+    assert document["hosts"][2]["findings"][0]["fix"] == "is it on?"
+    assert document["all_reduce"] is None

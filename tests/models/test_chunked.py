@@ -1,0 +1,115 @@
+"""The loss in chunks is the loss: value, gradients, and no other order of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.errors import RecipeError
+from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models.chunked import check_chunks
+
+VOCABULARY = 97
+FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+def _model(dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **FIELDS), dtype=dtype)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (2, 19), generator=generator)
+    labels = tokens.roll(-1, dims=1)
+    labels[0, 3:9] = -100
+    return tokens, labels
+
+
+def _gradients(loss, model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gpt2", "opt", "bloom", "gemma2", "cohere", "granite", "falcon_h1", "qwen3_moe", "modernbert-decoder"],
+)
+def test_families_come_apart(family):
+    """Tied and untied heads, capped and scaled logits, a decoder within a backbone, a router's loss."""
+    check_chunks(AutoConfig.for_model(family))
+
+
+def test_a_family_whose_head_looks_elsewhere_is_refused(monkeypatch):
+    part = ChunkedLoss._part
+    monkeypatch.setattr(ChunkedLoss, "_part", lambda self, hidden, targets: part(self, hidden * 1.01, targets))
+    with pytest.raises(RecipeError, match=r"losses or gradients deviate by .*\n.*kernels\.loss=whole"):
+        check_chunks(AutoConfig.for_model("llama"))
+
+
+def test_a_family_without_a_head_of_its_own_is_refused():
+    with pytest.raises(RecipeError, match="trocr has no head that can be called on its own"):
+        check_chunks(AutoConfig.for_model("trocr"))
+
+
+def test_a_gradient_that_nobody_returns_is_seen(monkeypatch):
+    monkeypatch.setattr(ChunkedLoss, "_head", lambda self: [])
+    with pytest.raises(RecipeError, match="deviate by inf"):
+        check_chunks(AutoConfig.for_model("llama", tie_word_embeddings=False))
+
+
+def test_bf16_sums_the_heads_gradient_in_fp32():
+    """Each side rounds its result once, by 2⁻⁹ at most; the hidden states' gradients each once more, on their way."""
+    tokens, labels = _batch()
+    model = _model(torch.bfloat16)
+    whole = _gradients(target_loss_sum(model(tokens).logits, labels), model)
+    ChunkedLoss(model, tokens=4, recomputed=False)
+    chunks = _gradients(model(tokens, targets=labels).loss_sum, model)
+    for name, gradient in whole.items():
+        assert (chunks[name] - gradient).abs().max() <= 2**-7 * gradient.abs().max(), name
+
+
+def test_without_gradients_it_is_the_same_sum():
+    tokens, labels = _batch()
+    model = _model()
+    with torch.no_grad():
+        whole = target_loss_sum(model(tokens).logits, labels)
+        ChunkedLoss(model, tokens=4, recomputed=False)
+        assert model(tokens, targets=labels).loss_sum.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+def test_the_model_stays_what_it_was():
+    tokens, labels = _batch()
+    model = _model()
+    assert chunked_loss(model) is None
+    names, logits = [name for name, _ in model.named_parameters()], model(tokens).logits
+    loss = ChunkedLoss(model, tokens=4, recomputed=False)
+    model(tokens, targets=labels).loss_sum.backward()
+    assert chunked_loss(model) is loss
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(model(tokens).logits, logits)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_no_tensor_holds_all_logits(recomputed):
+    """Of 38 tokens, in chunks of 4: nothing of more than 4 rows of the vocabulary but weights and their gradients."""
+    tokens, labels = _batch()
+    model = _model()
+    ChunkedLoss(model, tokens=4, recomputed=recomputed)
+    seen = set()
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for one in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(one, torch.Tensor) and one.dim() and one.size(-1) == VOCABULARY:
+                    seen.add(one.numel() // VOCABULARY)
+            return result
+
+    with Shapes():
+        model(tokens, targets=labels).loss_sum.backward()
+    assert seen - {FIELDS["hidden_size"]}
+    assert max(seen - {FIELDS["hidden_size"]}) <= 4

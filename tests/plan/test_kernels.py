@@ -1,0 +1,72 @@
+"""Which kernels a plan runs with, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+from small_plan import small_plan
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import resolve
+from llmtrain.plan.kernels import chunks_loss
+from llmtrain.plan.memory import memory_of
+from llmtrain.plan.time import predict
+
+LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
+WIDE = {"model.config.hidden_size": 512, "model.config.num_hidden_layers": 64}
+"""Enough layers for the head to be a small part of the model."""
+
+
+def logits_of(**fields) -> int:
+    return memory_of(small_plan(**fields)).stages[-1].forward.logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "chunked"),
+    [
+        ({}, False),
+        (LARGE, True),
+        (LARGE | {"kernels.loss": "whole"}, False),
+        ({"kernels.loss": "chunked"}, True),
+        (LARGE | {"parallel.pipeline": 2, "parallel.zero_stage": 1}, False),
+        (LARGE | {"parallel.zero_stage": 3}, False),
+    ],
+)
+def test_auto_takes_chunks_where_the_logits_are_large_and_cost_nothing(fields, chunked):
+    assert chunks_loss(small_plan(**fields)) is chunked
+
+
+def test_a_small_head_is_worth_its_product_twice():
+    facts = {**LARGE, "model.config.vocab_size": 4096, "data.sequence_length": 8192, "parallel.zero_stage": 3}
+    assert not chunks_loss(small_plan(**facts))
+    assert chunks_loss(small_plan(**facts, **WIDE, **{"model.config.intermediate_size": 2048}))
+
+
+def test_chunks_take_the_memory_of_a_chunk():
+    whole, fused = (logits_of(**LARGE, **{"kernels.loss": loss}) for loss in ("whole", "chunked"))
+    assert whole == 12 * 128_000 * 8 * 128
+    assert fused == whole + 8 * 128_000 * 64 + 4 * 64 * 8 * 128  # 1,024 tokens are one chunk here
+    longer = LARGE | {"data.sequence_length": 1024}
+    assert logits_of(**longer, **{"kernels.loss": "whole"}) == 8 * whole
+    assert logits_of(**longer) < 1.1 * whole
+    assert logits_of(**longer, **{"kernels.loss": "chunked", "parallel.zero_stage": 3}) == whole
+
+
+def test_a_product_made_twice_takes_its_time():
+    def seconds(loss: str) -> float:
+        recipe = small_plan(**LARGE, **{"kernels.loss": loss, "parallel.zero_stage": 3}).recipe
+        return predict(resolve(recipe, Cluster(devices_per_node=2, device="h100"))).step_s
+
+    assert seconds("chunked") > seconds("whole")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel.pipeline": 2},
+        {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+    ],
+)
+def test_who_needs_the_logits_refuses_chunks(fields):
+    with pytest.raises(RecipeError, match=r"chunked was given, but .*\n.*kernels\.loss=whole"):
+        small_plan(**fields, **{"kernels.loss": "chunked"})
