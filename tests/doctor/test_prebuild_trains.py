@@ -15,7 +15,7 @@ from disk_library import disk_library
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.py"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.breadth  # six minutes of a compiler
 
 
 @pytest.fixture
