@@ -1,13 +1,14 @@
 """Measures how much of a run's time trains it when workers are killed: `python benchmarks/effective_time.py`.
 
 A run of two workers under `llmtrain train --max-restarts` loses a random worker to SIGKILL at seeded, exponentially
-distributed instants. Effective time is what the same steps take in a run that is never killed and never saves, over
-the wall time from the command to its end. The ideal for this interval of checkpoints and these kills saves at once and
-starts at once: it loses nothing but the steps since the last checkpoint that was due. Both are written to
-`results/effective_time.json`, and their ratio.
+distributed instants. Effective time is what its steps take while nothing disturbs them, over the wall time from the
+command to its end. The ideal for this interval of checkpoints and these kills saves at once and starts at once: it
+loses nothing but the steps since the last checkpoint that was due. Both are written to `results/effective_time.json`,
+and their ratio.
 
-A step of the run that is left alone is measured before and after, by the clock on the wall: the difference between a
-longer and a shorter run, so that their starts cancel. The machine must have nothing else to do.
+Undisturbed, a step takes the median of the hundred steps around it: a run that is measured apart would not do, since
+machines change their speed by a fifth within minutes (seen). What a save slows down and what is slower by chance count
+as lost. The machine must have nothing else to do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import platform
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ RESULT = ROOT / "benchmarks/results/effective_time.json"
 sys.path.append(str(ROOT / "tests" / "run"))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
+from commands import metrics  # noqa: E402
 from small_runs import write_small_recipe  # noqa: E402
 
 from llmtrain.run_dir import environment  # noqa: E402
@@ -44,7 +47,10 @@ FIELDS = {
     "batch.micro_batch_size": 4,
     "evaluation.every_steps": 0,
     "export.at_end": "false",
+    "logging.every_steps": 10,
 }
+AROUND = 5
+"""Logged lines on each side of one that it is compared with."""
 
 
 def main() -> None:
@@ -53,26 +59,23 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0, help="of training, without the kills")
     parser.add_argument("--between", type=float, default=240.0, help="mean seconds between kills")
     parser.add_argument("--interval", type=float, default=10.0, help="seconds of training between checkpoints")
-    parser.add_argument("--reference", type=int, default=1200, help="steps of the runs that are left alone")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = write_small_recipe(folder)
-        before_s = step_s = _step_time(recipe, folder / "before", options.reference)
+        step_s = _step_time(recipe, folder / "before")
         steps, every = round(60 * options.minutes / step_s), max(1, round(options.interval / step_s))
         command = _command(recipe, folder / "run", steps, every)
         command += ["--max-restarts", "1000"]
         kills = _instants(options.between, random.Random(options.seed))
         wall_s, lost = _killed_run(command, folder / "run", every, kills, random.Random(options.seed))
-        after_s = _step_time(recipe, folder / "after", options.reference)
-    step_s = (before_s + after_s) / 2
-    training_s = steps * step_s
+        training_s = _undisturbed_s(folder / "run")
+    step_s = training_s / steps
     effective, ideal = training_s / wall_s, training_s / (training_s + sum(lost) * step_s)
     _write(
         {
             "step_s": round(step_s, 5),
-            "step_s_before_and_after": [round(before_s, 5), round(after_s, 5)],
             "steps": steps,
             "checkpoint_every_steps": every,
             "mean_s_between_kills": options.between,
@@ -93,16 +96,27 @@ def _command(recipe: Path, run: Path, steps: int, every: int) -> list[str]:
     return [*base, "--nproc", str(WORKERS), *sets]
 
 
-def _step_time(recipe: Path, folder: Path, steps: int) -> float:
-    """Wall seconds of a step of a run that is left alone and saves at its end only."""
-    short = steps // 10
-    took = {}
-    for count in (short, short + steps):
-        command = _command(recipe, folder / str(count), count, count)
-        started = time.monotonic()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        took[count] = time.monotonic() - started
-    return (took[short + steps] - took[short]) / steps
+def _step_time(recipe: Path, folder: Path) -> float:
+    """Seconds of a step of a short run, to know how many make the minutes that are asked for."""
+    subprocess.run(_command(recipe, folder, 200, 200), check=True, stdout=subprocess.DEVNULL)
+    return statistics.median(line["step_time_s"] for line in _lines(folder))
+
+
+def _undisturbed_s(run: Path) -> float:
+    """What all steps of a run take, each as long as those around it do."""
+    lines = _lines(run)
+    seconds = [line["step_time_s"] for line in lines]
+    last, total = 0, 0.0
+    for number, line in enumerate(lines):
+        around = seconds[max(0, number - AROUND) : number + AROUND + 1]
+        total += (line["step"] - last) * statistics.median(around)
+        last = line["step"]
+    return total
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    """Of the steps that were kept."""
+    return [line for line in metrics(run) if "loss" in line]
 
 
 def _instants(mean_s: float, generator: random.Random) -> Iterator[float]:

@@ -75,11 +75,11 @@ OTHERS = (
     Script(
         "effective_time",
         "Effective time under kills",
-        "What a run's steps take alone, over the wall time of a run whose workers are killed and started again; "
+        "What a run's steps take undisturbed, over the wall time of a run whose workers are killed and started again; "
         "more in [docs/faults.md](../docs/faults.md).",
-        ("python", "benchmarks/effective_time.py", "--minutes", "7", "--between", "200"),
+        ("python", "benchmarks/effective_time.py"),
         _effective,
-        minutes=10,
+        minutes=18,
     ),
     Script(
         "verify_tiny",
