@@ -71,6 +71,7 @@ class ReferenceEngine:
             loss.backward()  # type: ignore[no-untyped-call]
             self._collect_gradients()
             total += loss_sum.detach()
+        self._fill_gradients()
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         self._reduce_gradients()
         grad_norm = nn.utils.clip_grad_norm_(self.trained, limit)
@@ -158,6 +159,12 @@ class ReferenceEngine:
                 gradient = weight.grad.float()
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 weight.grad = None
+
+    def _fill_gradients(self) -> None:
+        """Zeros for a weight that no token met, as of an expert: torch would leave it out, ZeRO decays it."""
+        for weight in self.trained:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     @torch.no_grad()
     def _round_masters(self) -> None:

@@ -21,12 +21,11 @@ from llmtrain.plan import resolve
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 PLANS = LAYOUTS | BACKENDS | EXPERTS
-QUICK = ("dp2-pp2-tp1-zero1",)
-SLOW = tuple(PLANS)[::4]
+SLOW = ("dp2-pp2-tp1-zero1", *tuple(PLANS)[::4])
 
 
 def _mark(name: str):
-    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.breadth
+    return pytest.mark.slow if name in SLOW else pytest.mark.breadth
 
 
 def _others(name: str) -> dict:

@@ -48,3 +48,12 @@ def test_a_saved_bf16_reference_continues_as_it_was(tmp_path):
     assert ours == theirs
     for mine, other in zip(engine.masters.values(), again.masters.values(), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_weight_that_no_token_met_decays_like_the_others():
+    model = build_model(RECIPE, torch.float32, CPU)
+    model.unmet = torch.nn.Parameter(torch.ones(2, 2))
+    engine = ReferenceEngine(model, RECIPE.with_(**{"parallel.precision": "fp32", "optim.lr": 1e-2}))
+    for step in range(3):
+        engine.train_step(step_batch(step, 2, GLOBAL_BATCH // 2))
+    assert (model.unmet < 1).all()

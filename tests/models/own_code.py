@@ -85,6 +85,7 @@ class OwnForCausalLM(PreTrainedModel):
 
 def write_folder(folder: Path, replaced: dict[str, str] | None = None, **config: object) -> Path:
     """Code, configuration and weights. replaced: pieces of the code, and what is there instead."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     code = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
@@ -100,5 +101,7 @@ def write_folder(folder: Path, replaced: dict[str, str] | None = None, **config:
             text = text.replace(old, new)
         (folder / name).write_text(text)
     loaded = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    AutoModelForCausalLM.from_config(loaded, trust_remote_code=True).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(loaded, trust_remote_code=True).save_pretrained(folder)
     return folder

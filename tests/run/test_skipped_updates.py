@@ -58,6 +58,7 @@ def _train(recipe: Path, run_dir: Path, **fields: object):
     return run(*torchrun, recipe, "--run-dir", run_dir, *settings)
 
 
+@pytest.mark.slow
 def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 2})
     assert result.returncode == 0, result.stdout + result.stderr
