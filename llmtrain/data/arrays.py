@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,6 +13,8 @@ from numpy.typing import DTypeLike, NDArray
 from llmtrain.errors import DataError, Problem
 
 BUFFER_BYTES = 1 << 20
+ADVICE_PAGES = (128 << 10) // mmap.PAGESIZE
+"""Of one advice: Linux reads no more than the readahead of the device, which is 128 KiB where nobody has set it."""
 
 
 class ArrayWriter:
@@ -49,5 +52,41 @@ def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArra
         raise DataError(Problem("data.store", str(path), state, f"remove {folder} and prepare again"))
     if length == 0:
         return np.empty(0, dtype)  # an empty file cannot be mapped
-    # The base class: indexing an np.memmap makes an np.memmap each time, which is slow.
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))
+    with path.open("rb") as file:
+        # Not an np.memmap: indexing one makes an np.memmap each time, which is slow.
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+
+
+def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    """Has the disk read the ranges starts[i] to ends[i] (items, none of them empty) of an array, and does not wait.
+
+    All are read at once, and nothing else. A page that was not asked for is read when it is touched: each after the
+    one before, and with it as much as the disk's readahead says, often megabytes for a sequence of 4 KiB. Nothing
+    happens for what is in memory, and for arrays that `open_array` has not opened.
+    """
+    mapped = _mapping(array)
+    if mapped is None or not len(starts):
+        return
+    first, end = starts * array.itemsize // mmap.PAGESIZE, (ends * array.itemsize - 1) // mmap.PAGESIZE + 1
+    order = np.argsort(first, kind="stable")
+    first, end = first[order], np.maximum.accumulate(end[order])
+    # Neighbours in one advice: another one begins, and the one before ends, where a page is left out.
+    begins = np.ones(len(first) + 1, bool)
+    begins[1:-1] = first[1:] > end[:-1]
+    for begin, stop in zip(first[begins[:-1]].tolist(), end[begins[1:]].tolist(), strict=True):
+        for page in range(begin, stop, ADVICE_PAGES):
+            size = min(ADVICE_PAGES, stop - page) * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_WILLNEED, page * mmap.PAGESIZE, size)
+
+
+def will_search(array: NDArray[Any]) -> None:
+    """Has a page of an array that `open_array` opened read alone when it is touched, for searches from end to end."""
+    mapped = _mapping(array)
+    if mapped is not None:
+        mapped.madvise(mmap.MADV_RANDOM)
+
+
+def _mapping(array: NDArray[Any]) -> mmap.mmap | None:
+    """What a whole array of `open_array` lies in; None of parts of it, and of others."""
+    mapped = getattr(array.base, "obj", None)
+    return mapped if isinstance(mapped, mmap.mmap) else None

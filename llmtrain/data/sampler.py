@@ -120,11 +120,13 @@ class Schedule:
     def train_batch(self, cursor: int) -> StepBatch:
         """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
         sources, sequences = self.sample_ids(cursor, self._global)
+        # First: it has the disk read for all ranks' rows at once what the rows of this rank need as well.
+        targets = _targets(self._train, sources, sequences)
         micro_batches = []
         for step in range(self._steps):
             rows = self._rows(step)
             micro_batches.append(self._micro_batch(self._train, sources[rows], sequences[rows]))
-        return StepBatch(micro_batches, _targets(self._train, sources, sequences), self._global, cursor)
+        return StepBatch(micro_batches, targets, self._global, cursor)
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
         """Batch after batch from sample `cursor` on, without end, made ahead in a thread; close it to stop."""
@@ -153,10 +155,11 @@ class Schedule:
     def _micro_batch(self, views: list[Samples], sources: Index, sequences: Index) -> MicroBatch:
         """Reads sequences into tensors; rows that are lacking are padding."""
         batch = empty_rows(self._micro, self._prepared.sequence_length, self._prepared.eos_id)
-        for number in np.unique(sources):
+        for number, view in enumerate(views):
             mine = np.flatnonzero(sources == number)
-            for target, values in zip(batch, views[number].read(sequences[mine]), strict=True):
-                target[mine] = values
+            if mine.size:
+                for target, values in zip(batch, view.read(sequences[mine]), strict=True):
+                    target[mine] = values
         return _tensors(batch)
 
     def _check_sizes(self) -> None:
@@ -178,7 +181,8 @@ def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """The sequence that is the n-th one drawn from a source, each epoch in its own order."""
     size = len(source.train)
     epochs, places = np.divmod(numbers, size)
-    for epoch in np.unique(epochs).tolist():
+    # The numbers of a source rise. (`np.unique` imports `numpy.ma` on its first call: 10 ms of a resumed run's batch.)
+    for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
         mine = epochs == epoch
         places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
     return places

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.arrays import open_array
+from llmtrain.data.arrays import open_array, will_need, will_search
 from llmtrain.data.store import Split, Stream
 
 NO_TARGET = -100
@@ -52,6 +52,9 @@ class ConcatSamples:
     sequence_length: int
     mask_documents: bool
 
+    def __post_init__(self) -> None:
+        will_search(self.stream.documents)
+
     def __len__(self) -> int:
         return max(0, len(self.stream) - 1) // self.sequence_length
 
@@ -66,6 +69,7 @@ class ConcatSamples:
     def read(self, index: NDArray[np.int64]) -> Rows:
         """The sequences of `index`; with `mask_documents`, positions start again at each document."""
         length = self.sequence_length
+        will_need(self.stream.tokens, index * length, (index + 1) * length + 1)
         place = index[:, None] * length + np.arange(length)
         positions = np.tile(np.arange(length), (len(index), 1))
         if self.mask_documents:
@@ -109,14 +113,19 @@ class PackedSamples:
 
     def targets(self, index: NDArray[np.int64]) -> int:
         """Every input that is not padding has a target."""
+        will_need(self.target_counts, index, index + 1)
         return int(self.target_counts[index].sum(dtype=np.int64))
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """The sequences of `index`; with `mask_documents`, positions start again at each piece."""
         shape = (len(index), self.sequence_length)
+        will_need(self.offsets, index, index + 2)
         first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
+        will_need(self.starts, first, end)
+        will_need(self.lengths, first, end)
         piece = _runs(first, end - first)
         starts, lengths = self.starts[piece].astype(np.int64), self.lengths[piece].astype(np.int64)
+        will_need(self.stream.tokens, starts, starts + lengths + 1)
         token = _runs(starts, lengths)
         # A row's pieces fill it from the left.
         filled = np.arange(self.sequence_length) < self.target_counts[index].astype(np.int64)[:, None]

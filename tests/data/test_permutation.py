@@ -42,3 +42,16 @@ def test_the_largest_sizes() -> None:
     assert len(np.unique(out)) == 1000
     assert out.min() >= 0
     assert out.max() < size
+
+
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [
+        (1000, [201, 98, 845, 14, 421, 368, 515]),
+        (10**9 + 7, [313287250, 603879375, 932680179, 69587903, 591151881, 511667588, 457230394]),
+        (2**45 + 12345, [32441533227228, 4587787532809, 18275511986746, 19101837731887, 27775130197511]),
+    ],
+)
+def test_the_order_is_the_one_that_checkpoints_were_written_in(size: int, places: list[int]) -> None:
+    index = np.linspace(0, size - 1, 7).astype(np.int64)[: len(places)]
+    assert permute(index, size, permutation_key(1, "source", 0)).tolist() == places

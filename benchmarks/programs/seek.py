@@ -1,0 +1,158 @@
+"""The first sample that a new process asks for, in a corpus of more than 10⁹ sequences; prints one line of JSON.
+
+python -m benchmarks.programs.seek make FOLDER              the corpus
+python -m benchmarks.programs.seek read FOLDER              sample 10⁹, as tensors
+python -m benchmarks.programs.seek read FOLDER --batch      this rank's part of the global batch that begins there
+python -m benchmarks.programs.seek read FOLDER --cold       with nothing of the corpus in the page cache
+
+The process has imported what a worker has, and opened the corpus; the clock runs from its first call to the tensors.
+The corpus has a packed index of three pieces a sequence, and would take 4.4 TB: of its files, only what the sequences
+at 10⁹ need is written, the rest is a hole. How much the disk then reads is shown beside the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEQUENCES = 2**30 + 1
+LENGTH = 2048
+PIECES = (1024, 700, 324)
+SAMPLE = 10**9
+BATCH, MICRO, RANKS, RANK = 512, 8, 64, 3
+
+
+def opened(folder: Path, sequences: int) -> Any:
+    """The corpus of a folder, as `prepare` returns one."""
+    from llmtrain.data import Prepared, PreparedSource, TokenStore
+    from llmtrain.data.cache import Entry
+    from llmtrain.data.samples import packed_samples
+    from llmtrain.data.tokenizer import PreparedTokenizer
+
+    splits = {"train": {"tokens": sequences * LENGTH + 1, "documents": 1}, "eval": {"tokens": 0, "documents": 0}}
+    store = TokenStore(Entry(folder, {"dtype": "uint16", "splits": splits}, made=False))
+    pieces = {
+        "train": {"sequences": sequences, "pieces": sequences * len(PIECES)},
+        "eval": {"sequences": 0, "pieces": 0},
+    }
+    views = [
+        packed_samples(folder, pieces, split, store.streams[split], LENGTH, mask=True, pad_id=0)
+        for split in ("train", "eval")
+    ]
+    source = PreparedSource("large", 1.0, "large", store, *views, made=False)
+    tokenizer = PreparedTokenizer(folder, "none", 2**16, eos_id=0, bos_id=None, made=False)
+    return Prepared(tokenizer, (source,), LENGTH, made=False, seconds=0.0)
+
+
+def schedule_of(folder: Path, sequences: int, batch: bool) -> Any:
+    """What deals out a sample at a time, or the batches of one rank of many."""
+    from llmtrain.data import Schedule
+
+    sizes = (BATCH, MICRO, RANK, RANKS) if batch else (1, 1, 0, 1)
+    return Schedule(
+        opened(folder, sequences),
+        seed=1,
+        global_batch_size=sizes[0],
+        micro_batch_size=sizes[1],
+        gradient_accumulation_steps=1,
+        dp_rank=sizes[2],
+        dp_size=sizes[3],
+    )
+
+
+def make(folder: Path, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict[str, float]:
+    """Writes the sequences of the batch at `sample`; each has the pieces of `PIECES`, anywhere in the tokens."""
+    folder.mkdir(parents=True)
+    sizes = {
+        "train_tokens": 2 * (sequences * LENGTH + 1),
+        "train_documents": 16,
+        "train_starts": 8 * len(PIECES) * sequences,
+        "train_lengths": 4 * len(PIECES) * sequences,
+        "train_offsets": 8 * (sequences + 1),
+        "train_targets": 4 * sequences,
+        **{f"eval_{name}": size for name, size in (("documents", 8), ("offsets", 8))},
+        **{f"eval_{name}": 0 for name in ("tokens", "starts", "lengths", "targets")},
+    }
+    files = {name: os.open(folder / f"{name}.bin", os.O_RDWR | os.O_CREAT) for name in sizes}
+    for name, size in sizes.items():
+        os.truncate(files[name], size)
+
+    def write(name: str, place: int, values: Any) -> None:
+        os.pwrite(files[f"train_{name}"], values.tobytes(), place * values.itemsize)
+
+    random = np.random.default_rng(1)
+    for number in schedule_of(folder, sequences, batch=True).sample_ids(sample, BATCH)[1].tolist():
+        first = len(PIECES) * number
+        starts = random.integers(0, sequences * LENGTH - max(PIECES), len(PIECES)).astype(np.uint64)
+        write("targets", number, np.array([LENGTH], np.uint32))
+        write("offsets", number, np.array([first, first + len(PIECES)], np.uint64))
+        write("starts", first, starts)
+        write("lengths", first, np.array(PIECES, np.uint32))
+        for start, length in zip(starts.tolist(), PIECES, strict=True):
+            write("tokens", start, random.integers(1, 2**16, length + 1, np.uint16))
+    for file in files.values():
+        os.fsync(file)
+        os.close(file)
+    return {"sequences": sequences}
+
+
+def read(folder: Path, batch: bool, cold: bool, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict[str, float]:
+    """The first call of this process. Raises RuntimeError where it finds a hole."""
+    import torch  # noqa: F401 - a worker has it by then
+
+    schedule = schedule_of(folder, sequences, batch)
+    (forget if cold else load)(folder)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+    started, computed = time.perf_counter(), time.thread_time()
+    found = schedule.train_batch(sample)
+    seconds, computed = time.perf_counter() - started, time.thread_time() - computed
+    blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before
+    (rows,) = found.micro_batches
+    if found.target_tokens != LENGTH * (BATCH if batch else 1) or not rows.input_ids.all() or not rows.labels.all():
+        raise RuntimeError(f"{folder} has not what sample {sample} needs: make it again")
+    return {"seek_ms": seconds * 1000, "seek_cpu_ms": computed * 1000, "read_kib": blocks / 2}
+
+
+def forget(folder: Path) -> None:
+    """Takes the files of a folder, which are on the disk, out of the page cache."""
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def load(folder: Path) -> None:
+    """Reads what is written of the files of a folder, so that the page cache has it."""
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        end = 0
+        with suppress(OSError):  # there is no more
+            while True:
+                begin = os.lseek(file, end, os.SEEK_DATA)
+                end = os.lseek(file, begin, os.SEEK_HOLE)
+                os.pread(file, end - begin, begin)
+        os.close(file)
+
+
+def main() -> None:
+    """Makes it, or measures one call."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("make", "read"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--batch", action="store_true")
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
+    found = make(options.folder) if options.part == "make" else read(options.folder, options.batch, options.cold)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The corpus that is mostly a hole: what is sought in it is there, in the page cache or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.programs import seek
+
+
+def test_a_sample_is_found_and_a_hole_is_told(tmp_path):
+    folder = tmp_path / "large"
+    seek.make(folder, sequences=2**20, sample=10**6)
+    for batch in (False, True):
+        for cold in (False, True):
+            found = seek.read(folder, batch, cold, sequences=2**20, sample=10**6)
+            assert found["seek_ms"] > 0
+            assert found["read_kib"] >= 0
+    with pytest.raises(RuntimeError, match="has not what sample 5 needs"):
+        seek.read(folder, batch=True, cold=False, sequences=2**20, sample=5)

@@ -1,0 +1,79 @@
+"""Flat arrays on disk, and what is asked of the disk before they are read."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmtrain.data import arrays
+from llmtrain.data.arrays import ArrayWriter, open_array, will_need, will_search
+
+PAGE = mmap.PAGESIZE
+
+
+class Advised:
+    """In the place of a mapping: the pages of each advice."""
+
+    def __init__(self) -> None:
+        self.pages: list[range] = []
+
+    def madvise(self, advice: int, start: int, size: int) -> None:
+        assert advice == mmap.MADV_WILLNEED
+        assert start % PAGE == 0
+        self.pages.append(range(start // PAGE, start // PAGE + -(-size // PAGE)))
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> Advised:
+    found = Advised()
+    monkeypatch.setattr(arrays, "_mapping", lambda _: found)
+    return found
+
+
+def written(folder: Path, values: np.ndarray) -> np.ndarray:
+    with ArrayWriter(folder, "numbers", values.dtype) as writer:
+        writer.append(values)
+    return open_array(folder, "numbers", values.dtype, len(values))
+
+
+def test_every_page_of_the_ranges_is_asked_for_and_no_other(advised: Advised) -> None:
+    random = np.random.default_rng(1)
+    values = np.zeros(1, np.uint16)
+    for _ in range(50):
+        starts = random.integers(0, 10**7, 40)
+        ends = starts + random.integers(1, 10**5, 40)
+        advised.pages.clear()
+        will_need(values, starts, ends)
+        asked = [page for pages in advised.pages for page in pages]
+        wanted = {
+            page
+            for start, end in zip(starts, ends, strict=True)
+            for page in range(2 * start // PAGE, (2 * end - 1) // PAGE + 1)
+        }
+        assert sorted(asked) == sorted(wanted)  # and none twice
+        assert max(map(len, advised.pages)) * PAGE <= 128 << 10
+
+
+def test_neighbours_are_asked_for_at_once(advised: Advised) -> None:
+    items = PAGE // 8
+    will_need(np.zeros(1, np.int64), np.array([5 * items, 0, items, 3]), np.array([5 * items + 1, 9, 2 * items, 4]))
+    assert advised.pages == [range(2), range(5, 6)]
+    will_need(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+    assert len(advised.pages) == 2
+
+
+def test_what_was_opened_is_read_as_before(tmp_path: Path) -> None:
+    values = np.arange(100_000, dtype=np.uint32)
+    opened = written(tmp_path, values)
+    assert arrays._mapping(opened) is not None
+    assert arrays._mapping(opened[5:]) is None
+    assert arrays._mapping(values) is None
+    for array in (opened, opened[5:], values, np.empty(0, np.uint32)):
+        will_need(array, np.array([0, 70_000]), np.array([1, 100_000]))
+        will_search(array)
+    assert np.array_equal(opened, values)
+    with pytest.raises(ValueError, match="read-only"):
+        opened[0] = 1
