@@ -1,7 +1,7 @@
 """`python -m benchmarks NAME`: answers a question, and leaves what it found in `results/NAME.json`.
 
 Without a NAME it lists the questions. A result is kept only of a whole measurement on a machine that does nothing
-else: `--pairs` below five, `--short` and `--force` print, and write where `--out` says.
+else: fewer `--pairs` than the question needs, `--short` and `--force` print, and write where `--out` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from benchmarks.question import Question, Script
 from benchmarks.questions import QUESTIONS
 
 RESULTS = ROOT / "benchmarks" / "results"
-FEWEST_PAIRS = 5
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", nargs="?", choices=QUESTIONS)
-    parser.add_argument("--pairs", type=int, default=FEWEST_PAIRS, help="runs of each side, in turn")
+    parser.add_argument("--pairs", type=int, help="runs of each side, in turn; what a result needs if not given")
     parser.add_argument("--only", help="cases whose name has this in it")
     parser.add_argument("--short", action="store_true", help="small sizes: shows that all of it runs")
     parser.add_argument("--force", action="store_true", help="measure on a busy machine too")
@@ -42,18 +41,19 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{question.name:15} about {question.minutes:3} min  {question.title}")
         return
     question = QUESTIONS[options.name]
-    is_whole = options.pairs >= FEWEST_PAIRS and not (options.short or options.force or options.only)
-    out = options.out or (RESULTS / f"{question.name}.json" if is_whole else None)
     if not options.force:
         _refuse_busy()
     if isinstance(question, Script):
         _run_script(question, RESULTS / f"{question.name}.json")
         return
-    document = measure(question, options.pairs, options.short, options.only)
+    pairs = options.pairs or question.pairs
+    is_whole = pairs >= question.pairs and not (options.short or options.force or options.only)
+    out = options.out or (RESULTS / f"{question.name}.json" if is_whole else None)
+    document = measure(question, pairs, options.short, options.only)
     for verdict in [] if options.only else question.verdicts(document):
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.aim}: {verdict.found}")
     if out is None:
-        print("not kept: a result needs five pairs, whole sizes, every case and an idle machine")
+        print("not kept: a result needs all its pairs, whole sizes, every case and an idle machine")
         return
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(question: Question, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
     """Runs all cases of a question; what is to be kept. Exits where a command fails."""
     words = ["python", "-m", "benchmarks", question.name]
-    words += [*(["--pairs", str(pairs)] if pairs != FEWEST_PAIRS else []), *(["--short"] if short else [])]
+    words += [*(["--pairs", str(pairs)] if pairs != question.pairs else []), *(["--short"] if short else [])]
     document: dict[str, Any] = {"question": question.name, "command": " ".join(words), **facts(), "pairs": pairs}
     started = time.monotonic()
 

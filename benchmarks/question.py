@@ -36,6 +36,8 @@ class Question:
     verdicts: Callable[[Result], Sequence[Verdict]]
     minutes: int
     """What the whole measurement takes on two cores, about."""
+    pairs: int = 5
+    """Runs of each side that a result needs."""
 
 
 @dataclass(frozen=True)

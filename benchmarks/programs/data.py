@@ -103,7 +103,7 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
     started = time.perf_counter()
     meta = packing.pack(folder, source.store, length)
     seconds = time.perf_counter() - started
-    targets = np.fromfile(folder / "train_targets.bin", np.uint32)
+    placed = int(np.fromfile(folder / "train_targets.bin", np.uint32).sum(dtype=np.int64))
     starts = np.fromfile(folder / "train_starts.bin", np.uint64)
     lengths = np.fromfile(folder / "train_lengths.bin", np.uint32)
     shutil.rmtree(folder)
@@ -117,7 +117,8 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
     return {
         "seconds": seconds,
         "of_tokenizing": seconds / source.store.seconds,
-        "fill": float(targets.sum()) / (meta["train"]["sequences"] * length),
+        "fill": placed / (meta["train"]["sequences"] * length),
+        "fill_possible": placed / (-(-placed // length) * length),
         "documents_split": sum(whole[begin] != size for begin, size in short),
         "documents": len(short),
         "sequences": meta["train"]["sequences"],
@@ -152,6 +153,12 @@ def seek(corpus: Path) -> dict[str, float]:
     return {"seek_ms": times[0] * 1000, "seek_10_12_ms": times[1] * 1000, "batch_ms": next_s * 1000}
 
 
+def use_cores(cores: int) -> None:
+    """Leaves this process so many cores, and `tokenizers` as many threads."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    os.environ.update(RAYON_NUM_THREADS=str(cores), TOKENIZERS_PARALLELISM="true")
+
+
 class Clock:
     """Wall time, and the time that all threads of this process computed, from now on."""
 
@@ -177,8 +184,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048)
     options = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    os.environ.update(RAYON_NUM_THREADS=str(options.cores), TOKENIZERS_PARALLELISM="true")
+    use_cores(options.cores)
     corpus = options.corpus
     parts = {
         "ours": lambda: ours(corpus),

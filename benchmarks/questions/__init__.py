@@ -9,6 +9,7 @@ QUESTIONS: dict[str, Question | Script] = {
         wrapper.QUESTION,
         trainer.QUESTION,
         data.QUESTION,
+        data.WHOLE,
         startup.QUESTION,
         *scripts.PIPELINE,
         scale.QUESTION,

@@ -89,7 +89,7 @@ def test_results_that_are_kept_are_whole():
             continue
         assert [case["name"] for case in result["cases"]] == [case.name for case in question.cases(False)]
         runs = [side["runs"] for case in result["cases"] for side in case["sides"]]
-        assert min(map(len, runs)) >= command.FEWEST_PAIRS
+        assert min(map(len, runs)) >= question.pairs
 
 
 def test_the_difference_of_loops_in_turn_is_found_in_noise():

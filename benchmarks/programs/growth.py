@@ -1,0 +1,91 @@
+"""The memory that a corpus takes while it is tokenized and packed, as it grows; prints one line of JSON.
+
+python -m benchmarks.programs.growth CORPUS --cores 2    of a corpus whose tokenizer was made before
+
+The peak of the process after a hundredth of the text, a tenth, a third and all of it was tokenized, and after packing.
+What does not grow with the corpus is as high at the third as at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.programs.data import recipe_of, tokenizer_of, use_cores
+
+SHARES = {"hundredth": 1 / 100, "tenth": 1 / 10, "third": 1 / 3}
+MIB, GIB = 2**10, 2**20
+"""In the KiB that the system counts in."""
+
+
+def peak() -> int:
+    """The most memory that this process has held, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class Peaks:
+    """Stands where progress is shown, and notes the peak whenever a share of the work is done."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+
+    def update(self, fraction: float | None, detail: str = "") -> None:
+        """Notes what has been reached."""
+        for name, share in SHARES.items():
+            if fraction is not None and fraction >= share:
+                self.found.setdefault(name, peak())
+
+
+def growth(corpus: Path) -> dict[str, float]:
+    """Peaks in GiB, how much is added by a GB of text after the first third, and the speed."""
+    from llmtrain.data import packing
+    from llmtrain.data.cache import Cache, cache_folder
+    from llmtrain.data.progress import Progress
+    from llmtrain.data.store import token_store
+
+    peaks = Peaks()
+
+    class Noted(Progress):
+        @contextmanager
+        def task(self, name: str) -> Iterator[Any]:
+            yield peaks
+
+    opened, tokenizer = tokenizer_of(corpus)
+    with tempfile.TemporaryDirectory(dir=cache_folder(recipe_of(corpus).data)) as name:
+        folder = Path(name)
+        started = time.perf_counter()
+        store = token_store(opened, "source", tokenizer, 0.01, Cache(folder, Noted()))
+        seconds = time.perf_counter() - started
+        end = peak()
+        (folder / "packed").mkdir()
+        packing.pack(folder / "packed", store, 2048)
+        gigabytes = corpus.stat().st_size / 1e9
+        return {
+            "gigabytes": gigabytes,
+            "tokens_per_second": sum(len(stream) for stream in store.streams.values()) / seconds,
+            **{f"{name}_gib": found / GIB for name, found in peaks.found.items()},
+            "peak_gib": end / GIB,
+            "packed_gib": peak() / GIB,
+            "mib_per_gb": (end - peaks.found["third"]) / MIB / (gigabytes * (1 - SHARES["third"])),
+        }
+
+
+def main() -> None:
+    """Measures it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--cores", type=int, default=1)
+    options = parser.parse_args()
+    use_cores(options.cores)
+    print(json.dumps(growth(options.corpus)))
+
+
+if __name__ == "__main__":
+    main()
