@@ -181,7 +181,7 @@ def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
     """The sequence that is the n-th one drawn from a source, each epoch in its own order."""
     size = len(source.train)
     epochs, places = np.divmod(numbers, size)
-    # The numbers of a source rise. (`np.unique` imports `numpy.ma` on its first call: 10 ms of a resumed run's batch.)
+    # They rise. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the whole first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
         mine = epochs == epoch
         places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
