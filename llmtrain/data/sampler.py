@@ -120,13 +120,12 @@ class Schedule:
     def train_batch(self, cursor: int) -> StepBatch:
         """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
         sources, sequences = self.sample_ids(cursor, self._global)
-        # First: it has the disk read for all ranks' rows at once what the rows of this rank need as well.
-        targets = _targets(self._train, sources, sequences)
+        _announce(self._train, sources, sequences)  # the disk reads it while this rank's rows are put together
         micro_batches = []
         for step in range(self._steps):
             rows = self._rows(step)
             micro_batches.append(self._micro_batch(self._train, sources[rows], sequences[rows]))
-        return StepBatch(micro_batches, targets, self._global, cursor)
+        return StepBatch(micro_batches, _targets(self._train, sources, sequences), self._global, cursor)
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
         """Batch after batch from sample `cursor` on, without end, made ahead in a thread; close it to stop."""
@@ -144,6 +143,7 @@ class Schedule:
 
     def _eval_batch(self, order: EvalOrder, first: int, end: int) -> StepBatch:
         sources, sequences = order.sources[first:end], order.index[first:end]
+        _announce(self._eval, sources, sequences)
         rows = self._rows(0)
         micro_batch = self._micro_batch(self._eval, sources[rows], sequences[rows])
         return StepBatch([micro_batch], _targets(self._eval, sources, sequences), end - first, first)
@@ -186,6 +186,11 @@ def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
         mine = epochs == epoch
         places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
     return places
+
+
+def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
+    for number, view in enumerate(views):
+        view.announce(sequences[sources == number])
 
 
 def _targets(views: list[Samples], sources: Index, sequences: Index) -> int:

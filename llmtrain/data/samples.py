@@ -34,6 +34,9 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
+    def announce(self, index: NDArray[np.int64]) -> None:
+        """Has the disk read what `targets` of `index` will take, and does not wait for it."""
+
     def targets(self, index: NDArray[np.int64]) -> int:
         """Labels other than `NO_TARGET` in the sequences of `index` together."""
 
@@ -61,6 +64,9 @@ class ConcatSamples:
     def unused(self) -> int:
         """What is left at the end of the stream."""
         return len(self.stream) - (len(self) * self.sequence_length + 1 if len(self) else 0)
+
+    def announce(self, index: NDArray[np.int64]) -> None:
+        """Nothing is read to count targets."""
 
     def targets(self, index: NDArray[np.int64]) -> int:
         """Every position has a target."""
@@ -111,9 +117,12 @@ class PackedSamples:
         """Every token is used."""
         return 0
 
+    def announce(self, index: NDArray[np.int64]) -> None:
+        """A page for each of them, in a large corpus."""
+        will_need(self.target_counts, index, index + 1)
+
     def targets(self, index: NDArray[np.int64]) -> int:
         """Every input that is not padding has a target."""
-        will_need(self.target_counts, index, index + 1)
         return int(self.target_counts[index].sum(dtype=np.int64))
 
     def read(self, index: NDArray[np.int64]) -> Rows:
