@@ -125,12 +125,12 @@ def test_a_sample_of_all_pairs(tmp_path):
     _compare(_pairs(LAYOUTS, 6, seed=1), LAYOUTS, {}, tmp_path)
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 def test_each_plan_once_as_source_and_as_target(tmp_path):
     _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3), LAYOUTS, {}, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_all_pairs(tmp_path, capsys):
     started = time.perf_counter()
     whole = trace(reference_of(_plan({}, 1).recipe), range(STOP + FEW), 1, GLOBAL_BATCH).losses
