@@ -44,9 +44,9 @@ def train_with_restarts(
 ) -> int:
     """Runs workers until the job is over; starts a job that died again, `max_restarts` times at most.
 
-    command: of a worker, without its --resume. template: as for `run_workers`. A job that a user's mistake or a signal ended is not started
-    again, nor one that dies twice in the same step while no checkpoint was added. Returns as `run_workers`.
-    Raises what that raises, of the last attempt.
+    command: of a worker, without its --resume. template: as for `run_workers`. A job that a user's mistake or a
+    signal ended is not started again, nor one that dies twice in the same step while no checkpoint was added.
+    Returns as `run_workers`. Raises what that raises, of the last attempt.
     """
     deaths: list[Death] = []
     while True:

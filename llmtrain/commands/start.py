@@ -12,6 +12,7 @@ from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, Recipe
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.launch import Rank
+    from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
     from llmtrain.run_dir import RunDir

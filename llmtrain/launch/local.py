@@ -70,8 +70,11 @@ def run_workers(
     with caught_signals() as events, reserved_port() as port, _null() as null:
         pool = _Pool(run_dir, events, (board.descriptor,) if board else (), template)
         common = common_environment(world_size, env)
-        if template and (stopped_by := _settle(template, common, events)) is not None:
-            return 128 + stopped_by
+        if template:
+            if (stopped_by := _settle(template, common, events)) is not None:
+                return 128 + stopped_by
+            with run_dir.log_file(0).open("ab") as log:
+                log.write(template.said())  # as each worker's own imports would have
         env = {**common, **(board.environment if board else {})}
         try:
             for rank in range(world_size):

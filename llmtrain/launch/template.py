@@ -29,8 +29,8 @@ from typing import Self
 from llmtrain.launch.local import STOPS, die_with
 
 IMPORTED = (
-    *("typer", "transformers.modeling_utils", "deepspeed"),
-    *("llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
+    *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
+    *("llmtrain.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
     *("llmtrain.rollback", "llmtrain.loop", "llmtrain.finish"),
 )
 """What workers import, but for the model's own module."""
@@ -66,6 +66,7 @@ class Template:
         self._channel: socket.socket | None = None
         self._is_ready: bool | None = None
         """None while it imports; False where it failed to."""
+        self._output: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -83,15 +84,15 @@ class Template:
             return
         self.close()
         self._environment, self._is_ready = dict(env), None
+        self._output = os.memfd_create("llmtrain-imports")
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules],
                 env={**env, "DS_ACCELERATOR": "cpu"},
-                # Libraries talk while they are imported. A worker that is started by itself tells what is wrong.
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
                 preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
@@ -102,6 +103,10 @@ class Template:
         if self._channel is not None and self._is_ready is None and select.select([self._channel], [], [], seconds)[0]:
             self._is_ready = self._channel.recv(1) == READY
         return self._channel is None or self._is_ready is not None
+
+    def said(self) -> bytes:
+        """What was printed while it imported."""
+        return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
 
     def fork(self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]) -> Forked | None:
         """A worker, leader of a session of its own; None where there is no process to fork it from.
@@ -132,7 +137,9 @@ class Template:
             self._channel.close()
             self._process.kill()
             self._process.wait()
-        self._process = self._channel = self._environment = None
+        if self._output is not None:
+            os.close(self._output)
+        self._process = self._channel = self._output = self._environment = None
 
 
 @contextmanager
@@ -153,10 +160,14 @@ def main() -> None:
     handlers = {number: signal.getsignal(number) for number in STOPS}
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)  # batch systems tell all processes of a job
+    gc.disable()  # a sixth of the time of all imports
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else the collector of each worker would go through it, and copy its pages
+    gc.freeze()  # else the collector of each worker would go through all this, and copy its pages
+    gc.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else each worker would
     channel.send(READY)
     descriptors, intermediate = _forked(channel)
     channel.close()
@@ -189,7 +200,7 @@ def _forked(channel: socket.socket) -> tuple[list[int], int]:
 
 def _take_place(descriptors: list[int]) -> list[str]:
     """Makes this process what its request says, and tells the launcher its id; the command."""
-    with open(descriptors[0], "rb") as file:
+    with os.fdopen(descriptors[0], "rb") as file:
         file.seek(0)
         about = json.load(file)
     numbers = about["numbers"]
