@@ -31,7 +31,7 @@ for folder in ("tests", "tests/checkpoint", "tests/engines", "tests/run"):
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 import killing  # noqa: E402
-from commands import llmtrain, losses, metrics  # noqa: E402
+from commands import llmtrain, losses, metrics, workers  # noqa: E402
 from small_runs import write_small_recipe  # noqa: E402
 
 from llmtrain.run_dir import environment  # noqa: E402
@@ -140,8 +140,7 @@ def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
         assert process.poll() is None, f"the run ended before it was killed; see {run / 'logs'}"
         time.sleep(0.01)
     time.sleep(generator.uniform(0, DELAY_S))
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(generator.choice([process.pid, *map(int, children)]), signal.SIGKILL)
+    os.kill(generator.choice([process.pid, *workers(process.pid)]), signal.SIGKILL)
     process.wait()
     time.sleep(0.5)  # workers of a killed launcher are ended by the kernel
 

@@ -34,7 +34,7 @@ RESULT = ROOT / "benchmarks/results/effective_time.json"
 sys.path.append(str(ROOT / "tests" / "run"))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-from commands import metrics  # noqa: E402
+from commands import metrics, workers  # noqa: E402
 from small_runs import write_small_recipe  # noqa: E402
 
 from llmtrain.run_dir import environment  # noqa: E402
@@ -136,9 +136,9 @@ def _killed_run(
     due = next(instants)
     while process.poll() is None:
         if time.monotonic() - started >= due:
-            workers = _workers(process.pid)
-            if len(workers) == WORKERS and (step := _last_step(run)):
-                os.kill(generator.choice(workers), signal.SIGKILL)
+            pids = workers(process.pid)
+            if len(pids) == WORKERS and (step := _last_step(run)):
+                os.kill(generator.choice(pids), signal.SIGKILL)
                 lost.append(step % every if step != last else 0)  # the same step: it was still starting
                 print(f"{due:.0f} s: killed after step {step}, {lost[-1]} steps lost", flush=True)
                 last = step
@@ -147,12 +147,6 @@ def _killed_run(
     if process.returncode:
         raise SystemExit(f"the run ended with exit code {process.returncode}; see {run / 'logs'}")
     return time.monotonic() - started, lost
-
-
-def _workers(launcher: int) -> list[int]:
-    """Process ids of the workers that a launcher has started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if b"llmtrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def _last_step(run: Path) -> int:

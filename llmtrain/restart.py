@@ -12,6 +12,7 @@ from llmtrain.errors import Problem, WorkerError
 from llmtrain.heartbeat import Board
 from llmtrain.launch import run_workers
 from llmtrain.launch.local import wait_for_signal
+from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -33,19 +34,25 @@ class Death:
 
 
 def train_with_restarts(
-    command: list[str], workers: int, folder: RunDir, resume: str, max_restarts: int, console: Console
+    command: list[str],
+    workers: int,
+    folder: RunDir,
+    resume: str,
+    max_restarts: int,
+    console: Console,
+    template: Template | None = None,
 ) -> int:
     """Runs workers until the job is over; starts a job that died again, `max_restarts` times at most.
 
-    command: of a worker, without its --resume. A job that a user's mistake or a signal ended is not started
-    again, nor one that dies twice in the same step while no checkpoint was added. Returns as `run_workers`.
-    Raises what that raises, of the last attempt.
+    command: of a worker, without its --resume. template: as for `run_workers`. A job that a user's mistake or a
+    signal ended is not started again, nor one that dies twice in the same step while no checkpoint was added.
+    Returns as `run_workers`. Raises what that raises, of the last attempt.
     """
     deaths: list[Death] = []
     while True:
         board = Board(workers)
         try:
-            return run_workers([*command, "--resume", resume], workers, folder, board=board)
+            return run_workers([*command, "--resume", resume], workers, folder, board=board, template=template)
         except WorkerError as error:
             if not max_restarts:
                 raise

@@ -12,6 +12,7 @@ from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, Recipe
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.launch import Rank
+    from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
     from llmtrain.run_dir import RunDir
@@ -35,6 +36,7 @@ def train_here(
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
     from llmtrain.launch.accelerate import processes_asked
+    from llmtrain.launch.template import Template
     from llmtrain.plan.load import load_recipe
     from llmtrain.precheck import check_machine
     from llmtrain.run_dir import RunDir, default_run_dir
@@ -54,7 +56,8 @@ def train_here(
         raise
     ds_config = render(plan)
     if rank is None:
-        sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts, tool))
+        with Template() as template:
+            sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts, tool, template))
     from llmtrain.worker import work
 
     if rank.is_main:
@@ -121,13 +124,14 @@ def _launch(
     max_steps: int | None,
     max_restarts: int,
     tool: Tool | None,
+    template: Template,
 ) -> int:
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
-    from llmtrain.launch.local import caught_signals
+    from llmtrain.launch.local import caught_signals, common_environment
     from llmtrain.launch.tools import ToolJob, check_tool, run_by_tool
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
@@ -142,6 +146,8 @@ def _launch(
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
     checkpoint = check_resume(plan, folder, resume, is_local=True)
+    if plan.cluster.spec.on_cpu and not tool:
+        template.start(common_environment(plan.workers))  # while the data are prepared
     check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
@@ -156,7 +162,10 @@ def _launch(
         if tool:
             leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", resume))))
         command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-        leave(train_with_restarts(command, plan.workers, folder, resume, max_restarts, console))
+        forked_from = template if plan.cluster.spec.on_cpu else None
+        code = train_with_restarts(command, plan.workers, folder, resume, max_restarts, console, forked_from)
+        template.close()
+        leave(code)
 
 
 def _is_finished(plan: Plan, folder: RunDir) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, Problem, WorkerError
 from llmtrain.heartbeat import Board
@@ -27,10 +28,14 @@ from llmtrain.launch.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
 from llmtrain.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from llmtrain.launch.template import Forked, Template
+
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the workers that outlive one that died."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
+_POLL_S = 0.05
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Signals that strike a worker out of the blue, so that it dies before it can write an error file.
 # SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
@@ -45,6 +50,7 @@ def run_workers(
     run_dir: RunDir,
     env: Mapping[str, str] | None = None,
     board: Board | None = None,
+    template: Template | None = None,
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
@@ -54,6 +60,7 @@ def run_workers(
     is killed. Must be called from the main thread, and `run_dir` must exist.
 
     env: variables for the workers, over those of this process. board: where they leave their heartbeats.
+    template: forks them, where the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
     Returns the exit code: 0, 75 (stopped after saving), or 128 + the signal that stopped the launcher.
     Raises the `UserError` that a worker raised, or WorkerError where it died otherwise: that of the
     worker that failed first.
@@ -61,11 +68,17 @@ def run_workers(
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
     with caught_signals() as events, reserved_port() as port, _null() as null:
-        pool = _Pool(run_dir, events, (board.descriptor,) if board else ())
-        env = {**(env or {}), **(board.environment if board else {})}
+        pool = _Pool(run_dir, events, (board.descriptor,) if board else (), template)
+        common = common_environment(world_size, env)
+        if template:
+            if (stopped_by := _settle(template, common, events)) is not None:
+                return 128 + stopped_by
+            with run_dir.log_file(0).open("ab") as log:
+                log.write(template.said())  # as each worker's own imports would have
+        env = {**common, **(board.environment if board else {})}
         try:
             for rank in range(world_size):
-                pool.start(rank, command, _environment(env, rank, world_size, port), null)
+                pool.start(rank, command, {**env, **_own_environment(rank, world_size, port)}, null)
             stopped_by = pool.wait()
         finally:
             pool.kill()
@@ -97,14 +110,15 @@ def reserved_port() -> Iterator[int]:
         yield reservation.getsockname()[1]
 
 
-def _environment(env: Mapping[str, str], rank: int, world_size: int, port: int) -> dict[str, str]:
+def common_environment(world_size: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What the workers of a machine have in common. env: variables over those of this process."""
     # Left alone, every worker would start as many threads as there are cores.
     threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
+
+
+def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        **env,
-        LAUNCHER_VARIABLE: "local",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -114,12 +128,23 @@ def _environment(env: Mapping[str, str], rank: int, world_size: int, port: int) 
     }
 
 
+def _settle(template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int]) -> int | None:
+    """Waits until workers can be forked; the signal that came before."""
+    template.start(env)
+    while not template.settled(_POLL_S):
+        if not events.empty():
+            event = events.get()
+            assert isinstance(event, int), "there are no workers"
+            return event
+    return None
+
+
 @dataclass
 class _Worker:
     """One process. `returncode` is None while it runs, and negative for a signal, as in `subprocess`."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     log: Path
     log_start: int
     """Size of the log before the worker started; what lies before is of earlier attempts."""
@@ -180,10 +205,17 @@ def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
 class _Pool:
     """The workers, and the one queue that everything that happens to them comes from."""
 
-    def __init__(self, run_dir: RunDir, events: SimpleQueue[_Worker | int], inherited: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        events: SimpleQueue[_Worker | int],
+        inherited: tuple[int, ...] = (),
+        template: Template | None = None,
+    ) -> None:
         """inherited: file descriptors for the workers."""
         self.run_dir = run_dir
         self.inherited = inherited
+        self.template = template
         self.events = events
         self.workers: list[_Worker] = []
 
@@ -198,7 +230,7 @@ class _Pool:
         output = None if rank == 0 else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
         try:
-            process = subprocess.Popen(
+            process = self._forked(command, env, output) or subprocess.Popen(
                 command,
                 env=env,
                 stdin=null,
@@ -213,6 +245,12 @@ class _Pool:
             if output is not None:
                 os.close(output)
         self.workers.append(_Worker(rank, process, log, log_start))
+
+    def _forked(self, command: list[str], env: dict[str, str], output: int | None) -> Forked | None:
+        if self.template is None:
+            return None
+        streams = {number: number if output is None else output for number in (1, 2)}
+        return self.template.fork(command, env, streams | {number: number for number in self.inherited})
 
     def wait(self) -> int | None:
         """Waits for all workers; returns the signal that stopped the launcher, if one did."""

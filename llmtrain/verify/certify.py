@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.launch.template import Template
 from llmtrain.plan.enumerate import NamedPlan, Refused
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.verify.job import (
@@ -39,14 +40,15 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
     job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
     job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
     # One worker first, which makes the reference.
-    for world_size in sorted({1, *(one.plan.workers for one in plans)}):
-        _run(job, world_size, run_dir)
+    with Template() as template:
+        for world_size in sorted({1, *(one.plan.workers for one in plans)}):
+            _run(job, world_size, run_dir, template if plans[0].plan.cluster.spec.on_cpu else None)
     certificate = _collect(job, refused, folder)
     write_json(folder / "certificate.json", certificate.document())
     return certificate
 
 
-def _run(job: Job, world_size: int, run_dir: RunDir) -> None:
+def _run(job: Job, world_size: int, run_dir: RunDir, template: Template | None) -> None:
     """Starts workers for the plans of a world size, and others for the rest of them after each plan that failed.
 
     A process group that has lost a rank in the midst of something cannot be used again.
@@ -57,7 +59,8 @@ def _run(job: Job, world_size: int, run_dir: RunDir) -> None:
         _say(f"{world_size} worker{'s' if world_size > 1 else ''}\n")
         started = time.monotonic()
         try:
-            code = run_workers([sys.executable, "-m", "llmtrain.verify.worker", str(run_dir.path)], world_size, run_dir)
+            command = [sys.executable, "-m", "llmtrain.verify.worker", str(run_dir.path)]
+            code = run_workers(command, world_size, run_dir, template=template)
         except UserError as error:
             name = _in_progress(run_dir.path)
             if name is None:

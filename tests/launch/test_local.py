@@ -13,13 +13,25 @@ import pytest
 from llmtrain.errors import DataError, UserError, WorkerError
 from llmtrain.launch import local
 from llmtrain.launch.local import reserved_port, run_workers
+from llmtrain.launch.template import Template
 
 END_S = 15
 """A dead worker ends the others within so many seconds."""
 
 
+@pytest.fixture(params=["alone", "forked"])
+def template(request, monkeypatch, tmp_path):
+    """Each worker is started by itself, or forked from a process that has imported what it needs."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    if request.param == "alone":
+        yield None
+        return
+    with Template(["json"]) as template:
+        yield template
+
+
 def worker(script, body):
-    return [sys.executable, str(script(body))]
+    return [sys.executable, "-m", script(body).stem]
 
 
 def guarded(script, run_dir, body):
@@ -71,7 +83,11 @@ def pids(folder: Path, count: int) -> list[int]:
 READY = "import os, pathlib, signal, sys, time; pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()\n"
 
 
-def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypatch):
+EXTRA = "a b $(c)\nü \udcff"
+"""The last of it is no UTF-8."""
+
+
+def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypatch, template):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     command = worker(
         script,
@@ -82,35 +98,36 @@ def test_each_worker_learns_who_it_is(script, run_dir, tmp_path, capfd, monkeypa
         print(json.dumps([dataclasses.asdict(discover()), threads, extra, sys.stdin.read()]))
         """,
     )
-    assert run_workers(command, 3, run_dir, {"EXTRA": "a b $(c)"}) == 0
+    assert run_workers(command, 3, run_dir, {"EXTRA": EXTRA}, template=template) == 0
     outputs = [capfd.readouterr().out, run_dir.log_file(1).read_text(), run_dir.log_file(2).read_text()]
     ranks = [json.loads(output)[0] for output in outputs]
     assert [rank["rank"] for rank in ranks] == [rank["local_rank"] for rank in ranks] == [0, 1, 2]
     assert {(rank["world_size"], rank["local_world_size"], rank["launcher"]) for rank in ranks} == {(3, 3, "local")}
     assert len({(rank["master_addr"], rank["master_port"]) for rank in ranks}) == 1
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
-    assert all(json.loads(output)[1:] == [threads, "a b $(c)", ""] for output in outputs)
+    assert all(json.loads(output)[1:] == [threads, EXTRA, ""] for output in outputs)
     launch = json.loads(run_dir.launch_file.read_text())
     assert (launch["launcher"], launch["world_size"], launch["command"]) == ("local", 3, command)
 
 
-def test_first_error_is_told(script, run_dir):
+def test_first_error_is_told(script, run_dir, tmp_path, template):
     """Rank 1 fails; rank 0 fails because of it, and is gone before rank 1 has finished dying."""
     command = guarded(
         script,
         run_dir,
-        """
+        f"""
+failed = Path({str(tmp_path)!r}, "failed")
 if rank == 1:
     import atexit; atexit.register(time.sleep, 1)
-    open('failed', 'w').close()
+    failed.touch()
     raise ValueError("the real cause")
-while not os.path.exists('failed'): time.sleep(0.01)
+while not failed.exists(): time.sleep(0.01)
 time.sleep(0.3)
 raise ConnectionError("a peer is gone")
         """,
     )
     with pytest.raises(WorkerError) as error:
-        run_workers(["env", "-C", str(run_dir.path), *command], 2, run_dir)
+        run_workers(command, 2, run_dir, template=template)
     assert str(error.value).startswith("rank 1: ValueError: the real cause (")
     assert str(run_dir.log_file(1)) in str(error.value)
     assert "a peer is gone" not in str(error.value)
@@ -119,14 +136,14 @@ raise ConnectionError("a peer is gone")
     assert "a peer is gone" in run_dir.log_file(0).read_text()
 
 
-def test_user_errors_are_passed_on(script, run_dir):
+def test_user_errors_are_passed_on(script, run_dir, template):
     command = guarded(
         script,
         run_dir,
         "raise DataError([Problem('data.empty', 'data.sources', 'no text', 'add some'), Problem('b', 'c', 'd')])",
     )
     with pytest.raises(DataError) as error:
-        run_workers(command, 2, run_dir)
+        run_workers(command, 2, run_dir, template=template)
     assert error.value.exit_code == 3
     assert str(error.value) == "data.sources: no text [data.empty]\n    add some\nc: d [b]"
 
@@ -140,7 +157,7 @@ def test_user_errors_are_passed_on(script, run_dir):
         ("sys.exit('a last word')", "a last word"),
     ],
 )
-def test_a_death_without_an_error_file(script, run_dir, death, says):
+def test_a_death_without_an_error_file(script, run_dir, death, says, template):
     command = worker(
         script,
         f"""
@@ -154,7 +171,7 @@ def test_a_death_without_an_error_file(script, run_dir, death, says):
     run_dir.log_file(1).write_text("of an earlier attempt\n")
     started = time.monotonic()
     with pytest.raises(WorkerError) as error:
-        run_workers(command, 3, run_dir)
+        run_workers(command, 3, run_dir, template=template)
     assert time.monotonic() - started < END_S
     assert str(error.value).startswith("rank 1: ")
     assert says in str(error.value)
@@ -162,7 +179,7 @@ def test_a_death_without_an_error_file(script, run_dir, death, says):
     assert "earlier attempt" not in str(error.value)
 
 
-def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch):
+def test_a_worker_that_will_not_end_is_killed(script, run_dir, tmp_path, monkeypatch, template):
     monkeypatch.setattr(local, "GRACE_S", 0.5)
     command = worker(
         script,
@@ -177,7 +194,7 @@ time.sleep(60)
 """,
     )
     with pytest.raises(WorkerError, match="rank 1: exited with code 1"):
-        run_workers([*command, str(tmp_path)], 2, run_dir)
+        run_workers([*command, str(tmp_path)], 2, run_dir, template=template)
     assert not any(alive(pid) for pid in pids(tmp_path, 2))
 
 
@@ -185,7 +202,7 @@ def test_the_grace_fits_the_promise():
     assert local.GRACE_S == 10 < END_S
 
 
-def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path):
+def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path, template):
     command = worker(
         script,
         """
@@ -196,31 +213,33 @@ def test_children_of_a_dead_worker_end_with_it(script, run_dir, tmp_path):
         """,
     )
     with pytest.raises(WorkerError):
-        run_workers([*command, str(tmp_path)], 1, run_dir)
+        run_workers([*command, str(tmp_path)], 1, run_dir, template=template)
     wait_until(lambda: not any(alive(pid) for pid in pids(tmp_path, 1)))
 
 
-def test_stopping_after_a_save_is_no_failure(script, run_dir):
+def test_stopping_after_a_save_is_no_failure(script, run_dir, template):
     command = worker(script, "import os, sys, time; time.sleep(0.3 * int(os.environ['RANK'])); sys.exit(75)")
-    assert run_workers(command, 2, run_dir) == 75
+    assert run_workers(command, 2, run_dir, template=template) == 75
 
 
-def test_an_error_of_an_earlier_attempt_is_forgotten(script, run_dir):
+def test_an_error_of_an_earlier_attempt_is_forgotten(script, run_dir, template):
     run_dir.error_file(0).write_text('{"an": "old one"}')
-    assert run_workers(worker(script, ""), 1, run_dir) == 0
+    assert run_workers(worker(script, ""), 1, run_dir, template=template) == 0
     assert not run_dir.error_file(0).exists()
 
 
-def launcher(run_dir, command, count=2):
+def launcher(template, run_dir, command, count=2):
     """A launcher in its own process, for the tests that kill it; exits as the command line does."""
     program = f"""
 import sys
 from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
+from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir
+template = Template(["json"]) if {template is not None} else None
 try:
-    sys.exit(run_workers({command!r}, {count}, RunDir(Path({str(run_dir.path)!r}))))
+    sys.exit(run_workers({command!r}, {count}, RunDir(Path({str(run_dir.path)!r})), template=template))
 except UserError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -231,8 +250,8 @@ except UserError as error:
 SLEEP = READY + "time.sleep(60)"
 
 
-def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path):
-    process = launcher(run_dir, [*worker(script, SLEEP), str(tmp_path)])
+def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path, template):
+    process = launcher(template, run_dir, [*worker(script, SLEEP), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.kill()
     process.wait()
@@ -240,8 +259,8 @@ def test_no_worker_outlives_a_killed_launcher(script, run_dir, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on(script, run_dir, tmp_path, number):
-    process = launcher(run_dir, [*worker(script, SLEEP), str(tmp_path)])
+def test_a_signal_is_passed_on(script, run_dir, tmp_path, number, template):
+    process = launcher(template, run_dir, [*worker(script, SLEEP), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.send_signal(number)
     output, _ = process.communicate(timeout=END_S)
@@ -250,7 +269,7 @@ def test_a_signal_is_passed_on(script, run_dir, tmp_path, number):
     assert not any(alive(pid) for pid in workers)
 
 
-def test_workers_may_save_when_stopped(script, run_dir, tmp_path):
+def test_workers_may_save_when_stopped(script, run_dir, tmp_path, template):
     body = """
 import os, pathlib, signal, sys, time
 def save(*_):
@@ -260,16 +279,16 @@ signal.signal(signal.SIGTERM, save)
 pathlib.Path(sys.argv[1], f'{os.getpid()}.pid').touch()
 time.sleep(60)
 """
-    process = launcher(run_dir, [*worker(script, body), str(tmp_path)])
+    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
     pids(tmp_path, 2)
     process.terminate()
     process.communicate(timeout=END_S)
     assert process.returncode == 75
 
 
-def test_a_second_interrupt_kills(script, run_dir, tmp_path):
+def test_a_second_interrupt_kills(script, run_dir, tmp_path, template):
     body = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEP
-    process = launcher(run_dir, [*worker(script, body), str(tmp_path)])
+    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
     workers = pids(tmp_path, 2)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -281,7 +300,7 @@ def test_a_second_interrupt_kills(script, run_dir, tmp_path):
     assert not any(alive(pid) for pid in workers)
 
 
-def test_a_killed_worker_is_blamed_however_late_it_is_noticed(script, run_dir, tmp_path):
+def test_a_killed_worker_is_blamed_however_late_it_is_noticed(script, run_dir, tmp_path, template):
     """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
     body = """
 if rank == 1:
@@ -290,7 +309,7 @@ if rank == 1:
 while not Path(sys.argv[1], 'go').exists(): time.sleep(0.01)
 raise ConnectionError("a peer is gone")
     """
-    process = launcher(run_dir, [*guarded(script, run_dir, body), str(tmp_path)])
+    process = launcher(template, run_dir, [*guarded(script, run_dir, body), str(tmp_path)])
     (second,) = pids(tmp_path, 1)
     process.send_signal(signal.SIGSTOP)
     (tmp_path / "go").touch()
@@ -308,9 +327,9 @@ def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
         run_workers(["/no/such/program"], 2, run_dir)
 
 
-def test_the_signal_handlers_are_put_back(script, run_dir):
+def test_the_signal_handlers_are_put_back(script, run_dir, template):
     before = [signal.getsignal(number) for number in local.STOPS]
-    run_workers(worker(script, ""), 1, run_dir)
+    run_workers(worker(script, ""), 1, run_dir, template=template)
     assert [signal.getsignal(number) for number in local.STOPS] == before
 
 

@@ -21,6 +21,12 @@ def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]
     return run(sys.executable, "-m", "llmtrain", *arguments, **env)
 
 
+def workers(launcher: int) -> list[int]:
+    """Process ids of the workers that a launcher of ours has started, by rank."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return sorted(int(pid) for pid in children if b"llmtrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
 def metrics(run_dir: Path) -> list[dict]:
     """Lines of `metrics.jsonl`."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import llmtrain, losses
+from commands import llmtrain, losses, workers
 
 from llmtrain.launch.local import reserved_port
 
@@ -157,7 +157,7 @@ def test_a_storm_of_signals_during_a_save_is_one_more_save(small_recipe, uninter
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    pids = [process.pid, *map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
+    pids = [process.pid, *workers(process.pid)]
     chosen = random.Random(1)
     while process.poll() is None:
         with suppress(ProcessLookupError):

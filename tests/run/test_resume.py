@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import llmtrain, losses, metrics
+from commands import llmtrain, losses, metrics, workers
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.folder import newest
@@ -48,12 +48,12 @@ def test_a_killed_worker_ends_the_run_and_costs_one_interval(small_recipe, unint
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *ZERO]
     slow = ["--set", "train.max_steps=5000", "--set", "checkpoint.keep_last=2"]
     process = subprocess.Popen([*command, *slow], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    workers = _workers_once(process.pid, lambda: newest(run_dir / "checkpoints") is not None)
-    os.kill(workers[-1], signal.SIGKILL)
+    pids = _workers_once(process.pid, lambda: newest(run_dir / "checkpoints") is not None)
+    os.kill(pids[-1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 5
     assert "SIGKILL" in errors.splitlines()[0]
-    assert not [pid for pid in workers if _alive(pid)]
+    assert not [pid for pid in pids if _alive(pid)]
     kept = newest(run_dir / "checkpoints")
     verify(kept)
     # The schedule depends on max_steps, so the run is finished under the one it was started with.
@@ -70,8 +70,7 @@ def _workers_once(launcher: int, ready) -> list[int]:
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
-    return sorted(int(pid) for pid in children.split())
+    return workers(launcher)
 
 
 def _alive(pid: int) -> bool:

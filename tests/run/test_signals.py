@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import llmtrain, losses, metrics
+from commands import llmtrain, losses, metrics, workers
 from harness import run_ranks
 
 from llmtrain.checkpoint.check import verify
@@ -54,10 +54,6 @@ def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
     return process
 
 
-def workers(process: subprocess.Popen) -> list[int]:
-    return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-
-
 def stopped_at(process: subprocess.Popen, run_dir: Path) -> int:
     """The step that a run was saved at before it left as it should."""
     output, errors = process.communicate(timeout=60)
@@ -72,13 +68,13 @@ def stopped_at(process: subprocess.Popen, run_dir: Path) -> int:
 
 
 def to_one_worker(process):
-    os.kill(workers(process)[1], signal.SIGUSR2)
+    os.kill(workers(process.pid)[1], signal.SIGUSR2)
 
 
 def storm(process):
     numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
     for number in [signal.SIGUSR1, *random.Random(1).choices(numbers, k=30)]:
-        for pid in random.Random(2).sample([process.pid, *workers(process)], k=2):
+        for pid in random.Random(2).sample([process.pid, *workers(process.pid)], k=2):
             os.kill(pid, number)
 
 
@@ -128,7 +124,7 @@ def test_one_rank_alone_saves_too(small_recipe, tmp_path, number):
 def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
     """While a rank stands still, so that nobody can agree."""
     process = start(small_recipe, tmp_path / "run")
-    pids = workers(process)
+    pids = workers(process.pid)
     os.kill(pids[0], signal.SIGSTOP)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)

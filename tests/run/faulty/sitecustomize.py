@@ -43,16 +43,18 @@ FAULTS = {
 }
 SLOW_S = 0.2
 
-OWN_RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
-
-if os.environ.get("FAULT") and OWN_RANK:
+if os.environ.get("FAULT"):
     from llmtrain.heartbeat import Heartbeat
 
-    ours = [fault for one in os.environ["FAULT"].split(",") if (fault := one.split(":"))[1] == OWN_RANK]
+    def _ours() -> list[list[str]]:
+        """Faults of this rank, which a process that ranks are forked from does not know yet."""
+        rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+        return [fault for one in os.environ["FAULT"].split(",") if (fault := one.split(":"))[1] == rank]
+
     begin_step, phase = Heartbeat.begin_step, Heartbeat.phase
 
     def _strike(now: str) -> None:
-        for kind, _, when, *once in ours:
+        for kind, _, when, *once in _ours():
             if kind == "slow" or when != now or (once and Path(once[0]).exists()):
                 continue
             if once:
@@ -61,7 +63,7 @@ if os.environ.get("FAULT") and OWN_RANK:
 
     def _begin_step(self, step):
         begin_step(self, step)
-        if any(kind == "slow" for kind, *_ in ours):
+        if any(kind == "slow" for kind, *_ in _ours()):
             time.sleep(SLOW_S)
         _strike(str(step))
 

@@ -1,0 +1,234 @@
+"""Workers forked from one process that has imported what they need, so that each of them costs no seconds.
+
+`python -m llmtrain.launch.template` is that process. A fork takes neither threads nor a device along, so it has none:
+it imports, and waits. A worker is forked twice, and its launcher, which asks for it, adopts it: it is waited for,
+signalled and ended as any child. Linux: it relies on subreapers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from llmtrain.launch.local import STOPS, die_with
+
+IMPORTED = (
+    *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
+    *("llmtrain.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
+    *("llmtrain.rollback", "llmtrain.loop", "llmtrain.finish"),
+)
+"""What workers import, but for the model's own module."""
+READY = b"r"
+MOST_DESCRIPTORS = 16
+"""That come with one request."""
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
+
+
+class Forked:
+    """A worker that the template forked: what a launcher needs of a `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """None until it is waited for; negative for a signal."""
+
+    def wait(self) -> int:
+        """Waits for its end, and reaps it; its return code."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+class Template:
+    """The launcher's side of the process that workers are forked from. It ends with the launcher, or by `close`."""
+
+    def __init__(self, modules: Sequence[str] = IMPORTED) -> None:
+        """modules: to be imported."""
+        self._modules = modules
+        self._environment: dict[str, str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._is_ready: bool | None = None
+        """None while it imports; False where it failed to."""
+        self._output: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, env: Mapping[str, str]) -> None:
+        """Has it import for workers of this environment, and does not wait for it; from the main thread.
+
+        What is imported may read any variable, OMP_NUM_THREADS for one: workers of another environment need another
+        process. One that died is not started again.
+        """
+        if self._environment == env:
+            return
+        self.close()
+        self._environment, self._is_ready = dict(env), None
+        self._output = os.memfd_create("llmtrain-imports")
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules],
+                env={**env, "DS_ACCELERATOR": "cpu"},
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
+            )
+
+    def settled(self, seconds: float) -> bool:
+        """Whether it has imported all, or never will; waits so long at most."""
+        if self._channel is not None and self._is_ready is None and select.select([self._channel], [], [], seconds)[0]:
+            self._is_ready = self._channel.recv(1) == READY
+        return self._channel is None or self._is_ready is not None
+
+    def said(self) -> bytes:
+        """What was printed while it imported."""
+        return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
+
+    def fork(self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]) -> Forked | None:
+        """A worker, leader of a session of its own; None where there is no process to fork it from.
+
+        command: PYTHON -m MODULE ARGUMENT... descriptors: ours, by the number that it has in the worker.
+        """
+        if not self._is_ready or self._channel is None:
+            return None
+        about = {"command": list(command), "env": dict(env), "numbers": list(descriptors)}
+        request, pid = os.memfd_create("llmtrain-request"), b""
+        report, told = os.pipe()
+        try:
+            os.write(request, json.dumps(about).encode())
+            with suppress(OSError), _adopting():
+                try:
+                    socket.send_fds(self._channel, [b"w"], [request, told, *descriptors.values()])
+                finally:
+                    os.close(told)
+                pid = os.read(report, 32)  # nothing, once all are gone who could write
+        finally:
+            os.close(request)
+            os.close(report)
+        return Forked(int(pid)) if pid else None
+
+    def close(self) -> None:
+        """Ends it; the workers live on."""
+        if self._process is not None and self._channel is not None:
+            self._channel.close()
+            self._process.kill()
+            self._process.wait()
+        if self._output is not None:
+            os.close(self._output)
+        self._process = self._channel = self._output = self._environment = None
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Orphans of this process's children become its children meanwhile."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def main() -> None:
+    """The process itself; a fork of it leaves by the end of this function, as the worker that it is then."""
+    launcher, channel = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
+    handlers = {number: signal.getsignal(number) for number in STOPS}
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)  # batch systems tell all processes of a job
+    gc.disable()  # a sixth of the time of all imports
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else the collector of each worker would go through all this, and copy its pages
+    gc.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else each worker would
+    channel.send(READY)
+    descriptors, intermediate = _forked(channel)
+    channel.close()
+    while os.getppid() == intermediate:
+        time.sleep(0.001)
+    die_with(launcher, ctypes.CDLL(None).prctl)
+    os.setsid()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    command = _take_place(descriptors)
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+
+
+def _forked(channel: socket.socket) -> tuple[list[int], int]:
+    """Forks a worker for each request. Returns in the workers alone: the descriptors of the request, and the parent."""
+    while True:
+        message, descriptors, *_ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            os._exit(0)  # the launcher has closed its end
+        intermediate = os.fork()
+        if intermediate == 0:
+            intermediate = os.getpid()
+            if os.fork():
+                os._exit(0)
+            return descriptors, intermediate
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(intermediate, 0)
+
+
+def _take_place(descriptors: list[int]) -> list[str]:
+    """Makes this process what its request says, and tells the launcher its id; the command."""
+    with os.fdopen(descriptors[0], "rb") as file:
+        file.seek(0)
+        about = json.load(file)
+    numbers = about["numbers"]
+    told, *given = (fcntl(descriptor, F_DUPFD_CLOEXEC, 1 + max(numbers)) for descriptor in descriptors[1:])
+    for descriptor in descriptors[1:]:
+        os.close(descriptor)
+    for descriptor, number in zip(given, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(about["env"])
+    command: list[str] = about["command"]
+    sys.argv = command[2:]
+    sys.orig_argv = command
+    _show(command)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # from the system, as in a process of its own
+    os.write(told, str(os.getpid()).encode())
+    os.close(told)
+    return command
+
+
+def _show(command: list[str]) -> None:
+    """Has `ps` show a command in place of this process's own, as much of it as has room there."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main()

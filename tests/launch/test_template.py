@@ -1,0 +1,196 @@
+"""The process that workers are forked from. What holds for every worker, forked or not, is in `test_local.py`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmtrain.heartbeat import Board
+from llmtrain.launch.local import common_environment, run_workers
+from llmtrain.launch.template import Template
+
+END_S = 15
+
+
+@pytest.fixture(autouse=True)
+def _modules(monkeypatch, tmp_path):
+    """The scripts of a test are modules."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+
+
+def module(script, body):
+    return [sys.executable, "-m", script(body).stem]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def children() -> list[int]:
+    return list(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+
+def open_in(pid: int) -> set[str]:
+    """Names of the descriptors that a process has."""
+    return {path.name for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def said(run_dir, world_size) -> list:
+    """The last line that each worker but rank 0 has in its log, from JSON."""
+    return [json.loads(run_dir.log_file(rank).read_text().splitlines()[-1]) for rank in range(1, world_size)]
+
+
+TELL = """
+import json, os, sys
+def tell(*values): print(json.dumps(values), flush=True)
+"""
+
+
+def test_all_are_forked_from_one_process_until_the_environment_changes(script, run_dir):
+    """Which may have decided what was imported, as OMP_NUM_THREADS does."""
+    name = script("import os; pid = os.getpid()").stem
+    command = module(script, f"{TELL}import {name}; tell({name}.pid, os.getpid(), os.environ.get('RANK'))")
+    with Template([name]) as template:
+        seen = []
+        for variable in ("1", "1", "2"):
+            assert run_workers(command, 3, run_dir, {"VARIABLE": variable}, template=template) == 0
+            seen.append(said(run_dir, 3))
+    first, second, third = ({source for source, *_ in ranks} for ranks in seen)
+    assert len(first) == 1
+    assert first == second != third
+    assert len({pid for ranks in seen for _, pid, _ in ranks}) == 6
+    assert [rank for _, _, rank in seen[0]] == ["1", "2"]
+    assert not children()
+
+
+def test_a_worker_is_as_one_that_was_started_by_itself(script, run_dir):
+    command = module(
+        script,
+        f"""{TELL}
+import signal, threading
+tell(
+    sys.argv, sys.orig_argv, __name__, os.getsid(0) == os.getpid(), threading.active_count(), __spec__.name,
+    [str(signal.getsignal(number)) for number in range(1, 32)], sys.stdin.read(), os.getcwd(), sys.path,
+    sorted(os.listdir("/proc/self/fd")),
+    {{name: value for name, value in os.environ.items() if name != "MASTER_PORT"}},
+    open("/proc/self/cmdline").read().split("\\0")[:3],
+)
+""",
+    )
+    seen = []
+    with Template(["json"] * 40) as template:  # its command line is long, so that theirs have room
+        for source in (None, template):
+            assert run_workers([*command, "a b", "-c"], 2, run_dir, template=source) == 0
+            seen += said(run_dir, 2)
+    alone, forked = seen
+    assert alone == forked
+    assert alone[1][1:] == ["-m", command[-1], "a b", "-c"]
+
+
+def test_signals_that_were_ignored_stay_so_and_the_others_end_a_worker(script, run_dir):
+    body = f"{TELL}import signal; tell(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(15) == 0)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Template(["json"]) as template:
+            assert run_workers(module(script, body), 2, run_dir, template=template) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert said(run_dir, 2) == [[True, True]]
+
+
+def test_workers_find_the_board_of_their_heartbeats(script, run_dir):
+    command = module(
+        script,
+        """
+        import os
+        from llmtrain.heartbeat import Heartbeat
+        rank = int(os.environ["RANK"])
+        Heartbeat.of_worker(rank).begin_step(7 + rank)
+        """,
+    )
+    with Template(["json"]) as template:
+        template.start(common_environment(2))
+        board = Board(2)
+        assert run_workers(command, 2, run_dir, board=board, template=template) == 0
+        held = open_in(children()[0])
+        assert run_workers(command, 2, run_dir, board=board, template=template) == 0
+        assert open_in(children()[0]) == held  # nothing of a worker's is left with it
+    assert board.step() == 7
+    board.close()
+
+
+@pytest.mark.parametrize("death", ["import", "kill"])
+def test_without_it_workers_are_started_by_themselves(script, run_dir, death):
+    broken = script("print('this is why', flush=True); raise ImportError").stem
+    with Template([broken] if death == "import" else ["json"]) as template:
+        template.start(common_environment(2))
+        if death == "kill":
+            wait_until(lambda: template.settled(0.1))
+            os.kill(children()[0], signal.SIGKILL)
+        assert run_workers(module(script, TELL + "tell(os.getppid())"), 2, run_dir, template=template) == 0
+    assert said(run_dir, 2) == [[os.getpid()]]
+    assert ("this is why" in run_dir.log_file(0).read_text()) == (death == "import")
+
+
+def test_a_signal_while_it_imports_starts_nothing(script, run_dir, tmp_path):
+    slow = script(f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, 'slow').touch(); time.sleep(60)").stem
+    program = f"""
+import sys
+from pathlib import Path
+from llmtrain.launch import run_workers
+from llmtrain.launch.template import Template
+from llmtrain.run_dir import RunDir
+folder = RunDir(Path({str(run_dir.path)!r}))
+with Template([{slow!r}]) as template:
+    sys.exit(run_workers([sys.executable, "-m", "json.tool"], 1, folder, template=template))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    wait_until((tmp_path / "slow").exists)
+    process.terminate()
+    assert process.wait(timeout=END_S) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("stage", ["imports", "waits"])
+def test_it_ends_with_its_launcher(script, tmp_path, stage):
+    slow = script("import time; time.sleep(60)").stem
+    program = f"""
+import time
+from llmtrain.launch.local import common_environment
+from llmtrain.launch.template import Template
+template = Template([{slow if stage == "imports" else "json"!r}])
+template.start(common_environment(1))
+print(template.settled({0 if stage == "imports" else END_S}), template._process.pid, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    is_settled, pid = process.stdout.readline().split()
+    assert is_settled == str(stage == "waits")
+    process.kill()
+    assert process.communicate(timeout=END_S)[0] == ""  # to the end of the pipe
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text())
+
+
+def test_ranks_have_their_threads_and_draw_apart(script, run_dir, monkeypatch):
+    """With all that workers import; a thread pool that was there before the fork would have them wait for ever."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    body = """
+now = len(os.listdir("/proc/self/task")), "torch._dynamo" in sys.modules
+import torch, numpy, random, tempfile, uuid
+assert (torch.ones(500, 500) @ torch.ones(500, 500)).sum() == 500**3
+assert (numpy.ones((500, 500)) @ numpy.ones((500, 500))).sum() == 500**3
+drawn = [numpy.random.rand(), random.random(), tempfile.mktemp(), str(uuid.uuid4())]
+tell(now, torch.get_num_threads(), torch.cuda.is_initialized(), drawn)
+"""
+    with Template() as template:
+        assert run_workers(module(script, TELL + body), 3, run_dir, template=template) == 0
+    first, second = said(run_dir, 3)
+    assert first[:3] == second[:3] == [[1, True], 2, False]
+    assert all(one != other for one, other in zip(first[3], second[3], strict=True))
