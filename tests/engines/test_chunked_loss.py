@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
@@ -27,11 +27,20 @@ OTHERS = {
     "sequence, ZeRO-2": {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "DDP": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"},
 }
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+PIPELINES = {"stages": STAGES, "stages, checkpointing": STAGES | {"parallel.activation_checkpointing": "full"}}
+MORE_RANKS = {
+    "stages of tensor ranks": STAGES | {"parallel.tensor": 2},
+    "stages of sequence ranks": STAGES | {"parallel.sequence": 2},
+    "stages of replicas": STAGES,
+}
 
 
-def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
+def _train(rank: int, recipes: dict, ranks: int, recomputed: bool = False) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
+        if recomputed:
+            patch.setattr(forward, "recomputes_loss", lambda recipe: True)
         return {name: _trace(plan_of(recipe, ranks)) for name, recipe in recipes.items()}
 
 
@@ -42,21 +51,49 @@ def _trace(plan: Plan) -> Trace:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("cases", [ZERO, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1])
+@pytest.mark.parametrize(
+    "cases", [ZERO, PIPELINES, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1]
+)
 def test_chunks_are_the_plain_loop(cases, tied):
-    fields = {"model.config.tie_word_embeddings": tied}
+    _compare(2, cases, {"model.config.tie_word_embeddings": tied})
+
+
+def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False) -> None:
     expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
     recipes = {name: tiny_recipe(**fields, **CHUNKED, **case) for name, case in cases.items()}
-    for runs in run_ranks(2, _train, recipes, 2):
+    for runs in run_ranks(ranks, _train, recipes, ranks, recomputed):
         for name, run in runs.items():
             assert_same(run, expected, name)
 
 
-def test_a_routers_loss_is_kept():
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunks_on_stages_that_ranks_share_are_the_plain_loop(tied, recomputed):
+    _compare(4, MORE_RANKS, {"model.config.tie_word_embeddings": tied}, recomputed)
+
+
+@pytest.mark.slow
+def test_chunks_on_stages_without_zero_are_the_plain_loop():
+    without = {"stages, ZeRO-0": STAGES | {"parallel.zero_stage": 0}}
+    _compare(2, without, {"optim.clip_grad_norm": 0.0})  # ZeRO-0 would clip by the first stage's norm
+
+
+@pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
+def test_a_routers_loss_is_kept(parallel):
     expected = trace(reference_of(tiny_recipe(**MIXTRAL)), range(STEPS), 4, 2)
-    recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4, "parallel.expert": 2})}
+    recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4}, **parallel)}
     for runs in run_ranks(2, _train, recipes, 2):
         assert_same(runs["experts"], expected, "experts")
+
+
+def test_bf16_stages_stay_near_the_fp32_loop():
+    """With tied weights; the bounds are those of `test_parity`."""
+    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    recipes = {"bf16": tiny_recipe(**CHUNKED, **STAGES, **{"parallel.precision": "bf16"})}
+    for runs in run_ranks(2, _train, recipes, 2):
+        assert worst(runs["bf16"].losses, expected.losses) < 2**-8
+        assert worst(runs["bf16"].grad_norms, expected.grad_norms) < 2**-6
 
 
 def test_both_ways_are_tried():
