@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from harness import run_ranks
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
@@ -14,6 +15,8 @@ from llmtrain.plan.kernels import recomputes_loss
 STEPS = 6
 CHUNK = 24
 """Tokens of a chunk, which does not divide those of a micro-batch."""
+RARE_SIZE = 263
+"""Of a vocabulary: nothing else has this size."""
 CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 2}
 ZERO = {
     "ZeRO-0": {},
@@ -36,18 +39,18 @@ MORE_RANKS = {
 }
 
 
-def _train(rank: int, recipes: dict, ranks: int, recomputed: bool = False) -> dict[str, Trace]:
+def _train(rank: int, recipes: dict, ranks: int, recomputed: bool = False, steps: int = STEPS) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
         if recomputed:
             patch.setattr(forward, "recomputes_loss", lambda recipe: True)
-        return {name: _trace(plan_of(recipe, ranks)) for name, recipe in recipes.items()}
+        return {name: _trace(plan_of(recipe, ranks), steps) for name, recipe in recipes.items()}
 
 
-def _trace(plan: Plan) -> Trace:
+def _trace(plan: Plan, steps: int) -> Trace:
     engine, batch = engine_of(plan), plan.batch
     own = engine.data_parallel_rank, plan.layout.dp
-    return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
+    return trace(engine, range(steps), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -87,13 +90,39 @@ def test_a_routers_loss_is_kept(parallel):
         assert_same(runs["experts"], expected, "experts")
 
 
+def _rows(rank: int, recipe) -> set[int]:
+    """Of the tensors of a step whose last dimension is the vocabulary: how many rows they have."""
+    seen: set[int] = set()
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for one in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(one, torch.Tensor) and one.dim() and one.size(-1) == RARE_SIZE:
+                    seen.add(one.numel() // RARE_SIZE)
+            return result
+
+    with Shapes():
+        _train(rank, {"": recipe}, 2, steps=1)
+    return seen - {recipe.model.config["hidden_size"]}
+
+
+def test_no_stage_holds_all_logits():
+    recipe = tiny_recipe(**CHUNKED, **STAGES, **{"model.config.vocab_size": RARE_SIZE})
+    first, last = run_ranks(2, _rows, recipe)
+    assert not first
+    assert max(last) == CHUNK
+
+
 def test_bf16_stages_stay_near_the_fp32_loop():
-    """With tied weights; the bounds are those of `test_parity`."""
+    """With tied weights, and under autocast; the bounds are those of `test_parity`."""
     expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
-    recipes = {"bf16": tiny_recipe(**CHUNKED, **STAGES, **{"parallel.precision": "bf16"})}
+    precisions = ("bf16", "autocast_bf16")
+    recipes = {one: tiny_recipe(**CHUNKED, **STAGES, **{"parallel.precision": one}) for one in precisions}
     for runs in run_ranks(2, _train, recipes, 2):
-        assert worst(runs["bf16"].losses, expected.losses) < 2**-8
-        assert worst(runs["bf16"].grad_norms, expected.grad_norms) < 2**-6
+        for name, run in runs.items():
+            assert worst(run.losses, expected.losses) < 2**-8, name
+            assert worst(run.grad_norms, expected.grad_norms) < 2**-6, name
 
 
 def test_both_ways_are_tried():

@@ -177,15 +177,17 @@ def before_update(plan: Plan, stage: int) -> int:
 
 OFFLOADED = {"parallel.offload_optimizer": "cpu"}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}
+CHUNKED = {"kernels.loss": "chunked"}
 TWO_STAGES = {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}  # ZeRO-0 would clip by the first stage's norm
 
 
 def test_stages_of_two_replicas_hold_what_is_predicted():
-    check_stages(4, plans(4, (0, 1), ("fp32",), **TWO_STAGES, **UNTIED))
+    whole = plans(4, (0, 1), ("fp32",), **TWO_STAGES, **UNTIED)
+    check_stages(4, [*whole, *plans(4, (1,), ("fp32",), **TWO_STAGES, **UNTIED, **CHUNKED)])
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize(("ranks", "fields"), [(2, UNTIED), (4, {}), (2, {"optim.name": "sgd"})], ids=str)
+@pytest.mark.parametrize(("ranks", "fields"), [(2, UNTIED), (4, {}), (2, {"optim.name": "sgd"}), (2, CHUNKED)], ids=str)
 def test_stages_hold_what_is_predicted(ranks, fields):
     check_stages(ranks, plans(ranks, (0, 1), ("fp32", "bf16", "autocast_bf16"), **TWO_STAGES, **fields))
 
