@@ -192,7 +192,7 @@ class DeepSpeedDataParallel:
     def _clip(self) -> None:
         """Clips by the norm that was taken just before; called where DeepSpeed keeps none, with a limit above 0."""
         assert self._own_norm is not None, "an update without its norm"
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.plan.recipe.optim.clip_grad_norm, self._own_norm)
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.engine.gradient_clipping(), self._own_norm)
 
     def _gradient_norm(self) -> Tensor:
         """2-norm of the gradients: those that lie on this rank, and of split weights those of the other holders."""

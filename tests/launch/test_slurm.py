@@ -263,6 +263,21 @@ def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluste
     assert logged(job.run_dir) == uninterrupted
 
 
+def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
+    job = submit()
+    job.hold(after=3)
+    whole = ("--exclusive", "--nodes=3", f"--output={tmp_path}/urgent.log", "--parsable")
+    urgent = cluster.run("sbatch", "--partition=urgent", *whole, "--wrap=sleep 3").strip()
+    job.until(lambda: cluster.job(job.number)["JobState"] != "RUNNING", 60)
+    job.let_go()
+    cluster.wait(urgent)
+    step = read_manifests(newest(job.run_dir / "checkpoints"))[0].step
+    assert f"stopped on SIGTERM after step {step}" in job.log
+    assert job.completed()["Restarts"] == "1"
+    assert f"continuing after step {step}" in job.log
+    assert logged(job.run_dir) == uninterrupted
+
+
 def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, uninterrupted):
     job = submit("--set", "checkpoint.every_steps=5")
     job.hold(after=7)
