@@ -19,7 +19,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["deepspeed", "transformers.models.llama.modeling_llama", "llmtrain.engines"])
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 180) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 400) -> list[Any]:
     """`function(rank, *arguments)` on each rank of a new process group; the results by rank.
 
     The first exception of any rank is raised here with its traceback; the other ranks are ended.

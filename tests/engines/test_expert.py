@@ -63,9 +63,15 @@ def test_groups_smaller_than_the_replicas():
     _assert_runs_are_plain("qwen3_moe", 4, [{"parallel.zero_stage": stage, **SGD} for stage in (0, 2, 3)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "architecture", ["qwen2_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3", "minimax_m3_vl_text"]
+    "architecture",
+    [
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in ("qwen2_moe", "qwen3_5_moe_text", "deepseek_v2", "minimax_m3_vl_text")
+        ),
+    ],
 )
 def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, [{"parallel.zero_stage": stage, **SGD} for stage in range(4)])

@@ -75,8 +75,13 @@ def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
     _assert_runs_are_plain("mixtral", 4, cases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", sorted(EXPERT_TENSOR_FAMILIES))
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5_moe_text" else pytest.mark.breadth)
+        for name in sorted(EXPERT_TENSOR_FAMILIES)
+    ],
+)
 def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
 
@@ -180,12 +185,11 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "cases"),
     [
-        ("mixtral", [(0, "fp32", 2), (1, "bf16", 4), (3, "fp32", 2)]),
-        pytest.param("qwen3_moe", [(1, "fp32", 2), (2, "bf16", 4), (3, "bf16", 4)], marks=pytest.mark.slow),
+        pytest.param("mixtral", [(0, "fp32", 2), (1, "bf16", 4), (3, "fp32", 2)], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", [(1, "fp32", 2), (2, "bf16", 4), (3, "bf16", 4)], marks=pytest.mark.breadth),
     ],
 )
 def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path, architecture, cases):

@@ -110,15 +110,16 @@ def test_no_recipe_is_forgotten():
 
 
 QUICK = ("gpt2_124m", "qwen3_30b_a3b", "tiny")
+SLOW = ("llama3_70b", "llama3_8b_long")
+
+
+def _marks(name: str):
+    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.breadth
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in SIZES
-        if name != "continue_pretrained"
-    ],
+    [pytest.param(name, marks=_marks(name)) for name in SIZES if name != "continue_pretrained"],
 )
 def test_shrunk_recipe_trains(name, corpus, tmp_path):
     _assert_learned(_train(name, _fields(name, corpus), tmp_path / "run"))

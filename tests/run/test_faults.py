@@ -54,7 +54,7 @@ def stacks(run_dir: Path, rank: int) -> str:
     [
         ("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py"),
         pytest.param("gil", "in _hold_the_gil", "_hold_the_gil", marks=pytest.mark.slow),
-        pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.slow),
+        pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.breadth),
     ],
 )
 def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_path, fault, says, frame):
@@ -72,8 +72,10 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
         assert (failure["exit_code"], failure["problems"][0]["rule"]) == (5, "worker.hang")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(
+    ("victim", "other"),
+    [pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 0, marks=pytest.mark.breadth)],
+)
 def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):
     """The other one is asleep, so that no lost connection tells it."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -96,11 +98,11 @@ def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, t
     ("fault", "says"),
     [
         pytest.param("kill", "killed by signal 9 (SIGKILL)", marks=pytest.mark.slow),
-        pytest.param("segv", "killed by signal 11 (SIGSEGV)", marks=pytest.mark.slow),
-        pytest.param("abort", "killed by signal 6 (SIGABRT)", marks=pytest.mark.slow),
         pytest.param("exception", "RuntimeError: injected", marks=pytest.mark.slow),
         pytest.param("stop", "stopped by a signal (SIGSTOP)", marks=pytest.mark.slow),
-        pytest.param("gil", "in _hold_the_gil", marks=pytest.mark.slow),
+        pytest.param("segv", "killed by signal 11 (SIGSEGV)", marks=pytest.mark.breadth),
+        pytest.param("abort", "killed by signal 6 (SIGABRT)", marks=pytest.mark.breadth),
+        pytest.param("gil", "in _hold_the_gil", marks=pytest.mark.breadth),
     ],
 )
 def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrupted, tmp_path, fault, says):
@@ -124,15 +126,18 @@ def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["1", "evaluating", "saving"])
-def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path, when):
-    result = train(small_recipe, tmp_path / "run", f"pause:0:{when}:{tmp_path / 'once'}", *HANGS)
+def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path):
+    pauses = {when: tmp_path / when for when in ("1", "evaluating", "saving")}
+    fault = ",".join(f"pause:0:{when}:{once}" for when, once in pauses.items())
+    result = train(small_recipe, tmp_path / "run", fault, *HANGS)
     assert result.returncode == 0, result.stderr
+    assert all(once.exists() for once in pauses.values())
     assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["stop", "kill"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("kill", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.breadth)]
+)
 def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted, tmp_path, fault):
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:saving:{tmp_path / 'once'}", *HANGS, "--max-restarts", "1")

@@ -24,8 +24,14 @@ RUN = (
 FAULTY = Path(__file__).parent / "faulty"
 REPOSITORY = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow
-BY_BOTH = pytest.mark.parametrize("tool", TOOLS)
+BY_BOTH = pytest.mark.parametrize("tool", [pytest.param(tool, marks=pytest.mark.slow) for tool in TOOLS])
+BY_FIRST = pytest.mark.parametrize(
+    "tool",
+    [
+        pytest.param(tool, marks=pytest.mark.breadth if number else pytest.mark.slow)
+        for number, tool in enumerate(TOOLS)
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def by_us(small_recipe, tmp_path_factory):
     return run_dir
 
 
-@BY_BOTH
+@BY_FIRST
 def test_a_run_that_is_stopped_and_continued_is_that_of_our_own_launcher(small_recipe, by_us, tmp_path, tool):
     run_dir = tmp_path / "a run"
     train = ("train", small_recipe, "--run-dir", run_dir, "--nproc", 2, "--launcher", tool, *RUN)
@@ -55,7 +61,7 @@ def test_a_run_that_is_stopped_and_continued_is_that_of_our_own_launcher(small_r
     assert losses(run_dir) == losses(by_us)
 
 
-@BY_BOTH
+@BY_FIRST
 def test_a_worker_that_is_killed_is_named(small_recipe, tmp_path, tool):
     run_dir = tmp_path / "run"
     env = {"FAULT": "kill:1:6", "PYTHONPATH": f"{FAULTY}:{REPOSITORY}"}
@@ -91,6 +97,7 @@ def test_the_printed_lines_train_on_two_nodes(small_recipe, by_us, tmp_path, too
     assert losses(run_dir) == losses(by_us)
 
 
+@pytest.mark.slow
 def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
     nodes = ("--nodes", 2, "--gpus-per-node", 1, "--device", "cpu")
     printed = llmtrain("train", small_recipe, "--run-dir", tmp_path, "--launcher", "torchrun", *nodes, "--dry-run")
@@ -100,6 +107,7 @@ def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
     assert "NODE: 0 on the first node" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tmp_path):
     """Exit codes and signals are those of our own launcher on every node."""
     run_dir = tmp_path / "run"
@@ -122,6 +130,7 @@ def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tm
     assert [node.returncode for node in nodes] == [75, 75], errors
 
 
+@pytest.mark.slow
 def test_a_mistake_is_the_exit_code_of_a_node(small_recipe, tmp_path):
     command = ("-m", "llmtrain.launch.torchrun", "--standalone", "--nproc-per-node", 2)
     result = run(sys.executable, *command, small_recipe, "--run-dir", tmp_path, "--set", "optim.lr=fast")

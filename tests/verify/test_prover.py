@@ -38,7 +38,7 @@ def _certified(rank: int, job, folder) -> dict[str, bool]:
     return certified(job, folder)
 
 
-SLOW = pytest.mark.slow
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ SLOW = pytest.mark.slow
         # ZeRO-0 alone: there nothing but the engine's own all-reduce joins the ranks.
         pytest.param("dp2-zero0-acc2", "planted", "BUGS", "fp32", marks=SLOW),
         pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
-        pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=BREADTH),
         pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=SLOW),
         pytest.param("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32", marks=SLOW),
         pytest.param("dp2-pp2-zero1-acc2", "planted_pipeline", "REPLICATED", "fp32", marks=SLOW),
-        pytest.param("dp2-zero1-acc2", "planted", "COARSE", "bf16", marks=SLOW),
+        pytest.param("dp2-zero1-acc2", "planted", "COARSE", "bf16", marks=BREADTH),
         pytest.param("dp2-zero2-acc2", "planted_zero", ("dropped_group", "clipping_per_partition"), "bf16", marks=SLOW),
     ],
 )
@@ -102,11 +102,12 @@ def test_other_models_are_certified(fields, verify_corpus, tmp_path):
 @pytest.mark.parametrize(
     ("precision", "every"),
     [
-        pytest.param("fp32", 1, marks=SLOW),
-        pytest.param("bf16", 4, marks=SLOW),
-        pytest.param("autocast_bf16", 4, marks=SLOW),
-        pytest.param("bf16", 1, marks=pytest.mark.breadth),
-        pytest.param("autocast_bf16", 1, marks=pytest.mark.breadth),
+        pytest.param("fp32", 3, marks=SLOW),
+        pytest.param("bf16", 8, marks=SLOW),
+        pytest.param("autocast_bf16", 8, marks=SLOW),
+        pytest.param("fp32", 1, marks=BREADTH),
+        pytest.param("bf16", 1, marks=BREADTH),
+        pytest.param("autocast_bf16", 1, marks=BREADTH),
     ],
 )
 def test_every_clean_plan_is_certified(precision, every, verify_corpus, tmp_path):
