@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import documents_known
@@ -20,10 +20,24 @@ from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
     """Has a whole model compute as the plan says, before an engine takes it.
 
-    Raises RecipeError where the model's family cannot.
+    Raises RecipeError as `check_kernels`.
+    """
+    check_kernels(model.config, plan)
+    use_kernels(model, plan)
+
+
+def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
+    """Tries on a tiny copy of the model of `config` what the plan says.
+
+    Raises RecipeError where its family cannot compute so.
     """
     if chunks_loss(plan):
-        check_chunks(model.config)
+        check_chunks(config)
+
+
+def use_kernels(model: PreTrainedModel, plan: Plan) -> None:
+    """Has a model with a head, whole or a stage's, compute as the plan says; `check_kernels` has let it through."""
+    if chunks_loss(plan):
         ChunkedLoss(model, CHUNK_TOKENS, recomputed=recomputes_loss(plan.recipe))
 
 

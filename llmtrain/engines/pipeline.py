@@ -24,6 +24,7 @@ from llmtrain.data import StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.forward import check_kernels, use_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
@@ -35,7 +36,7 @@ from llmtrain.engines.sequence_check import check_sequence
 from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.ulysses import Ulysses
 from llmtrain.engines.writer import Writer
-from llmtrain.models import model_configuration, stage_builder, stage_names, target_loss_sum
+from llmtrain.models import chunked_loss, model_configuration, stage_builder, stage_names, target_loss_sum
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
@@ -138,11 +139,15 @@ class DeepSpeedPipeline:
         self._scale = 1.0
         self._total = torch.zeros((), device=device)
         recipe = plan.recipe
+        config = model_configuration(recipe)
+        check_kernels(config, plan)  # on all ranks, so that all refuse
         if plan.layout.sp > 1:
-            check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
+            check_sequence(config, recipe.model.attention, recipe.data.sequence_length)
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))
+        if self.module.stage.is_last:
+            use_kernels(self.module.stage.model, plan)
         if recipe.parallel.activation_checkpointing == "full":
             # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
             self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -289,7 +294,11 @@ class DeepSpeedPipeline:
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:
             own = self.ulysses.slice(one) if self.ulysses else one
-            yield (own.input_ids, own.position_ids), own.labels
+            labels = own.labels
+            if chunked_loss(self.module.stage.model):
+                # The next forward pass is this micro-batch's: DeepSpeed takes labels right before it, on a last stage.
+                labels = self.module.stage.targets = labels.to(self.device, non_blocking=True)
+            yield (own.input_ids, own.position_ids), labels
 
     def _start(self, batch: StepBatch) -> None:
         ranks = self.plan.layout.dp * self.plan.layout.sp
@@ -297,9 +306,12 @@ class DeepSpeedPipeline:
         self._total = torch.zeros((), device=self.device)
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`."""
-        logits, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = target_loss_sum(logits, labels)
+        """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`.
+
+        output: logits, or the sum of the losses where the stage's model has made it.
+        """
+        result, auxiliary = (output, None) if isinstance(output, Tensor) else output
+        loss_sum = result if chunked_loss(self.module.stage.model) else target_loss_sum(result, labels)
         self._total += loss_sum.detach()
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:

@@ -124,8 +124,12 @@ class Stage(nn.Module):
     """One pipeline stage; called with a tuple of tensors, it returns what the next stage is called with.
 
     The first stage takes `(input_ids, position_ids)`, both [batch, T]. The last returns the logits
-    [batch, T, vocab], or `(logits, auxiliary loss)` where the configuration asks for router logits.
+    [batch, T, vocab], or `(logits, auxiliary loss)` where the configuration asks for router logits;
+    the sum of the losses in the place of the logits where there are `targets`.
     """
+
+    targets: Tensor | None = None
+    """Labels [batch, T] of the micro-batch to come, for a last stage whose model takes them (`ChunkedLoss`)."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -162,6 +166,8 @@ class Stage(nn.Module):
         arguments = {"input_ids": tokens, "use_cache": False}
         if self._takes_positions:
             arguments["position_ids"] = position_ids
+        if self.targets is not None:
+            arguments["targets"] = self.targets
         self._received_routers = tuple(extras[0].unbind()) if extras else ()
         for entry in self._entry:
             entry.received = states
@@ -172,7 +178,8 @@ class Stage(nn.Module):
             self._forget()
 
     def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
-        return (output.logits, output.aux_loss) if self.cut.sends_routers else output.logits
+        result = output.logits if self.targets is None else output.loss_sum
+        return (result, output.aux_loss) if self.cut.sends_routers else result
 
     def _sent(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden: Tensor = self._exit[0].result
@@ -184,6 +191,7 @@ class Stage(nn.Module):
 
     def _forget(self) -> None:
         """Lets go of the activations: the engine keeps what it needs, for several micro-batches at a time."""
+        self.targets = None
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None

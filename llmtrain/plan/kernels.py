@@ -35,8 +35,6 @@ def chunks_loss(plan: Plan) -> bool:
 
 def needs_whole_loss(recipe: Recipe) -> str:
     """Why the engine must have the logits; empty where it need not."""
-    if recipe.parallel.pipeline > 1:
-        return "the last stage of a pipeline hands its logits to the engine"
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
@@ -14,6 +15,8 @@ from llmtrain.plan.kernels import recomputes_loss
 STEPS = 6
 CHUNK = 24
 """Tokens of a chunk, which does not divide those of a micro-batch."""
+RARE_SIZE = 263
+"""Of a vocabulary: nothing else has this size."""
 CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 2}
 ZERO = {
     "ZeRO-0": {},
@@ -27,36 +30,100 @@ OTHERS = {
     "sequence, ZeRO-2": {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "DDP": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"},
 }
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+PIPELINES = {"stages": STAGES, "stages, checkpointing": STAGES | {"parallel.activation_checkpointing": "full"}}
+MORE_RANKS = {
+    "stages of tensor ranks": STAGES | {"parallel.tensor": 2},
+    "stages of sequence ranks": STAGES | {"parallel.sequence": 2},
+    "stages of replicas": STAGES,
+}
 
 
-def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
+def _train(rank: int, recipes: dict, ranks: int, recomputed: bool = False, steps: int = STEPS) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
-        return {name: _trace(plan_of(recipe, ranks)) for name, recipe in recipes.items()}
+        if recomputed:
+            patch.setattr(forward, "recomputes_loss", lambda recipe: True)
+        return {name: _trace(plan_of(recipe, ranks), steps) for name, recipe in recipes.items()}
 
 
-def _trace(plan: Plan) -> Trace:
+def _trace(plan: Plan, steps: int) -> Trace:
     engine, batch = engine_of(plan), plan.batch
     own = engine.data_parallel_rank, plan.layout.dp
-    return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
+    return trace(engine, range(steps), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("cases", [ZERO, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1])
+@pytest.mark.parametrize(
+    "cases", [ZERO, PIPELINES, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1]
+)
 def test_chunks_are_the_plain_loop(cases, tied):
-    fields = {"model.config.tie_word_embeddings": tied}
+    _compare(2, cases, {"model.config.tie_word_embeddings": tied})
+
+
+def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False) -> None:
     expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
     recipes = {name: tiny_recipe(**fields, **CHUNKED, **case) for name, case in cases.items()}
-    for runs in run_ranks(2, _train, recipes, 2):
+    for runs in run_ranks(ranks, _train, recipes, ranks, recomputed):
         for name, run in runs.items():
             assert_same(run, expected, name)
 
 
-def test_a_routers_loss_is_kept():
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunks_on_stages_that_ranks_share_are_the_plain_loop(tied, recomputed):
+    _compare(4, MORE_RANKS, {"model.config.tie_word_embeddings": tied}, recomputed)
+
+
+@pytest.mark.slow
+def test_chunks_on_stages_without_zero_are_the_plain_loop():
+    without = {"stages, ZeRO-0": STAGES | {"parallel.zero_stage": 0}}
+    _compare(2, without, {"optim.clip_grad_norm": 0.0})  # ZeRO-0 would clip by the first stage's norm
+
+
+@pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
+def test_a_routers_loss_is_kept(parallel):
     expected = trace(reference_of(tiny_recipe(**MIXTRAL)), range(STEPS), 4, 2)
-    recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4, "parallel.expert": 2})}
+    recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4}, **parallel)}
     for runs in run_ranks(2, _train, recipes, 2):
         assert_same(runs["experts"], expected, "experts")
+
+
+def _rows(rank: int, recipe) -> set[int]:
+    """Of the tensors of a step whose last dimension is the vocabulary: how many rows they have."""
+    seen: set[int] = set()
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for one in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(one, torch.Tensor) and one.dim() and one.size(-1) == RARE_SIZE:
+                    seen.add(one.numel() // RARE_SIZE)
+            return result
+
+    with Shapes():
+        _train(rank, {"": recipe}, 2, steps=1)
+    return seen - {recipe.model.config["hidden_size"]}
+
+
+def test_no_stage_holds_all_logits():
+    more = {"batch.micro_batch_size": 4, "model.config.vocab_size": RARE_SIZE}
+    recipe = tiny_recipe(**CHUNKED | STAGES | more)
+    first, last = run_ranks(2, _rows, recipe)
+    assert not first
+    assert max(last) == CHUNK
+
+
+def test_bf16_stages_stay_near_the_fp32_loop():
+    """With tied weights, and under autocast; the bounds are those of `test_parity`."""
+    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    precisions = ("bf16", "autocast_bf16")
+    recipes = {one: tiny_recipe(**CHUNKED, **STAGES, **{"parallel.precision": one}) for one in precisions}
+    for runs in run_ranks(2, _train, recipes, 2):
+        for name, run in runs.items():
+            assert worst(run.losses, expected.losses) < 2**-8, name
+            assert worst(run.grad_norms, expected.grad_norms) < 2**-6, name
 
 
 def test_both_ways_are_tried():

@@ -177,11 +177,17 @@ def before_update(plan: Plan, stage: int) -> int:
 
 OFFLOADED = {"parallel.offload_optimizer": "cpu"}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}
+CHUNKED = {"kernels.loss": "chunked"}
 TWO_STAGES = {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}  # ZeRO-0 would clip by the first stage's norm
 
 
 def test_stages_of_two_replicas_hold_what_is_predicted():
     check_stages(4, plans(4, (0, 1), ("fp32",), **TWO_STAGES, **UNTIED))
+
+
+@pytest.mark.slow
+def test_stages_keep_no_logits_of_a_loss_in_chunks():
+    check_stages(2, plans(2, (1,), ("fp32", "bf16"), **TWO_STAGES, **CHUNKED))
 
 
 @pytest.mark.breadth

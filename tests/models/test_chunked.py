@@ -36,7 +36,19 @@ def _gradients(loss, model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gpt2", "opt", "bloom", "gemma2", "cohere", "granite", "falcon_h1", "qwen3_moe", "modernbert-decoder"],
+    [
+        "llama",
+        "gpt2",
+        "opt",
+        "bloom",
+        "gemma2",
+        "cohere",
+        "granite",
+        "falcon_h1",
+        "qwen3_moe",
+        "modernbert-decoder",
+        "zamba",
+    ],
 )
 def test_families_come_apart(family):
     """Tied and untied heads, capped and scaled logits, a decoder within a backbone, a router's loss."""

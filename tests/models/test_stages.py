@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import Refused
+from llmtrain.models import IGNORE, ChunkedLoss, Refused, target_loss_sum
 from llmtrain.models.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.initial import initialise
 from llmtrain.models.stages import Entry
@@ -129,6 +129,42 @@ def test_micro_batches_may_be_under_way_at_once(checkpointing):
     for stage in stages:
         for own, name in stage.hf_names().items():
             torch.testing.assert_close(stage.get_parameter(own).grad, whole.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "cohere", "opt", "mixtral"])
+def test_a_last_stage_makes_the_loss_in_chunks(family, recomputed):
+    """Tied heads, scaled and capped logits, a projection between layers and head, a router's loss."""
+    config = families.tiny_config(family)
+    whole, inputs = reference(config, "eager").train(), packed_input(config)
+    labels = inputs[0].roll(-1, dims=1)
+    labels[0, 3:9] = IGNORE
+    output = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    expected = [target_loss_sum(output.logits, labels), *([output.aux_loss] if "aux_loss" in output else [])]
+    stages = build_chain(whole, find_cut(config, HALVES), "eager")
+    ChunkedLoss(stages[-1].model, tokens=5, recomputed=recomputed)
+    stages[-1].targets = labels
+    losses = run_chain(stages, inputs)[-1]
+    torch.testing.assert_close(losses, tuple(expected))
+    for sums in (losses, expected):
+        sum(sums).backward()
+    for name, gradient in _over_stages(stages).items():
+        # As `models.chunked.TOLERANCE`, of sums in another order.
+        assert (gradient - whole.get_parameter(name).grad).abs().max() <= 1e-5 * _largest(whole), name
+
+
+def _over_stages(stages) -> dict[str, torch.Tensor]:
+    """Gradients by name in the whole model, those of tied weights summed."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for own, name in stage.hf_names().items():
+            if (gradient := stage.get_parameter(own).grad) is not None:
+                found[name] = found.get(name, 0) + gradient
+    return found
+
+
+def _largest(model) -> float:
+    return max(float(parameter.grad.abs().max()) for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "modernbert-decoder"])

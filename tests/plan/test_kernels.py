@@ -13,6 +13,7 @@ from llmtrain.plan.memory import memory_of
 from llmtrain.plan.time import predict
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 WIDE = {"model.config.hidden_size": 512, "model.config.num_hidden_layers": 64}
 """Enough layers for the head to be a small part of the model."""
 
@@ -28,7 +29,8 @@ def logits_of(**fields) -> int:
         (LARGE, True),
         (LARGE | {"kernels.loss": "whole"}, False),
         ({"kernels.loss": "chunked"}, True),
-        (LARGE | {"parallel.pipeline": 2, "parallel.zero_stage": 1}, False),
+        (LARGE | STAGES, True),
+        (STAGES, False),
         (LARGE | {"parallel.zero_stage": 3}, False),
     ],
 )
@@ -52,6 +54,13 @@ def test_chunks_take_the_memory_of_a_chunk():
     assert logits_of(**longer, **{"kernels.loss": "chunked", "parallel.zero_stage": 3}) == whole
 
 
+def test_a_last_stage_keeps_no_logits_of_what_has_passed():
+    fields = LARGE | STAGES
+    whole = logits_of(**fields, **{"kernels.loss": "whole"})
+    assert whole == (12 + 2 * 4) * 128_000 * 8 * 128
+    assert logits_of(**fields) == logits_of(**LARGE)
+
+
 def test_a_product_made_twice_takes_its_time():
     def seconds(loss: str) -> float:
         recipe = small_plan(**LARGE, **{"kernels.loss": loss, "parallel.zero_stage": 3}).recipe
@@ -63,7 +72,7 @@ def test_a_product_made_twice_takes_its_time():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"parallel.pipeline": 2},
+        {"parallel.backend": "data_parallel"},
         {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
     ],
 )

@@ -116,14 +116,15 @@ class Passed:
 
 def passed(plan: Plan) -> Passed:
     """What the last stage keeps: DeepSpeed gives outputs back after the backward pass in all other stages only
-    (`pipe/engine.py:_exec_backward_pass`), so two micro-batches' logits stay, with the inputs that they came from."""
+    (`pipe/engine.py:_exec_backward_pass`), so two micro-batches' logits stay, with the inputs that they came from.
+    Of a loss in chunks the outputs are scalars."""
     if plan.layout.pp == 1:
         return Passed(0, 0)
     widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
     tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
     return Passed(
         streams=(2 * buffers + 1) * widths.stream * plan.model.hidden_size * tokens,
-        logits=buffers * widths.computed * plan.model.vocab_size * tokens,
+        logits=0 if chunks_loss(plan) else buffers * widths.computed * plan.model.vocab_size * tokens,
     )
 
 
