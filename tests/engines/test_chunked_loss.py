@@ -53,7 +53,7 @@ def _trace(plan: Plan, steps: int) -> Trace:
     return trace(engine, range(steps), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "cases", [ZERO, PIPELINES, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1]
 )

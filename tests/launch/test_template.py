@@ -34,8 +34,15 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def children() -> list[int]:
-    return list(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+@pytest.fixture
+def children():
+    """Tells the children that this process has got; other tests leave some, for the tests after them."""
+
+    def all_of_them() -> list[int]:
+        return list(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+
+    before = all_of_them()
+    return lambda: [pid for pid in all_of_them() if pid not in before]
 
 
 def open_in(pid: int) -> set[str]:
@@ -54,7 +61,7 @@ def tell(*values): print(json.dumps(values), flush=True)
 """
 
 
-def test_all_are_forked_from_one_process_until_the_environment_changes(script, run_dir):
+def test_all_are_forked_from_one_process_until_the_environment_changes(script, run_dir, children):
     """Which may have decided what was imported, as OMP_NUM_THREADS does."""
     name = script("import os; pid = os.getpid()").stem
     command = module(script, f"{TELL}import {name}; tell({name}.pid, os.getpid(), os.environ.get('RANK'))")
@@ -106,7 +113,7 @@ def test_signals_that_were_ignored_stay_so_and_the_others_end_a_worker(script, r
     assert said(run_dir, 2) == [[True, True]]
 
 
-def test_workers_find_the_board_of_their_heartbeats(script, run_dir):
+def test_workers_find_the_board_of_their_heartbeats(script, run_dir, children):
     command = module(
         script,
         """
@@ -128,7 +135,7 @@ def test_workers_find_the_board_of_their_heartbeats(script, run_dir):
 
 
 @pytest.mark.parametrize("death", ["import", "kill"])
-def test_without_it_workers_are_started_by_themselves(script, run_dir, death):
+def test_without_it_workers_are_started_by_themselves(script, run_dir, death, children):
     broken = script("print('this is why', flush=True); raise ImportError").stem
     with Template([broken] if death == "import" else ["json"]) as template:
         template.start(common_environment(2))

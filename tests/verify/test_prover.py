@@ -85,7 +85,7 @@ def _clean(names: list[str], corpus, folder, **fields) -> dict[str, bool]:
     return run_ranks(2, _certified, job, folder, timeout=600)[0]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW)])
 def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
     verdicts = _clean(REPRESENTATIVE, verify_corpus, tmp_path, **{"train.seed": seed})
     assert verdicts == dict.fromkeys(REPRESENTATIVE, True)
