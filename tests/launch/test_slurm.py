@@ -267,12 +267,11 @@ def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, t
     job = submit()
     job.hold(after=3)
     whole = ("--exclusive", "--nodes=3", f"--output={tmp_path}/urgent.log", "--parsable")
-    urgent = cluster.run("sbatch", "--partition=urgent", *whole, "--wrap=sleep 3").strip()
-    job.until(lambda: cluster.job(job.number)["JobState"] != "RUNNING", 60)
-    job.let_go()
+    urgent = cluster.run("sbatch", "--partition=urgent", *whole, "--wrap=sleep 3").strip()  # Slurm lets the ranks go
     cluster.wait(urgent)
     step = read_manifests(newest(job.run_dir / "checkpoints"))[0].step
     assert f"stopped on SIGTERM after step {step}" in job.log
+    assert ": preempted\n" in job.log
     assert job.completed()["Restarts"] == "1"
     assert f"continuing after step {step}" in job.log
     assert logged(job.run_dir) == uninterrupted
