@@ -89,8 +89,8 @@ def broken(tmp_path):
     ("how", "code", "words"),
     [
         ("raise", WORKER, ["rank 1: ValueError: cannot be trained", "rank_1.log"]),
-        pytest.param("kill", WORKER, ["rank 1: killed by signal 9", "rank_1.log"], marks=pytest.mark.slow),
-        pytest.param("other", CHECKPOINT, ["rank 1", "loss 3.0 instead of"], marks=pytest.mark.slow),
+        pytest.param("kill", WORKER, ["rank 1: killed by signal 9", "rank_1.log"], marks=pytest.mark.breadth),
+        pytest.param("other", CHECKPOINT, ["rank 1", "loss 3.0 instead of"], marks=pytest.mark.breadth),
     ],
 )
 def test_a_failure_names_the_rank_and_the_cause_and_keeps_the_logs(broken, how, code, words, tmp_path):

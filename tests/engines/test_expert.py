@@ -43,7 +43,7 @@ def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) 
             assert_same(run, expected[key], (architecture, rank, fields))
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.breadth)])
 def test_fp32_is_the_plain_loop(architecture):
     """Untied and tied embeddings; with a dense layer between; four micro-batches, and one."""
     stages = [{"parallel.zero_stage": stage, **SGD} for stage in range(4)]
@@ -106,7 +106,7 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
 RESUMED = [(0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_continued_is_uninterrupted_and_exported_bit_for_bit(tmp_path):
     recipes = [
         moe_recipe("qwen3_moe", **{"parallel.zero_stage": stage, "parallel.precision": precision})

@@ -66,7 +66,7 @@ def test_fp32_is_the_plain_loop():
     _assert_runs_are_plain("qwen3_moe", 2, [*_stages(0, 1, 3), adam])
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
     """Untied; experts on the two ranks of each replica, then on all four, and with slices of sequences."""
     everywhere = {"parallel.expert": 4}
@@ -77,10 +77,7 @@ def test_replicas_and_groups_of_experts_larger_than_those_of_attention():
 
 @pytest.mark.parametrize(
     "architecture",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5_moe_text" else pytest.mark.breadth)
-        for name in sorted(EXPERT_TENSOR_FAMILIES)
-    ],
+    [pytest.param(name, marks=pytest.mark.breadth) for name in sorted(EXPERT_TENSOR_FAMILIES)],
 )
 def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
@@ -132,7 +129,7 @@ def test_offload_is_refused_by_the_engine():
 BF16 = {"parallel.precision": "bf16"}
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [moe_recipe(**BF16, **{"parallel.tensor": 2, "parallel.zero_stage": stage}) for stage in (1, 3)]
     expected = _reference(moe_recipe())
@@ -188,7 +185,7 @@ def _interrupted(rank: int, recipes: list, ranks: int, folder: Path):
 @pytest.mark.parametrize(
     ("architecture", "cases"),
     [
-        pytest.param("mixtral", [(0, "fp32", 2), (1, "bf16", 4), (3, "fp32", 2)], marks=pytest.mark.slow),
+        pytest.param("mixtral", [(0, "fp32", 2), (1, "bf16", 4), (3, "fp32", 2)], marks=pytest.mark.breadth),
         pytest.param("qwen3_moe", [(1, "fp32", 2), (2, "bf16", 4), (3, "bf16", 4)], marks=pytest.mark.breadth),
     ],
 )

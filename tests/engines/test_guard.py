@@ -151,6 +151,8 @@ def _without(name: str):
 
 
 QUICK = ("zero0", "zero1_bf16", "zero3", "pipeline", "ddp", "fsdp2")
+SLOW = ("zero2_bf16", "pipeline_bf16", "tensor", "expert", "fsdp2_sgd")
+"""Of the others, those that are tried in CI."""
 
 
 def _check(names, ranks: int, spoiled_rank: int) -> None:
@@ -178,9 +180,14 @@ def test_nan_on_one_rank_changes_no_weight_and_the_run_goes_on():
 
 
 @pytest.mark.parametrize(
-    "spoiled_rank", [pytest.param(0, marks=pytest.mark.breadth), pytest.param(1, marks=pytest.mark.slow)]
+    ("name", "spoiled_rank"),
+    [
+        pytest.param(name, rank, marks=pytest.mark.slow if rank and name in SLOW else pytest.mark.breadth)
+        for name in CASES
+        for rank in (0, 1)
+        if name not in QUICK
+    ],
 )
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
 def test_nan_on_one_rank_under_every_strategy(name, spoiled_rank):
     _check([name], 2, spoiled_rank)
 
@@ -207,8 +214,7 @@ def _fp16(rank: int, stage: int) -> tuple[list[int], int, list[bool]]:
     return counted, engine.engine.skipped_steps, same
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(3, marks=pytest.mark.slow)])
 def test_what_the_loss_scale_spoils_is_no_fault_of_the_run(stage):
     for found in run_ranks(2, _fp16, stage):
         assert found == ([0, 0, 0, 1], 2, [False, True, False, True])
@@ -283,9 +289,15 @@ def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path)
     _check_resumed(RESUMED, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["zero2_bf16", "zero3_bf16", "zero1_offload", "pipeline", "tensor", "ddp", "fsdp2", "fsdp2_sgd"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16", "pipeline", "fsdp2")),
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in ("zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2_sgd")
+        ),
+    ],
 )
 def test_goes_on_bit_for_bit_under_every_strategy(name, tmp_path):
     _check_resumed([name], tmp_path)

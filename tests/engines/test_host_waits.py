@@ -124,7 +124,6 @@ LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
         *(
             pytest.param(world, fields, marks=pytest.mark.slow)
             for world, fields in (
-                (2, {"parallel.zero_stage": 1}),
                 (2, {"parallel.zero_stage": 2, "parallel.precision": "bf16"}),
                 (2, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}),
                 (2, {"parallel.zero_stage": 0, "parallel.sequence": 2}),

@@ -46,7 +46,7 @@ def _train_experts(rank: int, cases) -> list[Trace]:
     return [trace_plan(plan, STEPS, 0) for plan in plans]
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_experts_spread_over_ranks_that_share_sequences():
     """With the loss of the router, which is a product of means over whole sequences."""
     stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]

@@ -90,7 +90,7 @@ def _measure_fp16(rank: int, chosen: list[Plan]) -> list[tuple[int, int]]:
     return _measure(rank, chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_fp16_holds_what_is_predicted():
     on_gpu = Cluster(devices_per_node=2, device="gpu")  # on a CPU a rule refuses it
     chosen = [
@@ -196,8 +196,7 @@ def test_stages_hold_what_is_predicted(ranks, fields):
     check_stages(ranks, plans(ranks, (0, 1), ("fp32", "bf16", "autocast_bf16"), **TWO_STAGES, **fields))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.breadth)])
 def test_stages_whose_states_are_offloaded_hold_what_is_predicted(ranks):
     """Untied: gradients of a tied copy that wait on the host would not be summed (`pipeline.tied_accumulation`)."""
     check_stages(ranks, plans(ranks, (1,), ("fp32", "bf16"), **TWO_STAGES, **UNTIED, **OFFLOADED))

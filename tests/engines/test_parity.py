@@ -93,9 +93,11 @@ VARIANTS = (
 )
 
 
-@pytest.mark.slow
-def test_optimizers_schedules_and_checkpointing_are_the_plain_loop():
-    cases = [(variant, stage) for variant in VARIANTS for stage in (0, 1, 3)]
+@pytest.mark.parametrize(
+    "stages", [pytest.param([1], marks=pytest.mark.slow), pytest.param([0, 3], marks=pytest.mark.breadth)], ids=str
+)
+def test_optimizers_schedules_and_checkpointing_are_the_plain_loop(stages):
+    cases = [(variant, stage) for variant in VARIANTS for stage in stages]
     recipes = [_recipe(stage, 2, 4, **variant) for variant, stage in cases]
     runs = run_ranks(2, _train, recipes, 2)[0]
     for variant in VARIANTS:
@@ -108,8 +110,7 @@ def test_optimizers_schedules_and_checkpointing_are_the_plain_loop():
             assert run.rates == expected.rates, variant
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(2, marks=pytest.mark.slow)])
 def test_bf16_stays_near_the_fp32_loop(ranks, reference):
     # bf16 has 8 bits of precision: a logit of size about 1 carries an error of 2⁻⁹ relative, and a
     # mean over hundreds of tokens much less. The bound is one unit in the last place of the loss

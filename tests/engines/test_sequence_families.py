@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_families_are_documented_as_they_are(tmp_path):
     written = tmp_path / "families_sequence.md"
     subprocess.run(

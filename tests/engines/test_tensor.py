@@ -214,7 +214,7 @@ def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
     assert run_ranks(4, _verdicts, configs, 4)[3] == ["", ""]
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_document_and_the_rule_say_what_the_engine_does():
     document = ROOT / "docs/families_tensor.md"
     script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk()))"

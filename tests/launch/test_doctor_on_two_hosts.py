@@ -101,6 +101,7 @@ def test_a_user_who_sends_gloo_to_the_loopback_is_told(hosts):
     assert not _our_processes(hosts)
 
 
+@pytest.mark.breadth
 def test_a_hang_is_bounded_and_the_rank_is_named(hosts):
     """The second host's rank stands still from its start on."""
     command = hosts.hosts[0].command(

@@ -170,7 +170,7 @@ raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({s
     assert not [place for place in (Path("/"), Path("/tmp"), Path.home()) if (place / CANARY).exists()]
 
 
-@RUNNERS
+@pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
 def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path, runner):
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "export.at_end=false", "evaluation.every_steps=0", "train.max_steps=100000")
@@ -239,7 +239,10 @@ def test_a_host_that_does_not_answer_is_named_and_nothing_starts(hosts, workers_
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("runner", "lost"), [("pdsh", "power"), ("openmpi", "power"), ("openmpi", "cable")])
+@pytest.mark.parametrize(
+    ("runner", "lost"),
+    [("pdsh", "power"), pytest.param("openmpi", "power", marks=pytest.mark.breadth), ("openmpi", "cable")],
+)
 def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp_path, runner, lost):
     """Nothing runs on that host any more, its ssh server neither; or all runs, and nobody hears of it."""
     (tmp_path / "hosts").mkdir()

@@ -98,8 +98,8 @@ def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, t
     ("fault", "says"),
     [
         pytest.param("kill", "killed by signal 9 (SIGKILL)", marks=pytest.mark.slow),
-        pytest.param("exception", "RuntimeError: injected", marks=pytest.mark.slow),
-        pytest.param("stop", "stopped by a signal (SIGSTOP)", marks=pytest.mark.slow),
+        pytest.param("exception", "RuntimeError: injected", marks=pytest.mark.breadth),
+        pytest.param("stop", "stopped by a signal (SIGSTOP)", marks=pytest.mark.breadth),
         pytest.param("segv", "killed by signal 11 (SIGSEGV)", marks=pytest.mark.breadth),
         pytest.param("abort", "killed by signal 6 (SIGABRT)", marks=pytest.mark.breadth),
         pytest.param("gil", "in _hold_the_gil", marks=pytest.mark.breadth),
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted,
     assert losses(run_dir) == losses(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_storm_of_signals_during_a_save_is_one_more_save(small_recipe, uninterrupted, tmp_path):
     run_dir, once = tmp_path / "run", tmp_path / "once"
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *RUN]
@@ -184,7 +184,7 @@ def test_a_slow_rank_is_named(small_recipe, tmp_path):
     assert "straggler: rank 1 on " in stacks(run_dir, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_hang_ends_with_exit_code_5_under_another_launcher(small_recipe, tmp_path):
     """Whoever has started the ranks; here each is started by hand."""
     run_dir = tmp_path / "run"

@@ -83,7 +83,7 @@ def storm(process):
     [
         to_one_worker,
         pytest.param(lambda process: process.send_signal(signal.SIGUSR1), marks=pytest.mark.slow),
-        pytest.param(storm, marks=pytest.mark.slow),
+        pytest.param(storm, marks=pytest.mark.breadth),
     ],
     ids=["one worker", "the launcher", "a storm"],
 )
@@ -112,8 +112,10 @@ def test_a_signal_during_a_save_keeps_it(small_recipe, uninterrupted, tmp_path):
     assert losses(run_dir) == losses(uninterrupted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.breadth)],
+)
 def test_one_rank_alone_saves_too(small_recipe, tmp_path, number):
     process = start(small_recipe, tmp_path / "run", "--nproc", "1")
     process.send_signal(number)

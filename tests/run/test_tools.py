@@ -107,7 +107,7 @@ def test_a_line_without_its_head_says_so(small_recipe, tmp_path):
     assert "NODE: 0 on the first node" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_node_that_is_told_to_stop_stops_all_and_each_says_so(small_recipe, tmp_path):
     """Exit codes and signals are those of our own launcher on every node."""
     run_dir = tmp_path / "run"
