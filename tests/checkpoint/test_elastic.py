@@ -125,7 +125,7 @@ def test_a_sample_of_all_pairs(tmp_path):
     _compare(_pairs(LAYOUTS, 4, seed=1), LAYOUTS, {}, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_each_plan_once_as_source_and_as_target(tmp_path):
     _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3), LAYOUTS, {}, tmp_path)
 

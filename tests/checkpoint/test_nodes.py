@@ -61,7 +61,7 @@ def _continued(rank: int, folder, stage: int, nodes):
     return state.step, trace(engine, range(state.step, state.step + 2), *_shape(plan), rank, 2)
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.slow)], ids=["zero1", "zero3"])
+@pytest.fixture(scope="module", params=[1, pytest.param(3, marks=pytest.mark.breadth)], ids=["zero1", "zero3"])
 def nodes(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("nodes")
     return request.param, folder, run_ranks(2, _saved, folder, request.param)

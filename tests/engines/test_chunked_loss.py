@@ -53,7 +53,7 @@ def _trace(plan: Plan, steps: int) -> Trace:
     return trace(engine, range(steps), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.breadth)])
 @pytest.mark.parametrize(
     "cases", [ZERO, PIPELINES, *({name: case} for name, case in OTHERS.items())], ids=lambda one: [*one][-1]
 )
@@ -69,9 +69,13 @@ def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False) ->
             assert_same(run, expected, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "recomputed"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.breadth) for case in ((False, True), (True, False), (True, True))),
+    ],
+)
 def test_chunks_on_stages_that_ranks_share_are_the_plain_loop(tied, recomputed):
     _compare(4, MORE_RANKS, {"model.config.tie_word_embeddings": tied}, recomputed)
 

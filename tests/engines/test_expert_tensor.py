@@ -83,7 +83,7 @@ def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_slices_of_sequences_at_every_stage():
     _assert_runs_are_plain("qwen3_moe", 4, _stages(0, 1, 2, 3, **{"parallel.sequence": 2}))
 

@@ -64,7 +64,7 @@ def _assert_all_start_from(folder, saved, cases: dict[str, dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["zero3", "pipeline-tensor"], pytest.param(list(DENSE), marks=pytest.mark.slow)], ids=["some", "all"]
+    "names", [["zero3", "pipeline-tensor"], pytest.param(list(DENSE), marks=pytest.mark.breadth)], ids=["some", "all"]
 )
 def test_every_strategy_starts_from_the_weights_of_a_sharded_folder(names, tmp_path):
     saved = build_model(tiny_recipe(**UNTIED, **{"train.seed": 3}), torch.float32, CPU)
@@ -74,7 +74,7 @@ def test_every_strategy_starts_from_the_weights_of_a_sharded_folder(names, tmp_p
 
 
 @pytest.mark.parametrize(
-    "names", [["pipeline", "expert-zero3"], pytest.param(list(MOE), marks=pytest.mark.slow)], ids=["some", "all"]
+    "names", [["pipeline", "expert-zero3"], pytest.param(list(MOE), marks=pytest.mark.breadth)], ids=["some", "all"]
 )
 def test_experts_one_by_one_in_the_files_are_joined(names, tmp_path):
     saved = build_model(tiny_recipe(**MIXTRAL, **UNTIED, **{"train.seed": 3}), torch.float32, CPU)

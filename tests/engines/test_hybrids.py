@@ -35,7 +35,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
             assert_same(run, expected, case)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_sequence_with_tensor_groups_and_with_stages():
     cases = [TENSOR, TENSOR | SGD | {"parallel.zero_stage": 3}, PIPELINE, PIPELINE | SGD | CHECKPOINTING]
     _compare(run_ranks(4, _train, 1, cases), cases)

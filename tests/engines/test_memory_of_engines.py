@@ -181,6 +181,7 @@ CHUNKED = {"kernels.loss": "chunked"}
 TWO_STAGES = {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}  # ZeRO-0 would clip by the first stage's norm
 
 
+@pytest.mark.breadth
 def test_stages_of_two_replicas_hold_what_is_predicted():
     check_stages(4, plans(4, (0, 1), ("fp32",), **TWO_STAGES, **UNTIED))
 

@@ -205,7 +205,7 @@ def _interrupted(rank: int, folder: Path, sp: int, ranks: int):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_continued_is_uninterrupted_bit_for_bit(tmp_path):
     for results in run_ranks(2, _interrupted, tmp_path, 2, 2):
         for case, (whole, continued) in zip(RESUMED, results, strict=True):

@@ -73,7 +73,7 @@ def test_bf16_stays_near_the_fp32_loop(trained):
         assert worst(run.grad_norms, expected.grad_norms) < 2**-6
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_other_families_and_options_are_the_plain_loop():
     checkpointing = {"parallel.activation_checkpointing": "full"}
     offload = {"parallel.offload_optimizer": "cpu"}

@@ -163,7 +163,8 @@ def test_fp16_does_not_start_on_a_cpu(tiny, tmp_path):
     assert results["fp32"]["deviation"] < TOLERANCE["fp32"]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_rules_and_engine_agree_on_everything(tiny, tmp_path, ranks):
     sweep = everything(Sweep(tiny, ranks))
     results = sweep.run(tmp_path)

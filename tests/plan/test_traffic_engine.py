@@ -74,7 +74,7 @@ IN_SHORT = ("zero2", "zero3")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+    "name", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.breadth) for name in PLANS]
 )
 def test_the_engine_sends_what_is_counted(name):
     sent, counted = run_ranks(2, _sent, PLANS[name])[0], _counted(PLANS[name])

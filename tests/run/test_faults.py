@@ -53,7 +53,7 @@ def stacks(run_dir: Path, rank: int) -> str:
     ("fault", "says", "frame"),
     [
         ("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py"),
-        pytest.param("gil", "in _hold_the_gil", "_hold_the_gil", marks=pytest.mark.slow),
+        pytest.param("gil", "in _hold_the_gil", "_hold_the_gil", marks=pytest.mark.breadth),
         pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.breadth),
     ],
 )
@@ -72,10 +72,8 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
         assert (failure["exit_code"], failure["problems"][0]["rule"]) == (5, "worker.hang")
 
 
-@pytest.mark.parametrize(
-    ("victim", "other"),
-    [pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(1, 0, marks=pytest.mark.breadth)],
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
 def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):
     """The other one is asleep, so that no lost connection tells it."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -172,7 +170,7 @@ def test_a_storm_of_signals_during_a_save_is_one_more_save(small_recipe, uninter
     assert losses(run_dir) == losses(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_slow_rank_is_named(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
     result = train(

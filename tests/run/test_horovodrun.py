@@ -52,7 +52,7 @@ def test_every_launcher_makes_the_same_run(launcher, runs):
 
 
 @needs_horovod
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_it_is_the_run_of_deepspeed(runs, small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--nproc", "2", "--run-dir", tmp_path / "run")
     assert result.returncode == 0, result.stderr
@@ -61,7 +61,7 @@ def test_it_is_the_run_of_deepspeed(runs, small_recipe, tmp_path):
 
 
 @needs_horovod
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_continues_under_horovodrun(runs, small_recipe, tmp_path):
     command = [str(part).format(recipe=small_recipe) for part in COMMANDS["horovodrun"]]
     for more in (("--max-steps", "4"), ()):

@@ -198,7 +198,7 @@ def test_checkpoints_are_listed(uninterrupted):
     assert table[-1].rstrip().endswith("latest")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_another_runs_checkpoint_starts_a_branch_and_replaces_nothing(
     small_recipe, uninterrupted, interrupted, tmp_path
 ):

@@ -98,7 +98,7 @@ def test_stopped_by_a_signal_and_continued_is_uninterrupted(small_recipe, uninte
     assert losses(run_dir) == losses(uninterrupted)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_signal_during_a_save_keeps_it(small_recipe, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     always = ("--set", "checkpoint.every_steps=1")

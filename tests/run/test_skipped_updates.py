@@ -76,7 +76,7 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
     assert load_file(last / "engine" / "guard.safetensors")["total"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
     result = _train(spoilt_recipe, tmp_path / "run", **{"guard.max_skipped": 0, "guard.max_rollbacks": 1})
     assert result.returncode != 0
