@@ -47,9 +47,9 @@ def recipe() -> Recipe:
         ),
         optim=OptimConfig(lr=4e-3, schedule="cosine", warmup_steps=40, min_lr_ratio=0.1),
         batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
-        train=TrainConfig(max_steps=450),
-        evaluation=EvalConfig(every_steps=150, max_sequences=64),
-        checkpoint=CheckpointConfig(every_steps=150, keep_last=2),
+        train=TrainConfig(max_steps=300),
+        evaluation=EvalConfig(every_steps=100, max_sequences=64),
+        checkpoint=CheckpointConfig(every_steps=100, keep_last=2),
         logging=LoggingConfig(every_steps=10),
         export=ExportConfig(sample_prompt="    def __init__(self"),
     )
