@@ -36,7 +36,7 @@ def test_a_hundred_kills(quick_disk):
         for back in (False, True)
     )
     kills += killing.at_random_instants(quick_disk / "random" / "checkpoints", 30, seed=5)
-    for ranks, count in ((2, 12), (4, 8)):
+    for ranks, count in ((2, 6), (4, 4)):
         kills += killing.of_ranks(quick_disk / f"ranks{ranks}", ranks, count, seed=6)
         kills += killing.of_ranks(quick_disk / f"zero{ranks}", ranks, count // 2, seed=7, real=True)
     print(f"{kills} kills")

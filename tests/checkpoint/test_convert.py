@@ -21,7 +21,7 @@ from llmtrain.plan import resolve
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 PLANS = LAYOUTS | BACKENDS | EXPERTS
-SLOW = ("dp2-pp2-tp1-zero1", "dp2-fsdp2")
+SLOW = ("dp2-fsdp2",)
 
 
 def _mark(name: str):

@@ -46,7 +46,7 @@ SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
     [
         # ZeRO-0 alone: there nothing but the engine's own all-reduce joins the ranks.
         pytest.param("dp2-zero0-acc2", "planted", "BUGS", "fp32", marks=SLOW),
-        pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=BREADTH),
         pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=BREADTH),
         pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=SLOW),
         pytest.param("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32", marks=SLOW),
