@@ -79,7 +79,10 @@ def check_stages(plan: Plan) -> None:
 
 
 def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tuple[list[NamedPlan], list[Refused]]:
-    """Moves those pipelines to the refused plans whose model does not come apart into their stages."""
+    """Moves those pipelines to the refused plans whose model does not come apart into their stages.
+
+    Raises RecipeError where no plan is left.
+    """
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
     for one in plans:
@@ -95,4 +98,6 @@ def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tup
             kept.append(one)
         else:
             out.append(Refused(one.name, fault.problems[0]))
+    if plans and not kept:
+        raise RecipeError(fault.problems[0] for fault in faults.values() if fault)
     return kept, out

@@ -27,6 +27,13 @@ def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
     assert len(kept) + len(moved) == len(plans)
 
 
+def test_nothing_is_verified_where_no_plan_is_left():
+    plans, refused = enumerate_plans(ZAYA, 2)
+    with pytest.raises(RecipeError) as error:
+        without_uncut([one for one in plans if one.plan.layout.pp == 2], refused)
+    assert [problem.rule for problem in error.value.problems] == ["pipeline.family"]
+
+
 def test_a_family_that_can_be_cut_passes():
     check_stages(runnable_plan(TINY.with_(**PIPELINE), Cluster(devices_per_node=2)))
 

@@ -146,8 +146,9 @@ def _launch(
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
     checkpoint = check_resume(plan, folder, resume, is_local=True)
-    if plan.cluster.spec.on_cpu and not tool:
-        template.start(common_environment(plan.workers))  # while the data are prepared
+    forked_from = template if plan.cluster.spec.on_cpu and not tool else None
+    if forked_from:
+        forked_from.start(common_environment(plan.workers))  # while the data are prepared
     check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
@@ -162,7 +163,6 @@ def _launch(
         if tool:
             leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", resume))))
         command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-        forked_from = template if plan.cluster.spec.on_cpu else None
         code = train_with_restarts(command, plan.workers, folder, resume, max_restarts, console, forked_from)
         template.close()
         leave(code)

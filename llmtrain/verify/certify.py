@@ -41,8 +41,9 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
     job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
     # One worker first, which makes the reference.
     with Template() as template:
+        forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
         for world_size in sorted({1, *(one.plan.workers for one in plans)}):
-            _run(job, world_size, run_dir, template if plans[0].plan.cluster.spec.on_cpu else None)
+            _run(job, world_size, run_dir, forked_from)
     certificate = _collect(job, refused, folder)
     write_json(folder / "certificate.json", certificate.document())
     return certificate
