@@ -50,10 +50,18 @@ class ModelConfig(Part):
     """Folder or hub name whose weights training starts from. Excludes `architecture`; `config` overrides its fields."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
-    attention: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "sdpa"
-    """Attention implementation, as `transformers` names it."""
+    attention: Literal[
+        "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "auto"
+    """Attention implementation, as `transformers` names it, or `varlen`: torch's kernel for packed documents. `auto`:
+    what was measured as the fastest on the device (`kernels`), else `sdpa`."""
     trust_remote_code: bool = False
     """Run the model code that a hub repository ships."""
+
+    @property
+    def attention_kernel(self) -> str:
+        """The attention implementation; `sdpa` where nothing was measured."""
+        return "sdpa" if self.attention == "auto" else self.attention
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -246,11 +254,25 @@ class GuardConfig(Part):
 
 
 class KernelsConfig(Part):
-    """How the same numbers are computed."""
+    """How the same numbers are computed. `auto`: as was measured to be the fastest on the device."""
 
-    loss: Literal["auto", "whole", "chunked"] = "auto"
+    blocks: Literal["auto", "eager", "compiled", "liger"] = "auto"
+    """The decoder's layers. `eager`: as `transformers` has them; `compiled`: each by `torch.compile`; `liger`: Liger's
+    kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
+    loss: Literal["auto", "whole", "chunked", "compiled", "liger"] = "auto"
     """`whole`: the logits of a micro-batch at once; `chunked`: of 1,024 tokens at a time, which takes the memory of
-    these alone. `auto`: chunked where the logits are large and nothing speaks against it."""
+    these alone; `compiled`: so, by `torch.compile`; `liger`: Liger's fused loss. `auto` without a measurement: chunked
+    where the logits are large and nothing speaks against it."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Matrix products of the layers in fp8, by torchao, with a scale for each tensor or row. Other numbers than bf16.
+    Refused where it is slower."""
+    threads: Literal["auto"] | PositiveInt = "auto"
+    """Threads of a rank on a CPU. `auto` without a measurement: torch's choice, one for each of the rank's cores."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_auto(cls, fields: Any) -> Any:
+        return {} if fields == "auto" else fields
 
 
 class LoggingConfig(Part):

@@ -34,7 +34,7 @@ def write(folder: Path, ranks: int, steps: int, fields: list[str]) -> None:
     _write(
         folder / "train.json",
         {
-            "attention": recipe.model.attention,
+            "attention": recipe.model.attention_kernel,
             "lr": optim.lr,
             "betas": optim.betas,
             "eps": optim.eps,

@@ -142,7 +142,7 @@ class DeepSpeedPipeline:
         config = model_configuration(recipe)
         check_kernels(config, plan)  # on all ranks, so that all refuse
         if plan.layout.sp > 1:
-            check_sequence(config, recipe.model.attention, recipe.data.sequence_length)
+            check_sequence(config, recipe.model.attention_kernel, recipe.data.sequence_length)
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))

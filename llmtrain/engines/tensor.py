@@ -28,7 +28,7 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         make_tensor_groups(plan.layout.tp)
         if not is_alone():  # else there is nobody to compare with, and nothing is computed
-            attention = plan.recipe.model.attention
+            attention = plan.recipe.model.attention_kernel
             check_split(model_configuration(plan.recipe), ds_config["tensor_parallel"], attention, device)
         super().__init__(plan, ds_config, device)
 

@@ -71,7 +71,7 @@ def build_model(
     with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=recipe.model.attention,
+            attn_implementation=recipe.model.attention_kernel,
             dtype=dtype,
             trust_remote_code=recipe.model.trust_remote_code,
         )
@@ -93,7 +93,7 @@ def _load_whole(
         config=config,
         revision=model.revision,
         dtype=dtype,
-        attn_implementation=model.attention,
+        attn_implementation=model.attention_kernel,
         trust_remote_code=model.trust_remote_code,
         use_safetensors=True,
     )
@@ -114,7 +114,7 @@ def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTraine
     or there are more stages than layers.
     """
     config = model_configuration(recipe)
-    attention = recipe.model.attention
+    attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
     return config, cut, check_split(config, tensor, attention) if tensor > 1 else Split({}, {})
@@ -128,7 +128,7 @@ def stage_builder(
     A parameter is whole only while it is drawn or read. Raises RecipeError as `find_stages`.
     """
     config, cut, split = find_stages(recipe, stages, tensor)
-    attention, bounds = recipe.model.attention, cut.bounds
+    attention, bounds = recipe.model.attention_kernel, cut.bounds
 
     def build(index: int, ranks: Ranks | None = None) -> Stage:
         slices = TensorParallel(split, ranks) if ranks else None
@@ -155,7 +155,7 @@ def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
     config, cut, _ = find_stages(recipe, stages)
     meta = torch.device("meta")
     built = (
-        build_stage(config, index, cut.bounds, recipe.model.attention, torch.float32, meta, cut)
+        build_stage(config, index, cut.bounds, recipe.model.attention_kernel, torch.float32, meta, cut)
         for index in range(stages)
     )
     return [sorted(stage.hf_names().values()) for stage in built]

@@ -46,7 +46,7 @@ def _key(plan: Plan) -> str:
     recipe = plan.recipe
     return key_of(
         model_configuration(recipe).to_json_string(),
-        recipe.model.attention,
+        recipe.model.attention_kernel,
         recipe.model.revision,
         recipe.data.sequence_length,
         recipe.data.mask_documents,
@@ -59,7 +59,7 @@ def _key(plan: Plan) -> str:
 
 def _trace(plan: Plan) -> tuple[int, ...]:
     recipe = plan.recipe
-    if recipe.model.attention not in ("sdpa", "eager") or not recipe.data.mask_documents:
+    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.mask_documents:
         # Fused kernels are not on every machine; and without documents `transformers` leaves the mask out after
         # looking at positions, whose values are not there.
         raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")
@@ -69,14 +69,14 @@ def _trace(plan: Plan) -> tuple[int, ...]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = AutoModelForCausalLM.from_config(
                 model_configuration(recipe),
-                attn_implementation=recipe.model.attention,
+                attn_implementation=recipe.model.attention_kernel,
                 dtype=LOWER.get(recipe.parallel.precision, torch.float32),
                 trust_remote_code=recipe.model.trust_remote_code,
             ).train()
             seen = _Seen(decoder_layers(model)[1], {_storage(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
             # As the masks of packed documents are, without looking at positions.
-            dtype = torch.bool if recipe.model.attention == "sdpa" else model.dtype
+            dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
             mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
             with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor), autocast:
                 model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)

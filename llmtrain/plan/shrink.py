@@ -95,7 +95,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
     micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
     rows = min(recipe.batch.micro_batch_size, ROWS)
     total = rows * micro_batches * layout.dp
-    attention = "eager" if recipe.model.attention == "eager" else "sdpa"
+    attention = "eager" if recipe.model.attention_kernel == "eager" else "sdpa"
     return {
         "model": model.model_copy(update={"attention": attention}),
         "data.tokenizer": {"vocab_size": model.config["vocab_size"]},
@@ -171,7 +171,7 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
         one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
         yield "experts", one, other, "how the load spreads among many"
     model = plan.recipe.model
-    yield "attention", model.attention, small.recipe.model.attention, "that kernel"
+    yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
     if model.pretrained:
         yield "weights", model.pretrained, "random", "that these are found and fit the model"
 

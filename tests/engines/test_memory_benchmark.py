@@ -36,7 +36,7 @@ def test_the_configurations_are_many_and_differ():
     parallel = [plan.recipe.parallel for plan in plans.values()]
     varied = {(one.strategy, one.zero_stage, one.precision) for one in parallel}
     assert len(varied) >= 12
-    assert {plan.recipe.model.attention for plan in plans.values()} == {"sdpa", "eager", "flash_attention_2"}
+    assert {plan.recipe.model.attention_kernel for plan in plans.values()} == {"sdpa", "eager", "flash_attention_2"}
     assert {plan.cluster.world_size for plan in plans.values()} == {1}
     # On a device of 80 GB.
     assert max(map(benchmark.predicted_bytes, plans.values())) < 75 * 2**30

@@ -263,7 +263,7 @@ def _refusal(rank: int, recipes: list) -> list[str]:
     reasons = []
     for recipe in recipes:
         try:
-            check_sequence(model_configuration(recipe), recipe.model.attention, recipe.data.sequence_length)
+            check_sequence(model_configuration(recipe), recipe.model.attention_kernel, recipe.data.sequence_length)
             reasons.append("")
         except SequenceRefused as refusal:
             reasons.append(refusal.reason)

@@ -237,7 +237,7 @@ def _cached(text: str, order: int) -> Trace:
     recipe = Recipe.model_validate_json(text)
     if order % 2:
         others = {"sdpa": "eager", "eager": "sdpa"}
-        recipe = recipe.with_(**{"model.attention": others[recipe.model.attention]})
+        recipe = recipe.with_(**{"model.attention": others[recipe.model.attention_kernel]})
     engine = _reference_engine(recipe)
     total = recipe.batch.global_batch_size
     routed = recipe.model.config.get("output_router_logits")

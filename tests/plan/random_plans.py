@@ -87,7 +87,7 @@ class Case:
         batch, optim = recipe.batch, recipe.optim
         words = [f"{name}={value}" for name, value in values.items()]
         words += [f"batch={batch.global_batch_size}/{batch.micro_batch_size}", optim.name]
-        words += [f"clip={optim.clip_grad_norm:g}", f"T={recipe.data.sequence_length}", recipe.model.attention]
+        words += [f"clip={optim.clip_grad_norm:g}", f"T={recipe.data.sequence_length}", recipe.model.attention_kernel]
         return f"{self.name}: {self.draft.cluster.world_size} × {' '.join(words)} {recipe.model.architecture} {model}"
 
 

@@ -81,8 +81,8 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     is_last = stage == layout.pp - 1
     if is_last:
         saved += widths.norm * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
-    if recipe.model.attention in ("sdpa", "eager") and _has_mask(plan):
-        saved += flying * _mask(plan) * (1 if recipe.model.attention == "sdpa" else widths.computed)
+    if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
+        saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     kept = passed(plan) if is_last else Passed(0, 0)
     return Activations(
         saved=saved,
@@ -138,7 +138,7 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
     per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
     of_layer = lower_copies(plan, weights, layer)
-    if plan.recipe.model.attention == "sdpa" and _has_mask(plan):
+    if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
         of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, made anew in each layer
     return per_token * tokens + of_layer
 
@@ -169,13 +169,13 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     facts, recipe = plan.model, plan.recipe
     queries = facts.heads * facts.head_dim // plan.layout.tp
     keys = max(facts.kv_heads * facts.head_dim // plan.layout.tp, 1)
-    repeated = recipe.model.attention == "eager" or (recipe.model.attention == "sdpa" and _has_mask(plan))
+    repeated = recipe.model.attention_kernel == "eager" or (recipe.model.attention_kernel == "sdpa" and _has_mask(plan))
     inner = queries + (2 * queries if repeated else 2 * keys) + queries
     saved, heads = widths.computed * inner, facts.heads // plan.layout.tp
     if any("q_norm" in one.name for one in layer):
         normalised = 4 + widths.computed + _unrounded(plan, widths)
         saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
-    if recipe.model.attention == "eager":
+    if recipe.model.attention_kernel == "eager":
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
         return saved + probabilities * heads * recipe.data.sequence_length // plan.layout.sp
     return saved + 4 * heads  # log-sum-exp

@@ -66,7 +66,7 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
 def flash_documents(draft: Draft) -> Iterator[Fault]:
     """Packed documents in micro-batches of several rows (`modeling_flash_attention_utils._is_packed_sequence`)."""
     recipe = draft.recipe
-    rows, attention = recipe.batch.micro_batch_size, recipe.model.attention
+    rows, attention = recipe.batch.micro_batch_size, recipe.model.attention_kernel
     if attention.startswith("flash") and recipe.data.mask_documents and rows > 1:
         message = f"{rows} was given with '{attention}': tokens would attend to the other documents of their sequence"
         fixes = (
