@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.documents import documents_known
+from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
+from llmtrain.models.varlen_check import check_attention
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 
@@ -31,6 +32,7 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError where its family cannot compute so.
     """
+    check_attention(config, plan.recipe.model.attention_kernel)
     if chunks_loss(plan):
         check_chunks(config)
 
@@ -48,7 +50,7 @@ def forward(
 
     call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` reads
     the bounds of packed documents from `position_ids`, which start again at 0 in each
-    (`masking_utils.find_packed_sequence_indices`).
+    (`masking_utils.find_packed_sequence_indices`); a kernel without masks gets them as they are.
     """
     labels = batch.labels.to(device, non_blocking=True)
     inputs = {
@@ -58,8 +60,8 @@ def forward(
     }
     if chunked_loss(model):
         inputs["targets"] = labels
-    with documents_known(batch.position_ids):
-        output = call(**inputs)
+    with documents_known(batch.position_ids) as documents:
+        output = call(**inputs, **bounds_for(model, batch.position_ids, device, documents))
     loss_sum = output.loss_sum if "targets" in inputs else target_loss_sum(output.logits, labels)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:

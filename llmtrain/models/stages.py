@@ -16,9 +16,10 @@ that is a product of means over all layers, and so no sum of parts that each sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ class Stage(nn.Module):
 
     targets: Tensor | None = None
     """Labels [batch, T] of the micro-batch to come, for a last stage whose model takes them (`ChunkedLoss`)."""
+    bounds: Mapping[str, Any] = MappingProxyType({})
+    """Arguments by which the attention of the micro-batch to come keeps documents apart (`models.varlen`)."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class Stage(nn.Module):
         """
         states, position_ids, *extras = inputs
         tokens = states if self.is_first else self._tokens(position_ids, extras)
-        arguments = {"input_ids": tokens, "use_cache": False}
+        arguments = {"input_ids": tokens, "use_cache": False, **self.bounds}
         if self._takes_positions:
             arguments["position_ids"] = position_ids
         if self.targets is not None:
