@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
+from transformers.integrations import flash_attention
 
 _STATE = (
     *("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn"),
@@ -62,5 +63,7 @@ def install(patch: pytest.MonkeyPatch) -> list[list[int]]:
         patch.setattr(flash, name, None)
     functions = (one_row_one_document, varlen, None, flash._pad_input, flash._unpad_input)
     patch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
+    # It takes fp32 too, so nothing is looked for that tells another type.
+    patch.setattr(flash_attention, "get_target_dtype", lambda *_: None)
     patch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *_, **__: True)
     return seen

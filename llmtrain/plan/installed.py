@@ -1,4 +1,4 @@
-"""Which backends need a package that may not be there."""
+"""Which backends and attention kernels need a package that may not be there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ PACKAGES = {
     "horovod": ("horovod", "scripts/install_horovod.sh"),
 }
 """Backend → the package that it imports, and the command that installs it."""
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Attention → the package that has it; `kernels` has any of them."""
 
 
 def is_installed(backend: str) -> bool:
@@ -20,10 +22,16 @@ def is_installed(backend: str) -> bool:
 
 
 def missing_packages(plan: Plan) -> list[Problem]:
-    """The package that the plan's backend imports, where it is not installed."""
-    backend = plan.recipe.parallel.backend
-    if is_installed(backend):
-        return []
-    package, command = PACKAGES[backend]
-    message = f"'{backend}' was given, but the package {package} is not installed"
-    return [Problem("backend.installed", "parallel.backend", message, command)]
+    """The packages that the plan's backend and its attention import, where they are not installed."""
+    problems = []
+    backend, attention = plan.recipe.parallel.backend, plan.recipe.model.attention_kernel
+    if not is_installed(backend):
+        package, command = PACKAGES[backend]
+        message = f"'{backend}' was given, but the package {package} is not installed"
+        problems.append(Problem("backend.installed", "parallel.backend", message, command))
+    package = KERNELS.get(attention, "")
+    if package and not any(map(find_spec, (package, "kernels"))):
+        message = f"'{attention}' was given, but neither the package {package} nor kernels is installed"
+        fix = "pip install kernels, or --set model.attention=varlen"
+        problems.append(Problem("model.attention_installed", "model.attention", message, fix))
+    return problems

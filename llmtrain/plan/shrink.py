@@ -36,6 +36,8 @@ ROWS = 2
 """Sequences of a micro-batch."""
 TOKENS = 64
 """Tokens of a sequence."""
+ON_CPU = ("eager", "sdpa", "varlen")
+"""Attention that trains on a CPU."""
 STEPS = 3
 """Optimizer steps."""
 
@@ -95,7 +97,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
     micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
     rows = min(recipe.batch.micro_batch_size, ROWS)
     total = rows * micro_batches * layout.dp
-    attention = "eager" if recipe.model.attention_kernel == "eager" else "sdpa"
+    attention = recipe.model.attention_kernel if recipe.model.attention_kernel in ON_CPU else "sdpa"
     return {
         "model": model.model_copy(update={"attention": attention}),
         "data.tokenizer": {"vocab_size": model.config["vocab_size"]},

@@ -73,7 +73,7 @@ def drawn(draw: random.Random):
     offloads = draw.choice(
         [("none", "none")] * 8 + [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu")]
     )
-    attention = draw.choice(["sdpa", "eager", "flash_attention_2"])
+    attention = draw.choice(["sdpa", "eager", "varlen", "flash_attention_2"])
     fields = {
         "model": {"architecture": family, "config": config_of(family), "attention": attention},
         "parallel.backend": backend,

@@ -122,6 +122,13 @@ def test_without_the_bounds_it_has(attention, monkeypatch):
     assert changed_by > 0
 
 
+def test_on_a_cpu_flex_attention_does_not_train():
+    """The rule `model.attention_device`; flash-attn is not to be had for one."""
+    state = torch.zeros(1, 1, 8, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention.flex_attention(state, state, state)
+
+
 def test_bounds_are_those_of_all_rows():
     documents = Documents.of(_positions())
     assert documents.bounds.tolist() == [0, 7, 8, 20, 24, 48, 61, 72]
