@@ -1,13 +1,15 @@
 """Where the documents of a micro-batch begin and end: known on the host, so that no device is asked.
 
-`transformers` looks for it in the positions before it makes a mask, and waits for the device in each forward pass.
-Attention without a mask is told by arguments of the forward pass.
+`transformers` looks for it in the positions before it makes a mask, and waits for the device in each forward pass; some
+families (OPT, BLOOM, gpt-oss) give it no positions to look at, and would have documents see each other. Attention
+without a mask is told by arguments of the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ _known: Documents | None = None
 
 @contextmanager
 def documents_known(position_ids: Tensor) -> Iterator[Documents | None]:
-    """Within it, masks are made for rows of which is known whether they have several documents.
+    """Within it, all masks keep documents apart, and are made for rows of which is known whether they have several.
 
     position_ids: [batch, T], of whole sequences, as the data gave them. On a device nothing is known of them, and
     what is known already stands: slices of a sequence have the mask of the whole one, and its bounds.
@@ -33,11 +35,14 @@ def documents_known(position_ids: Tensor) -> Iterator[Documents | None]:
         yield _known
         return
     _known = Documents.of(position_ids)
+    arguments = masking_utils._preprocess_mask_arguments
     masking_utils.find_packed_sequence_indices = _find
+    masking_utils._preprocess_mask_arguments = partial(_with_positions, arguments, position_ids)
     try:
         yield _known
     finally:
         masking_utils.find_packed_sequence_indices, _known = _own, None
+        masking_utils._preprocess_mask_arguments = arguments
 
 
 def bounds_for(
@@ -50,6 +55,23 @@ def bounds_for(
     if not takes_bounds(model.config._attn_implementation):
         return {}
     return (known or Documents.of(position_ids.cpu())).arguments(device)
+
+
+def _with_positions(
+    original: Callable[..., Any],
+    known: Tensor,
+    config: Any,
+    embeddings: Tensor,
+    mask: Any,
+    cache: Any,
+    positions: Tensor | None = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """What a mask is made from, of a family too that leaves the positions out."""
+    if positions is None and mask is None and cache is None and len(embeddings) == len(known):
+        positions = known.to(embeddings.device, non_blocking=True)
+    return original(config, embeddings, mask, cache, positions, *rest, **named)
 
 
 def _find(position_ids: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
-from llmtrain.engines.documents import bounds_for
+from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.engines.forward import check_kernels, use_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
@@ -159,7 +159,7 @@ class DeepSpeedPipeline:
             config=ds_config,
         )[0]
         self._awaited: Iterator[MicroBatch] = iter(())
-        self.module.stage.register_forward_pre_hook(lambda *_: self._bring_bounds())
+        self.module.stage.register_forward_pre_hook(lambda *_: self._tell_documents())
         self.ulysses: Ulysses | None = None
         if plan.layout.sp > 1:
             self.ulysses = Ulysses(self.module.stage.model, sequence_group(plan.layout))
@@ -294,10 +294,11 @@ class DeepSpeedPipeline:
         assert self.ulysses is not None
         self.ulysses.receive(inputs[1])
 
-    def _bring_bounds(self) -> None:
+    def _tell_documents(self) -> None:
         """Every stage runs the micro-batches of its replica in their order, whose positions all its ranks have."""
-        stage = self.module.stage
-        stage.bounds = bounds_for(stage.model, next(self._awaited).position_ids, self.device)
+        stage, positions = self.module.stage, next(self._awaited).position_ids
+        stage.context = documents_known(positions)
+        stage.bounds = bounds_for(stage.model, positions, self.device)
 
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:

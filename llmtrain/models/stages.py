@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -133,6 +133,8 @@ class Stage(nn.Module):
     """Labels [batch, T] of the micro-batch to come, for a last stage whose model takes them (`ChunkedLoss`)."""
     bounds: Mapping[str, Any] = MappingProxyType({})
     """Arguments by which the attention of the micro-batch to come keeps documents apart (`models.varlen`)."""
+    context: AbstractContextManager[Any] = nullcontext()
+    """Where the next forward pass runs."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -175,7 +177,8 @@ class Stage(nn.Module):
         for entry in self._entry:
             entry.received = states
         try:
-            output = self._run[0](**arguments)
+            with self.context:
+                output = self._run[0](**arguments)
             return self._last(output) if self.is_last else self._sent(output, position_ids, tokens)
         finally:
             self._forget()
@@ -195,6 +198,7 @@ class Stage(nn.Module):
     def _forget(self) -> None:
         """Lets go of the activations: the engine keeps what it needs, for several micro-batches at a time."""
         self.targets = None
+        self.bounds, self.context = {}, nullcontext()
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None

@@ -30,12 +30,21 @@ FAMILIES = {
     "mistral": ("mistral", {"sliding_window": 5}),
     "gpt2": ("gpt2", {}),
     "phi3": ("phi3", {}),
+    "opt": ("opt", {}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1}),  # else rows are grouped otherwise
+    "bloom": ("bloom", {}),
 }
 
 
 ATTENTIONS = ("eager", "sdpa", "varlen", "flash_attention_2", "flex_attention")
-CASES = [pair for pair in product(FAMILIES, ATTENTIONS) if pair != ("gpt2", "flex_attention")]
-"""GPT-2 knows nothing of FlexAttention."""
+LACKING = {
+    "gpt2": ("flex_attention",),
+    "opt": ("flex_attention",),
+    "gpt_oss": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
+    "bloom": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
+}
+"""What families have not, or not on a CPU."""
+CASES = [pair for pair in product(FAMILIES, ATTENTIONS) if pair[1] not in LACKING.get(pair[0], ())]
 
 
 def _make_runnable(attention: str, patch: pytest.MonkeyPatch) -> list[list[int]]:
