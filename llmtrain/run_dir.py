@@ -31,7 +31,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.(global|micro)_batch_size|train\.max_steps"
     r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
-    r"|(evaluation|checkpoint|guard|kernels|logging|watchdog|export)\..*"
+    r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
 )
 
 PACKAGES = (
