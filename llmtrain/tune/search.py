@@ -87,7 +87,8 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
     except RecipeError as error:
         tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
     except Exception as error:  # of any library below, out of memory among them
-        tuning.failed[f"{dotted}={value}"] = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        said = str(error).strip().partition("\n")[0]
+        tuning.failed[f"{dotted}={value}"] = f"{type(error).__name__}: {said}"
     else:
         found = tuning.milliseconds.setdefault(dotted, {})
         found.setdefault(str(tuning.values[dotted]), round(before * 1000, 3))
