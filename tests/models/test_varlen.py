@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from llmtrain.models import Documents, varlen
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.models.varlen_check import AttentionRefused, check_attention
 
+ROOT = Path(__file__).parents[2]
 POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])
 BOUNDS = [0, 7, 12, 24]
 
@@ -172,6 +176,15 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
     monkeypatch.setattr(varlen, "_one_by_one", lambda *states: Wrong.apply(own(*states)))
     with pytest.raises(AttentionRefused, match=r"the gradient of .* deviates from that of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
+
+
+@pytest.mark.slow
+def test_the_families_are_documented_as_they_are():
+    spec = importlib.util.spec_from_file_location("render_documents", ROOT / "docs/render_families_documents.py")
+    families = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(families)
+    text = families.render(families.walk(), families.HEAD)
+    assert (ROOT / "docs/families_documents.md").read_text(encoding="utf-8") == text
 
 
 def test_the_random_state_is_left_alone():
