@@ -53,12 +53,13 @@ def cases(quick: bool) -> Sequence[Case]:
             ],
         ),
         Case(
-            "memory",
+            "the host",
             [
                 _side("freed memory kept", "--keep-memory"),
                 _side(BASE),
                 _side("huge pages", env={"THP_MEM_ALLOC_ENABLE": "1"}),
                 _side("both", "--keep-memory", env={"THP_MEM_ALLOC_ENABLE": "1"}),
+                _side("threads that do not spin", env={"OMP_WAIT_POLICY": "passive"}),
             ],
         ),
     ]
