@@ -72,9 +72,10 @@ QUESTION = Question(
     title="Against Hugging Face's Trainer, on a CPU",
     asks=(
         "`llmtrain train recipes/tiny.py` with the kernels that `llmtrain tune` found before, against a script with "
-        "`transformers.Trainer` in its defaults: the same model, the same sequences (cut from one stream, attention across documents, as its users do), the same "
-        "batch, optimizer and schedule. Threads as each of them sets them. Whole commands in turn; the speed of the "
-        "steps after the first ten."
+        "`transformers.Trainer` in its defaults: the same model, the same sequences (cut from one stream, attention "
+        "across documents, as its users do), the same batch, optimizer and schedule. Threads as each of them sets "
+        "them. Beside them ours with the Trainer's kernels. Whole commands in turn; the speed of the steps after the "
+        "first ten."
     ),
     cases=cases,
     columns={
