@@ -35,10 +35,12 @@ def kernel_lines(plan: Plan) -> list[str]:
     """What computes otherwise than `transformers` does by itself."""
     if plan.kernels is not None:
         return kernel_choice_lines(plan.kernels)
+    attention = plan.recipe.model.attention_kernel
+    lines = [f"kernels  attention {attention}"] if attention != "sdpa" else []
     if not chunks_loss(plan):
-        return []
+        return lines
     twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-    return [f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
+    return [*lines, f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
 
 
 def chosen_line(choice: KernelChoice) -> str:

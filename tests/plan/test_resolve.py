@@ -5,6 +5,7 @@ import pytest
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import resolve
+from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import MOST_LAYERS
 from llmtrain.plan.rules import RULES, broken
@@ -254,3 +255,10 @@ def test_absurd_sizes_neither_overflow_nor_hang(tiny):
 
 def test_a_draft_whose_model_is_wrong_is_still_checked(tiny):
     assert broken(Draft(tiny, Cluster(), None)) == ([], [])
+
+
+def test_an_attention_that_is_named_is_told(tiny):
+    assert kernel_lines(resolve(tiny, Cluster())) == []
+    assert kernel_lines(resolve(tiny.with_(**{"model.attention": "varlen"}), Cluster())) == [
+        "kernels  attention varlen"
+    ]
