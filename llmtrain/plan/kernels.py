@@ -26,7 +26,7 @@ def chunks_loss(plan: Plan) -> bool:
     """Whether the loss is computed without the logits of all tokens at once."""
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
-        return recipe.kernels.loss == "chunked"
+        return recipe.kernels.loss in ("chunked", "compiled")
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.layout.sp
     if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens <= LARGE_LOSS:
         return False
