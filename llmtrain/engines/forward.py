@@ -13,7 +13,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import documents_known
 from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
-from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss
+from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 
@@ -48,6 +48,8 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     has_head: whether the loss is made of what it returns.
     """
     recipe = plan.recipe
+    if "compiled" in (recipe.kernels.blocks, recipe.kernels.loss):
+        share_processors(plan.cluster.devices_per_node)
     if recipe.kernels.blocks == "compiled":
         compile_layers(model, recipe.model.attention_kernel)
     if has_head and chunks_loss(plan):

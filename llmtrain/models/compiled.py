@@ -1,14 +1,15 @@
 """Parts of a model by `torch.compile`: each decoder layer, and the loss of some tokens.
 
-What is compiled is a layer's `forward`, not its call. Hooks, by which ZeRO-3 and FSDP2 gather parameters, and activation
-checkpointing so stay around the graph, and names of parameters what they were. Layers that are alike share one compiled
-function, as its guards look at shapes, types and what a layer branches on, and not at which layer it is. Shapes are fixed:
-those of a run are few (a micro-batch with and without packed documents, in training and in evaluation, and the last
-micro-batch of an evaluation), and kernels for any shape are slower.
+What is compiled is a layer's `forward`, not its call. Hooks, by which ZeRO-3 and FSDP2 gather parameters, and
+activation checkpointing so stay around the graph, and names of parameters what they were. Layers that are alike share
+one compiled function: its guards look at shapes, types and what a layer branches on, and not at which layer it is.
+Shapes are fixed. Those of a run are few: a micro-batch with and without packed documents, in training and in
+evaluation, and the last micro-batch of an evaluation.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sysconfig
 import time
@@ -35,6 +36,8 @@ KINDS = 8
 VARIANTS = 8 * KINDS
 """Most compiled functions of one piece of code, in a process that may train several plans: kinds × with and without a
 mask × training and evaluation × two sizes of micro-batches. Beyond them dynamo would run eagerly, or fail."""
+MOST_THREADS = 32
+"""Of torch's compiler, by its own choice."""
 WHOLE = ("eager", "sdpa")
 """Attention of which is known that it breaks no graph; flash kernels look for documents in the positions' values."""
 
@@ -52,11 +55,22 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
 
     attention: as the model's own. A layer is one graph, or fails, where its attention is known to be part of one.
     """
-    # Else a layer under DistributedDataParallel would be cut where a bucket of gradients ends. Layers are what it overlaps.
+    # Else DistributedDataParallel would have a layer cut where a bucket of gradients ends.
     torch._dynamo.config.optimize_ddp = False
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Hole):
             layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE)
+
+
+def share_processors(ranks: int) -> None:
+    """Has this rank compile by its share of the machine's processors, where nobody has said how many it may take.
+
+    torch would take all of them, up to 32, in each of the ranks.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 @cache
@@ -66,7 +80,7 @@ def compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:
-    compiled: Compiled = torch.compile(
+    compiled: Compiled = torch.compile(  # type: ignore[call-overload]
         function, fullgraph=is_whole, dynamic=False, backend=backend or _inductor, recompile_limit=limit
     )
     return compiled
@@ -82,10 +96,11 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
 
     started = time.monotonic()
     with compiling(), _stops_blocked():
-        made: Compiled = compile_fx(graph, inputs)
+        made: Any = compile_fx(graph, inputs)
     nodes = sum(node.op.startswith("call") for node in graph.graph.nodes)
     print(f"compiled {nodes} operations in {time.monotonic() - started:.1f} s", flush=True)
-    return made
+    compiled: Compiled = made
+    return compiled
 
 
 @contextmanager
@@ -141,8 +156,8 @@ def _missing(on_cpu: bool) -> tuple[str, str]:
 def check_layers(config: PreTrainedConfig, attention: str) -> None:
     """Has the layers of a tiny copy of the model traced, and compares logits and gradients; on the CPU, in fp32.
 
-    Nothing is compiled yet: what the compiler is given runs as it is. Raises RecipeError where a layer cannot be followed
-    to its end, or nearly every layer would be compiled by itself, or the numbers are others.
+    Nothing is compiled yet: what the compiler is given runs as it is. Raises RecipeError where a layer cannot be
+    followed to its end, nearly every layer would be compiled by itself, or the numbers are others.
     """
     question = f"{attention} {config.to_json_string()}"
     if question in _let_through:
@@ -193,7 +208,7 @@ def _traced(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
     """Forward and backward graph of what was traced, run operation by operation."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    made: Compiled = aot_eager(graph, inputs)
+    made: Compiled = aot_eager(graph, list(inputs))
     return made
 
 

@@ -33,10 +33,13 @@ def split_lines(plan: Plan) -> list[str]:
 
 def kernel_lines(plan: Plan) -> list[str]:
     """What computes otherwise than `transformers` does by itself."""
-    if not chunks_loss(plan):
-        return []
-    twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-    return [f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
+    kernels = plan.recipe.kernels
+    parts = ["layers compiled"] if kernels.blocks == "compiled" else []
+    if chunks_loss(plan):
+        how = ", compiled" if kernels.loss == "compiled" else ""
+        twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
+        parts.append(f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}")
+    return [f"kernels  {'; '.join(parts)}"] if parts else []
 
 
 def triangle(plan: Plan) -> str:
