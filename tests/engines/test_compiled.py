@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
 
@@ -163,3 +163,36 @@ def test_every_rank_refuses_where_there_is_no_compiler():
     for told in run_ranks(2, _refusal, tiny_recipe(**COMPILED | STAGES)):
         assert "kernels.blocks: 'compiled' was given, but no C++ compiler is found" in told
         assert "kernels.loss: 'compiled' was given" in told
+
+
+def _kept(rank: int, recipe, ranks: int) -> tuple[int, int]:
+    """Of the gathered matrices of compiled layers: how many there were, and how many a forward pass has kept."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    plan = plan_of(recipe, ranks)
+    engine = engine_of(plan)
+    matrices = [
+        weight for layer in engine.model.model.layers for weight in layer.parameters() if len(weight.ds_shape) > 1
+    ]
+    gathered: list[StorageWeakRef] = []
+    for layer in engine.model.model.layers:
+        own = layer.forward
+
+        def observed(*args, own=own, layer=layer, **kwargs):
+            gathered.extend(
+                StorageWeakRef(weight.untyped_storage()) for weight in layer.parameters() if weight.dim() > 1
+            )
+            return own(*args, **kwargs)
+
+        layer.forward = observed
+    batch = step_batch(0, 2, 2, rank, ranks).micro_batches[0]
+    output = engine.engine(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    assert output.logits.requires_grad
+    assert len(gathered) == len(matrices)
+    return len(gathered), sum(not one.expired() for one in gathered)
+
+
+def test_zero3_gives_back_the_weights_of_compiled_layers():
+    for found, kept in run_ranks(2, _kept, tiny_recipe(**LAYERS, **{"parallel.zero_stage": 3}), 2):
+        assert found
+        assert kept == 0
