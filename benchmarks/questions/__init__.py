@@ -1,7 +1,7 @@
 """All questions, in the order in which they are shown."""
 
 from benchmarks.question import Question, Script
-from benchmarks.questions import data, scale, scripts, startup, trainer, wrapper
+from benchmarks.questions import data, gpu, scale, scripts, startup, trainer, wrapper
 
 QUESTIONS: dict[str, Question | Script] = {
     one.name: one
@@ -14,5 +14,8 @@ QUESTIONS: dict[str, Question | Script] = {
         *scripts.PIPELINE,
         scale.QUESTION,
         *scripts.OTHERS,
+        gpu.MFU,
+        gpu.WRAPPER,
+        gpu.TRAINER,
     )
 }
