@@ -164,8 +164,12 @@ def _rows(question: Question, result: Result) -> Iterator[tuple[str, list[float]
 def _label(question: Question, is_ratio: bool) -> str:
     if not is_ratio:
         return "ms a step that ours takes more than the bare loop, of each run"
-    what = "time to the first step" if question.name == "startup" else "tokens per second"
-    return f"{what}: ours in that of the peer, of each pair of runs"
+    named = {
+        "startup": "time to the first step: ours in that of the peer",
+        "cpu": "time of a pass: the first of each case in that of the others",
+    }
+    what = named.get(question.name, "tokens per second: ours in that of the peer")
+    return f"{what}, of each pair of runs"
 
 
 def main() -> None:

@@ -110,7 +110,8 @@ class KernelChoice(Part):
     values: dict[str, str | int]
     """Dotted fields of the recipe and what they are; those that are not here are as the rules have them."""
     milliseconds: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Of each measured field each value's forward and backward pass of a micro-batch through a few layers."""
+    """Of each measured field each value's forward and backward pass of a micro-batch through a few layers. A field that
+    is not among the values was measured for people to know."""
     failed: dict[str, str] = Field(default_factory=dict)
     """FIELD=VALUE and why it could not be measured."""
 

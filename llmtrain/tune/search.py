@@ -19,6 +19,9 @@ LEAST_GAIN = 0.02
 """Part of the time of a pass that another kernel must save to be chosen: less may be chance."""
 LONG_RUN_S = 12_000
 """Seconds of a run from which on it is worth two minutes of measuring: they are a hundredth of it."""
+PRECISION = "parallel.precision"
+PRECISIONS = ("fp32", "bf16", "autocast_bf16")
+"""Of a CPU."""
 AGREE = {"fp32": 1e-4}
 """Largest deviation of a candidate's loss, relative: far above rounding, and far below another computation."""
 AGREE_LOW = 1e-2
@@ -61,6 +64,8 @@ def tune(
         for value in values[1:]:
             say(f"{dotted}={value}")
             _try(tuning, dotted, value, device)
+    if on_cpu and always:
+        _compare_precisions(tuning, device, say)
     return KernelChoice(
         key=key,
         device=name,
@@ -87,8 +92,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
     except RecipeError as error:
         tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
     except Exception as error:  # of any library below, out of memory among them
-        said = str(error).strip().partition("\n")[0]
-        tuning.failed[f"{dotted}={value}"] = f"{type(error).__name__}: {said}"
+        tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
         found = tuning.milliseconds.setdefault(dotted, {})
         found.setdefault(str(tuning.values[dotted]), round(before * 1000, 3))
@@ -101,6 +105,24 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
         torch.cuda.empty_cache()
 
 
+def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str], None]) -> None:
+    """For people: whether a processor is faster in bf16 depends on what it has. The choice is the recipe's."""
+    own = tuning.plan.recipe.parallel.precision
+    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
+    for precision in PRECISIONS:
+        if precision == own:
+            continue
+        say(f"{PRECISION}={precision}")
+        recipe = tuning.plan.recipe.with_(**tuning.values | {PRECISION: precision})
+        try:
+            trial = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+            trial.warm()
+            taken[precision] = round(trial.seconds() * 1000, 3)
+        except Exception as error:  # of any library below
+            tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
+    tuning.milliseconds[PRECISION] = taken
+
+
 class AnotherLossError(Exception):
     """A kernel that computes something else."""
 
@@ -109,3 +131,7 @@ def _check(loss: float, expected: float, plan: Plan) -> None:
     most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
     if not abs(loss - expected) <= most * abs(expected):  # so that NaN is none
         raise AnotherLossError(f"{loss:.6g} where {expected:.6g} was expected")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

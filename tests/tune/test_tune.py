@@ -93,6 +93,13 @@ def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
     assert "model.attention=eager" in said
 
 
+def test_people_are_told_what_a_precision_takes(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: {"fp32": 1.0, "bf16": 0.5, "autocast_bf16": 0.7}[recipe.parallel.precision])
+    found, _ = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
+    assert found.milliseconds["parallel.precision"] == {"fp32": 1000, "bf16": 500, "autocast_bf16": 700}
+    assert "parallel.precision" not in found.values
+
+
 def test_a_small_gain_may_be_chance(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.01 * (recipe.model.attention == "eager"))
     assert _tune(small_plan(**{"kernels.blocks": "eager"}), batch)[0].values["model.attention"] == "sdpa"
