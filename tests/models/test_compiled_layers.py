@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import sysconfig
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +155,65 @@ def test_ranks_share_the_processors(monkeypatch):
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
         share_processors(8)
         assert inductor_config.compile_threads == 1
+
+
+RANK = """
+import os, sys, time
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from llmtrain.models.compiled import _stops_blocked
+config.compile_threads = 2
+with _stops_blocked():
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
+AsyncCompile.wait_pool_ready()
+print("ready", flush=True)
+sys.stdin.read(1)
+os._exit(75)
+"""
+"""A rank with the processes that compile for a GPU."""
+
+
+def _session(leader: int) -> set[int]:
+    """The processes of a session but its leader, those apart that have ended."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader != int(process.name) and state != "Z":
+                found.add(int(process.name))
+    return found
+
+
+def _is_empty(leader: int) -> bool:
+    end = time.monotonic() + 60
+    while (left := _session(leader)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_killed):
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+        compilers = _session(rank.pid)
+        assert compilers
+        for process in compilers:
+            for stop in STOPS:
+                os.kill(process, stop)
+        time.sleep(1)
+        assert compilers <= _session(rank.pid)
+        if is_killed:
+            rank.kill()
+        else:
+            rank.stdin.write(b"x")
+            rank.stdin.flush()
+        rank.wait()
+    assert _is_empty(rank.pid)
 
 
 @pytest.mark.slow
