@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
@@ -109,26 +108,6 @@ def test_bf16_stays_near_the_fp32_loop(precision):
     for runs in run_ranks(2, _train, {precision: recipe}, 2):
         assert worst(runs[precision].losses, expected.losses) < 2**-8
         assert worst(runs[precision].grad_norms, expected.grad_norms) < 2**-6
-
-
-def _twice(rank: int, recipe, ranks: int) -> tuple[Trace, Trace]:
-    traces = []
-    for _ in range(2):
-        torch.manual_seed(rank)
-        traces.append(_train(rank, {"": recipe}, ranks)[""])
-    return traces[0], traces[1]
-
-
-@pytest.mark.slow
-def test_dropout_is_drawn_from_the_ranks_generator():
-    """Other numbers than without a compiler, but the same ones each time."""
-    recipe = tiny_recipe(**LAYERS, **{"parallel.zero_stage": 1, "model.config.attention_dropout": 0.1})
-    without = reference_of(tiny_recipe())
-    expected = trace(without, range(STEPS), 1, GLOBAL_BATCH)
-    for first, second in run_ranks(2, _twice, recipe, 2):
-        assert first.losses == second.losses
-        assert all(np.array_equal(first.weights[name], second.weights[name]) for name in first.weights)
-        assert worst(first.losses, expected.losses) > 1e-4
 
 
 def _compiled_functions(rank: int, recipe, ranks: int) -> int:
