@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.kernels import IN_CHUNKS, needs_whole_loss
+from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 
@@ -37,7 +37,7 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """A loss in chunks where the engine must have all logits."""
     loss = draft.recipe.kernels.loss
-    if loss in IN_CHUNKS and (why := needs_whole_loss(draft.recipe)):
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
         yield Fault("kernels.loss", f"{loss} was given, but {why}", assignment(kernels__loss="whole"))
 
 
