@@ -35,12 +35,15 @@ def kernel_lines(plan: Plan) -> list[str]:
     """What computes otherwise than `transformers` does by itself."""
     if plan.kernels is not None:
         return kernel_choice_lines(plan.kernels)
+    kernels = plan.recipe.kernels
     attention = plan.recipe.model.attention_kernel
-    lines = [f"kernels  attention {attention}"] if attention != "sdpa" else []
-    if not chunks_loss(plan):
-        return lines
-    twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-    return [*lines, f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
+    parts = [f"attention {attention}"] if attention != "sdpa" else []
+    parts += ["layers compiled"] if kernels.blocks == "compiled" else []
+    if chunks_loss(plan):
+        how = ", compiled" if kernels.loss == "compiled" else ""
+        twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
+        parts.append(f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}")
+    return [f"kernels  {'; '.join(parts)}"] if parts else []
 
 
 def chosen_line(choice: KernelChoice) -> str:

@@ -8,6 +8,7 @@ from llmtrain.plan.rules import (
     backends,
     batch,
     checkpoint,
+    compiled,
     expert,
     layout,
     memory,
@@ -32,6 +33,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
+    *compiled.RULES,
     *layout.RULES,
     *batch.RULES,
     *checkpoint.RULES,
