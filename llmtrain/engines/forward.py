@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import documents_known
-from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, target_loss_sum
 from llmtrain.models.chunked import check_chunks
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
@@ -31,14 +31,35 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError where its family cannot compute so.
     """
-    if chunks_loss(plan):
+    kernels, device = plan.recipe.kernels, _device(plan)
+    if kernels.blocks == "liger":
+        liger.check_blocks(config, device)
+    if kernels.fp8 != "off":
+        fp8.check_fp8(config, kernels.fp8, device)
+    if kernels.loss == "liger":
+        liger.check_loss(config, device)
+    elif chunks_loss(plan):
         check_chunks(config)
 
 
-def use_kernels(model: PreTrainedModel, plan: Plan) -> None:
-    """Has a model with a head, whole or a stage's, compute as the plan says; `check_kernels` has let it through."""
-    if chunks_loss(plan):
+def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
+    """Has a model, whole or a stage's, compute as the plan says; `check_kernels` has let it through."""
+    kernels = plan.recipe.kernels
+    if kernels.fp8 != "off":
+        fp8.use_fp8(model, kernels.fp8)
+    if kernels.blocks == "liger":
+        liger.use_blocks(model)
+    if not has_head:
+        return
+    if kernels.loss == "liger":
+        liger.LigerLoss(model)
+    elif chunks_loss(plan):
         ChunkedLoss(model, CHUNK_TOKENS, recomputed=recomputes_loss(plan.recipe))
+
+
+def _device(plan: Plan) -> torch.device:
+    """The kind of device that ranks compute on; of GPUs, this rank's."""
+    return torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")
 
 
 def forward(

@@ -33,10 +33,21 @@ def split_lines(plan: Plan) -> list[str]:
 
 def kernel_lines(plan: Plan) -> list[str]:
     """What computes otherwise than `transformers` does by itself."""
-    if not chunks_loss(plan):
-        return []
+    kernels = plan.recipe.kernels
+    told = {
+        "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
+        f"products of the layers in fp8, {kernels.fp8}": kernels.fp8 != "off",
+        _loss(plan): chunks_loss(plan),
+    }
+    return [f"kernels  {'; '.join(line for line, holds in told.items() if holds)}"] if any(told.values()) else []
+
+
+def _loss(plan: Plan) -> str:
+    """How a loss without all logits is made."""
+    if plan.recipe.kernels.loss == "liger":
+        return "Liger's fused loss"
     twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-    return [f"kernels  loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"]
+    return f"loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"
 
 
 def triangle(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Which backends need a package that may not be there."""
+"""Which backends and kernels need a package that may not be there."""
 
 from __future__ import annotations
 
@@ -14,16 +14,32 @@ PACKAGES = {
 """Backend → the package that it imports, and the command that installs it."""
 
 
+KERNELS = {
+    ("blocks", "liger"): (("liger_kernel", "triton"), "pip install llmtrain[liger]"),
+    ("loss", "liger"): (("liger_kernel", "triton"), "pip install llmtrain[liger]"),
+    ("fp8", "tensorwise"): (("torchao",), "pip install llmtrain[fp8]"),
+    ("fp8", "rowwise"): (("torchao",), "pip install llmtrain[fp8]"),
+}
+"""Field of `kernels` and its value → the packages that it imports, and the command that installs them."""
+
+
 def is_installed(backend: str) -> bool:
     """Whether the package that a backend imports is there; found without importing it."""
     return backend not in PACKAGES or find_spec(PACKAGES[backend][0]) is not None
 
 
 def missing_packages(plan: Plan) -> list[Problem]:
-    """The package that the plan's backend imports, where it is not installed."""
-    backend = plan.recipe.parallel.backend
-    if is_installed(backend):
-        return []
-    package, command = PACKAGES[backend]
-    message = f"'{backend}' was given, but the package {package} is not installed"
-    return [Problem("backend.installed", "parallel.backend", message, command)]
+    """The packages that the plan's backend and its kernels import, where they are not installed."""
+    problems, backend = [], plan.recipe.parallel.backend
+    if not is_installed(backend):
+        package, command = PACKAGES[backend]
+        message = f"'{backend}' was given, but the package {package} is not installed"
+        problems.append(Problem("backend.installed", "parallel.backend", message, command))
+    for (field, value), (packages, command) in KERNELS.items():
+        missing = [package for package in packages if find_spec(package) is None]
+        if getattr(plan.recipe.kernels, field) == value and missing:
+            message = f"{value} was given, but not installed: {' and '.join(missing)}"
+            instead = "off" if field == "fp8" else "auto"
+            fix = f"{command}, or --set kernels.{field}={instead}"
+            problems.append(Problem("kernels.installed", f"kernels.{field}", message, fix))
+    return problems
