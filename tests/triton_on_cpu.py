@@ -1,30 +1,33 @@
-"""Triton's interpreter: kernels on CPU tensors, a program at a time. For processes that have not imported triton."""
+"""Triton's interpreter: kernels on CPU tensors, a program at a time. `conftest.py` turns it on."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-PACKAGES = ("liger_kernel", "triton")
-MISSING = [package for package in PACKAGES if find_spec(package) is None]
-REASON = f"needs {' and '.join(PACKAGES)}: pip install -e '.[liger]'"
+import pytest
+
+needs_liger = pytest.mark.skipif(
+    any(find_spec(package) is None for package in ("liger_kernel", "triton")),
+    reason="needs liger-kernel and triton: pip install -e '.[liger]'",
+)
 
 
-def interpret() -> None:
-    """From here on triton's kernels are interpreted in this process.
+@cache
+def complete() -> None:
+    """Adds what triton 3.7.1's interpreter lacks, and compiled kernels have: floats as tensors, functions of CUDA's.
 
-    What triton 3.7.1's interpreter lacks, and compiled kernels have: numbers as tensors, and two functions of CUDA's.
+    To be called before Liger is imported, which takes these functions by their names.
     """
-    assert "triton" not in sys.modules, "kernels are compiled or interpreted from their definition on"
-    os.environ["TRITON_INTERPRET"] = "1"
     import numpy as np
+    import triton
     import triton.language as tl
     from triton.language.extra import libdevice
     from triton.runtime import interpreter
 
+    assert triton.knobs.runtime.interpret
     plain = interpreter._implicit_cvt
 
     def converted(argument: Any) -> Any:
@@ -32,8 +35,8 @@ def interpret() -> None:
             return plain(argument)
         return tl.tensor(interpreter.TensorHandle(np.array([argument], np.float32), tl.float32), tl.float32)
 
-    def elementwise(function: Callable[[Any], Any]) -> Callable[[tl.tensor], tl.tensor]:
-        def run(value: tl.tensor) -> tl.tensor:
+    def elementwise(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(value: Any) -> Any:
             data = function(value.handle.data).astype(value.handle.data.dtype)
             return tl.tensor(interpreter.TensorHandle(data, value.handle.dtype), value.type)
 

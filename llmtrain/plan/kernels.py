@@ -38,7 +38,7 @@ def chunks_loss(plan: Plan) -> bool:
 def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
     """Tokens whose logits Liger's loss holds at once: at least as many as make them as large as the hidden states."""
     each = math.ceil(tokens / math.ceil(vocabulary / width))
-    return min(tokens, 2 ** math.ceil(math.log2(each)))
+    return min(tokens, 1 << (each - 1).bit_length())
 
 
 def needs_whole_loss(recipe: Recipe) -> str:
