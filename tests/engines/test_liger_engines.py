@@ -95,11 +95,14 @@ def test_a_routers_loss_is_kept(parallel):
 
 
 @needs_liger
-@pytest.mark.breadth
-def test_bf16_stays_near_the_fp32_loop():
-    """Weights in bf16, and autocast; the bounds are those of `test_parity`."""
+@pytest.mark.slow
+def test_the_loss_in_bf16_stays_near_the_fp32_loop():
+    """Weights in bf16, and autocast; the bounds are those of `test_parity`.
+
+    The interpreter (3.7.1) adds bf16 numbers as integers: the loss adds none, the layers' kernels do.
+    """
     expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
-    fields = LIGER | {"parallel.zero_stage": 1, "batch.micro_batch_size": 4}
+    fields = {"kernels.loss": "liger", "parallel.zero_stage": 1, "batch.micro_batch_size": 4}
     recipes = {one: tiny_recipe(**fields | {"parallel.precision": one}) for one in ("bf16", "autocast_bf16")}
     for runs in run_ranks(2, _train, recipes, 2):
         for name, run in runs.items():
