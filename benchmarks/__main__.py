@@ -20,6 +20,7 @@ from benchmarks.machine import BUSY_CORES, busy_cores, facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
 from benchmarks.question import Question, Script
 from benchmarks.questions import QUESTIONS
+from llmtrain.cluster import visible_gpus
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -38,9 +39,12 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.name is None:
         for question in QUESTIONS.values():
-            print(f"{question.name:15} about {question.minutes:3} min  {question.title}")
+            where = ", on a GPU" if question.needs_gpu else ""
+            print(f"{question.name:15} about {question.minutes:3} min  {question.title}{where}")
         return
     question = QUESTIONS[options.name]
+    if question.needs_gpu and not visible_gpus():
+        sys.exit(f"{question.name} is measured on a GPU, and this machine shows none")
     if not options.force:
         _refuse_busy()
     if isinstance(question, Script):

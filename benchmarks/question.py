@@ -38,6 +38,7 @@ class Question:
     """What the whole measurement takes on two cores, about."""
     pairs: int = 5
     """Runs of each side that a result needs."""
+    needs_gpu: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,6 @@ medians, with the lowest and the highest beside them. An aim that is missed is s
 | Question | | Aims met | Measured on |
 |---|---|---|---|
 """
-ON_GPU = (
-    ("MFU of one GPU", "The 1B and 3B Llama recipes, bf16, ZeRO-1, T = 2048 and 4096: at least 55% of 989 TFLOP/s."),
-    ("Wrapper cost and Hugging Face's Trainer on a GPU", "The 1B recipe: the same questions as above, on one GPU."),
-)
 NOT_ON_GPU = "**Not measured on a GPU.**"
 NOT = "**Not measured.**"
 
@@ -44,16 +40,14 @@ def found(name: str) -> Result | None:
 def render(results: dict[str, Result | None], tried: str) -> str:
     """The whole page. results: of each question, None where there is none."""
     lines = [_line(question, results[name]) for name, question in QUESTIONS.items()]
-    lines += [f"| {title} | | not measured on a GPU | |\n" for title, _ in ON_GPU]
     sections = [_section(question, results[name]) for name, question in QUESTIONS.items()]
-    sections += [f"\n## {title}\n\n{asks}\n\n{NOT_ON_GPU}\n" for title, asks in ON_GPU]
     return HEAD + "".join(lines) + "".join(sections) + "\n" + tried
 
 
 def _line(question: Question | Script, result: Result | None) -> str:
     title = f"[{question.title}](#{_anchor(question.title)})"
     if result is None:
-        missing = "not measured on a GPU" if _needs_gpu(question) else "not measured"
+        missing = "not measured on a GPU" if question.needs_gpu else "not measured"
         return f"| {title} | `{question.name}` | {missing} | |\n"
     verdicts = question.verdicts(result)
     met = sum(verdict.met for verdict in verdicts)
@@ -64,7 +58,7 @@ def _section(question: Question | Script, result: Result | None) -> str:
     parts = [f"\n## {question.title}\n", f"\n{question.asks}\n"]
     if result is None:
         command = f"`python -m benchmarks {question.name}`, about {question.minutes} minutes."
-        return "".join([*parts, f"\n{NOT_ON_GPU if _needs_gpu(question) else NOT} {command}\n"])
+        return "".join([*parts, f"\n{NOT_ON_GPU if question.needs_gpu else NOT} {command}\n"])
     parts.append(f"\n{_taken(result)}\n\n")
     parts += [
         f"- {verdict.aim}: **{'met' if verdict.met else 'missed'}**, {verdict.found}\n"
@@ -122,10 +116,6 @@ def _machine(result: Result) -> str:
     return str(hardware or f"{result['environment']['cpus']} × CPU")
 
 
-def _needs_gpu(question: Question | Script) -> bool:
-    return isinstance(question, Script) and question.needs_gpu
-
-
 def _anchor(title: str) -> str:
     """GitHub's name of a heading."""
     return "".join(one for one in title.lower().replace(" ", "-") if one.isalnum() or one in "-_")
@@ -174,8 +164,12 @@ def _rows(question: Question, result: Result) -> Iterator[tuple[str, list[float]
 def _label(question: Question, is_ratio: bool) -> str:
     if not is_ratio:
         return "ms a step that ours takes more than the bare loop, of each run"
-    what = "time to the first step" if question.name == "startup" else "tokens per second"
-    return f"{what}: ours in that of the peer, of each pair of runs"
+    named = {
+        "startup": "time to the first step: ours in that of the peer",
+        "cpu": "time of a pass: the first of each case in that of the others",
+    }
+    what = named.get(question.name, "tokens per second: ours in that of the peer")
+    return f"{what}, of each pair of runs"
 
 
 def main() -> None:

@@ -221,6 +221,25 @@ def verify(
 
 
 @app.command()
+def tune(
+    recipe: RecipeArgument,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Workers that share this machine; default all GPUs, else one.", min=1, max=MOST_WORKERS),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure which kernels are fastest for a recipe on this machine's device, and keep that for its runs.
+
+    Only what the recipe leaves open (auto) is tried: attention, the decoder's layers, the loss, threads of a CPU.
+    """
+    from llmtrain.commands.tune import tune_kernels
+
+    tune_kernels(recipe, assignments, nproc, as_json)
+
+
+@app.command()
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
     out: Annotated[Path, typer.Argument(help="New folder.")],

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from llmtrain.durable import write_atomically
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.plan import Plan
+from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.recipe import Recipe, parse_recipe
 
 # A run may be continued with other values of these. Every other field decides the model, its
@@ -31,7 +31,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.(global|micro)_batch_size|train\.max_steps"
     r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
-    r"|(evaluation|checkpoint|guard|kernels|logging|watchdog|export)\..*"
+    r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
 )
 
 PACKAGES = (
@@ -161,7 +161,7 @@ class RunDir:
         try:
             for folder in (self.logs, self.checkpoints, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.plan_file, plan.model_dump(mode="json"))
+            self.write_plan(plan.model_copy(update={"kernels": self._kernels()}))
             if ds_config:
                 write_json(self.ds_config_file, dict(ds_config))
             else:
@@ -174,6 +174,17 @@ class RunDir:
         except OSError as error:
             problem = Problem("run_dir.write", "--run-dir", f"cannot write {self.path}: {error.strerror}")
             raise RecipeError(problem) from None
+
+    def write_plan(self, plan: Plan) -> None:
+        """Replaces the plan of the run: by one that knows its kernels."""
+        write_json(self.plan_file, plan.model_dump(mode="json"))
+
+    def _kernels(self) -> KernelChoice | None:
+        """The kernels that the run had so far: with others it would not continue bit for bit."""
+        try:
+            return self.read_plan().kernels
+        except RecipeError:
+            return None
 
     def read_plan(self) -> Plan:
         """The plan of the run. Raises RecipeError where the folder holds none, or one that cannot be read."""

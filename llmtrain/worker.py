@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,15 +22,18 @@ from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.interfaces import settle
 from llmtrain.plan import Plan
+from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of
 from llmtrain.signals import StopSignals, leave
 
 if TYPE_CHECKING:
+    import torch
+
     from llmtrain.checkpoint.resume import Choice
     from llmtrain.checkpoint.save import Saver
     from llmtrain.checkpoint.state import TrainerState
     from llmtrain.checkpoint.storage import Storage
-    from llmtrain.data import Schedule
+    from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
 
 
@@ -90,21 +93,38 @@ class _Worker:
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """The whole life of a worker."""
-        from llmtrain.data import Progress, Schedule, prepare
+        from llmtrain.data import Progress, prepare
+
+        prepared = prepare(self.plan.recipe, Progress(self.output.console))
+        with self.output.console.status("starting torch and DeepSpeed") as status:
+            from llmtrain.engines.distributed import init_process_group, store
+            from llmtrain.tune.settle import settle
+
+            device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
+            self.watch.meet(store("watch"))
+            settled = replace(self, plan=settle(self.plan, device, self.rank, status.update))
+        settled._note_kernels()
+        return settled._train(prepared, device, ds_config, resume, max_steps)
+
+    def _train(
+        self,
+        prepared: Prepared,
+        device: torch.device,
+        ds_config: dict[str, object],
+        resume: str,
+        max_steps: int | None,
+    ) -> Exit:
+        """What is left of it once the ranks have met and the plan's kernels are known."""
+        from torch import distributed as dist
+
+        from llmtrain.checkpoint.save import Saver
+        from llmtrain.checkpoint.storage import probe
+        from llmtrain.data import Schedule
+        from llmtrain.engines import build_engine
+        from llmtrain.engines.own_time import measure
 
         plan, run_dir = self.plan, self.run_dir
-        prepared = prepare(plan.recipe, Progress(self.output.console))
         with self.output.console.status("starting torch and DeepSpeed"):
-            from torch import distributed as dist
-
-            from llmtrain.checkpoint.save import Saver
-            from llmtrain.checkpoint.storage import probe
-            from llmtrain.engines import build_engine
-            from llmtrain.engines.distributed import init_process_group, store
-            from llmtrain.engines.own_time import measure
-
-            device = init_process_group(self.rank, plan.cluster.spec.on_cpu)
-            self.watch.meet(store("watch"))
             storage = probe(run_dir.checkpoints)
             # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
             choice = self._choose(resume, storage)
@@ -128,6 +148,15 @@ class _Worker:
 
             finish(run_dir, plan, state, prepared, self.output.console)
         return Exit.DONE
+
+    def _note_kernels(self) -> None:
+        """Into the run directory, and for people where they were measured."""
+        if self.plan.kernels is None or not self.rank.is_main:
+            return
+        self.run_dir.write_plan(self.run_dir.read_plan().model_copy(update={"kernels": self.plan.kernels}))
+        print(*kernel_choice_lines(self.plan.kernels), sep="\n", flush=True)
+        if self.plan.kernels.milliseconds:
+            self._say(chosen_line(self.plan.kernels))
 
     def _fit(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
         """Trains, and goes back to a checkpoint as often as the guard says; whether a signal stopped it."""

@@ -20,7 +20,7 @@ LAYERS = (
     {"models", "data"},
     {"engines", "metrics", "console", "signals", "watchdog"},
     {"checkpoint"},
-    {"generate", "loop", "rollback"},
+    {"generate", "loop", "rollback", "tune"},
     {"finish"},
     {"worker", "verify", "dry_run", "doctor", "precheck", "restart"},
     {"commands"},

@@ -24,9 +24,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--zero", type=int, help="stage of DeepSpeed's ZeRO; without it there is no DeepSpeed")
+    parser.add_argument("--gpu", action="store_true", help="in bf16 on the first GPU")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    if not options.gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     if options.zero is not None:
         from deepspeed.ops import __compatible_ops__
 
@@ -56,7 +58,9 @@ def main() -> None:
     }
     arguments = TrainingArguments(
         output_dir=str(options.folder / "trainer"),
-        use_cpu=options.zero is None,  # with it, the Trainer takes DistributedDataParallel and leaves DeepSpeed out
+        # With it, the Trainer takes DistributedDataParallel and leaves DeepSpeed out.
+        use_cpu=options.zero is None and not options.gpu,
+        bf16=options.gpu,
         max_steps=options.steps,
         per_device_train_batch_size=train.micro_batch_size,
         gradient_accumulation_steps=train.accumulation,
@@ -88,6 +92,8 @@ def main() -> None:
         step_s = statistics.median(statistics.fmean(window) for window in windows)
         tokens = train.micro_batch_size * train.accumulation * world * train.sequence_length
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        if options.gpu:
+            peak = torch.cuda.max_memory_allocated() / 2**30
         print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmtrain.cluster import Cluster
+from llmtrain.cluster import local_cluster
 from llmtrain.ds_config import render
 from llmtrain.errors import Exit
 from llmtrain.launch import discover
@@ -37,6 +37,7 @@ RECIPE = "recipes/tiny.py"
 ALONE = (
     *("evaluation.every_steps=0", "checkpoint.every_steps=100000", "export.at_end=false"),
     *("export.sample_prompt=null", "train.max_steps=100000"),
+    *("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=1"),
 )
 """Neither loop evaluates, saves or exports."""
 WARM_BLOCKS = 3
@@ -58,6 +59,7 @@ class Turns:
             return
         from llmtrain.engines.distributed import barrier
 
+        _wait()
         if self._begun is not None:
             self._note("ours", self._begun)
         time.sleep(0.02)  # what our data thread has begun ends on nobody's time
@@ -65,6 +67,7 @@ class Turns:
         begun = _now()
         for _ in range(self.block):
             next(self.peer)
+        _wait()
         if self._begun is not None:
             self._note("peer", begun)
         barrier()
@@ -76,6 +79,14 @@ class Turns:
     def _note(self, side: str, begun: tuple[float, float]) -> None:
         for name, before, after in zip((f"{side}_s", f"{side}_cpu_s"), begun, _now(), strict=True):
             self.times[name].append(after - before)
+
+
+def _wait() -> None:
+    """Until the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _now() -> tuple[float, float]:
@@ -99,7 +110,8 @@ def child(options: argparse.Namespace) -> None:
     def advance(progress: metrics.TrainingProgress, step: int) -> None:
         own(progress, step)
         if not turns:
-            turns.append(Turns(peer_of(options.peer, plan, config, rank.rank), options.block, options.blocks, out))
+            peer = peer_of(options.peer, plan, config, rank.rank, rank.local_rank)
+            turns.append(Turns(peer, options.block, options.blocks, out))
         turns[0].after_step(step)
 
     own = metrics.TrainingProgress.advance
@@ -107,7 +119,7 @@ def child(options: argparse.Namespace) -> None:
     work(rank, folder, plan, config, "never", None)
 
 
-def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int) -> Iterator[None]:
+def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank: int) -> Iterator[None]:
     """The bare loop, on a model and batches like ours."""
     import torch
     from torch._C._distributed_c10d import Work
@@ -123,7 +135,8 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int) -> Iterato
         [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in steps]
     )
     dtype = {"bf16": torch.bfloat16}.get(recipe.parallel.precision, torch.float32)
-    model = build_model(recipe, dtype, torch.device("cpu"))
+    device = torch.device("cpu") if plan.cluster.spec.on_cpu else torch.device("cuda", local_rank)
+    model = build_model(recipe, dtype, device)
     model.train()
     arguments = (recipe.optim, recipe.train.max_steps, recipe.logging.every_steps)
     if kind == "torch":
@@ -170,6 +183,7 @@ def main() -> None:
     """Starts the ranks, or is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("deepspeed", "torch"), default="deepspeed")
+    parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--block", type=int, default=4, help="steps of a block")
     parser.add_argument("--blocks", type=int, default=60)
@@ -179,9 +193,10 @@ def main() -> None:
     if options.child:
         child(options)
         return
-    recipe, _ = load_recipe(RECIPE, [*ALONE, *options.fields])
-    plan = resolve(recipe, Cluster(devices_per_node=options.ranks))
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    recipe, _ = load_recipe(options.recipe, [*ALONE, *options.fields])
+    cluster = local_cluster(options.ranks)
+    plan = resolve(recipe, cluster)
+    os.environ["DS_ACCELERATOR"] = "cpu" if cluster.spec.on_cpu else "cuda"
     with tempfile.TemporaryDirectory() as name:
         folder = RunDir(Path(name) / "run")
         folder.create(plan, render(plan))

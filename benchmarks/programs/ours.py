@@ -1,4 +1,4 @@
-"""`llmtrain train recipes/tiny.py` as a user starts it; prints one line of JSON of what its run directory tells.
+"""`llmtrain train RECIPE` as a user starts it; prints one line of JSON of what its run directory tells.
 
 python -m benchmarks.programs.ours --ranks 2 --steps 60 --set parallel.zero_stage=1
 
@@ -26,13 +26,14 @@ POLL_S = 0.002
 def main() -> None:
     """Runs it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--set", action="append", default=[], dest="fields")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
-        command = [sys.executable, "-m", "llmtrain", "train", RECIPE, "--run-dir", str(run)]
+        command = [sys.executable, "-m", "llmtrain", "train", options.recipe, "--run-dir", str(run)]
         command += ["--nproc", str(options.ranks), "--max-steps", str(options.steps)]
         for field in (*ALONE, *options.fields):
             command += ["--set", field]
@@ -58,6 +59,8 @@ def main() -> None:
         found["step_ms"] = statistics.median(line["step_time_s"] for line in windows) * 1000
         found["tokens_per_second"] = statistics.median(line["tokens_per_second"] for line in windows)
         found["stall"] = statistics.median(line["data_wait_s"] / line["step_time_s"] for line in windows)
+        if windows[-1]["mfu"] is not None:
+            found["mfu"] = statistics.median(line["mfu"] for line in windows)
         found["peak_gib"] = windows[-1]["peak_memory_bytes"] / 2**30
     if "logging.every_steps=1" in options.fields:
         found["first_step_s"] = found.pop("first_log_s")

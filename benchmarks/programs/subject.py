@@ -18,14 +18,14 @@ from llmtrain.plan.load import load_recipe
 RECIPE = "recipes/tiny.py"
 
 
-def write(folder: Path, ranks: int, steps: int, fields: list[str]) -> None:
+def write(path: str, folder: Path, ranks: int, steps: int, fields: list[str]) -> None:
     """`model.json`, `ds_config.json`, `train.json`, and of each rank `batches_RANK.pt`."""
     import torch
 
     from llmtrain.data import Schedule, prepare
     from llmtrain.models.build import model_configuration
 
-    recipe, _ = load_recipe(RECIPE, fields)
+    recipe, _ = load_recipe(path, fields)
     plan = resolve(recipe, Cluster(devices_per_node=ranks))
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "model.json", model_configuration(recipe).to_dict())
@@ -66,11 +66,12 @@ def main() -> None:
     """Writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--set", action="append", default=[], dest="fields")
     options = parser.parse_args()
-    write(options.folder, options.ranks, options.steps, options.fields)
+    write(options.recipe, options.folder, options.ranks, options.steps, options.fields)
 
 
 if __name__ == "__main__":

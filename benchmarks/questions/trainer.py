@@ -7,6 +7,8 @@ from benchmarks.question import Question, Result, Verdict
 
 FIELDS = ("data.packing=concat", "data.mask_documents=false")
 """What the Trainer's users do: one stream of tokens, cut; attention across documents."""
+SAME_KERNELS = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=auto")
+"""The Trainer's defaults."""
 
 
 def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
@@ -14,7 +16,7 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
     fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
     if zero is None and ranks > 1:
         fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
-    sets = [part for field in fields for part in ("--set", field)]
+    sets = _sets(fields)
     folder = f"{{work}}/{ranks}-{zero}"
     start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     peer = [*start, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps]
@@ -24,9 +26,20 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
         [
             Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
             Side("Trainer", [*peer, *(["--zero", str(zero)] if zero is not None else [])]),
+            Side(
+                "llmtrain, the same kernels",
+                ["python", "-m", "benchmarks.programs.ours", *common, *_sets(SAME_KERNELS)],
+            ),
         ],
-        setup=[Side("batches", ["python", "-m", "benchmarks.programs.subject", folder, *common])],
+        setup=[
+            Side("batches", ["python", "-m", "benchmarks.programs.subject", folder, *common]),
+            Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", str(ranks), *sets]),
+        ],
     )
+
+
+def _sets(fields: Sequence[str]) -> list[str]:
+    return [part for field in fields for part in ("--set", field)]
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -58,10 +71,11 @@ QUESTION = Question(
     name="trainer",
     title="Against Hugging Face's Trainer, on a CPU",
     asks=(
-        "`llmtrain train recipes/tiny.py` against a script with `transformers.Trainer` in its defaults: the same model "
-        "and kernels, the same sequences (cut from one stream, attention across documents, as its users do), the same "
-        "batch, optimizer and schedule. Threads as each of them sets them. Whole commands in turn; the speed of the "
-        "steps after the first ten."
+        "`llmtrain train recipes/tiny.py` with the kernels that `llmtrain tune` found before, against a script with "
+        "`transformers.Trainer` in its defaults: the same model, the same sequences (cut from one stream, attention "
+        "across documents, as its users do), the same batch, optimizer and schedule. Threads as each of them sets "
+        "them. Beside them ours with the Trainer's kernels. Whole commands in turn; the speed of the steps after the "
+        "first ten."
     ),
     cases=cases,
     columns={
@@ -70,5 +84,5 @@ QUESTION = Question(
         "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
     },
     verdicts=verdicts,
-    minutes=25,
+    minutes=30,
 )

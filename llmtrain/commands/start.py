@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
+    from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
 
 
@@ -33,37 +34,75 @@ def train_here(
 
     tool: what starts them, in place of this process.
     """
+    if rank is None:
+        _as_launcher(recipe, assignments, nproc, run_dir, resume, max_steps, max_restarts, tool)
+    else:
+        _as_worker(recipe, assignments, rank, run_dir, resume, max_steps)
+
+
+def _as_worker(
+    recipe: str, assignments: list[str], rank: Rank, run_dir: Path | None, resume: str, max_steps: int | None
+) -> None:
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
-    from llmtrain.launch.accelerate import processes_asked
-    from llmtrain.launch.template import Template
     from llmtrain.plan.load import load_recipe
     from llmtrain.precheck import check_machine
-    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.worker import work
 
     declared, _ = load_recipe(recipe, assignments)
-    cluster = local_cluster(nproc or processes_asked())
-    if rank is not None:
-        nodes, per_node = rank.shape
-        cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=cluster.device)
-    folder = RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
+    nodes, per_node = rank.shape
+    cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
+    folder = _folder(run_dir, recipe, declared)
     try:
-        plan = startable(declared, cluster, folder, resume, rank.world_size if rank else None)
+        plan = startable(declared, cluster, folder, resume, rank.world_size)
         check_machine(plan)
     except UserError as error:
-        if rank is not None and not _speaks(rank, error):
+        if not _speaks(rank, error):
             sys.exit(error.exit_code)
         raise
     ds_config = render(plan)
-    if rank is None:
-        with Template() as template:
-            sys.exit(_launch(plan, ds_config, folder, resume, max_steps, max_restarts, tool, template))
-    from llmtrain.worker import work
-
     if rank.is_main:
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
     work(rank, folder, plan, ds_config, resume, max_steps)
+
+
+def _as_launcher(
+    recipe: str,
+    assignments: list[str],
+    nproc: int | None,
+    run_dir: Path | None,
+    resume: str,
+    max_steps: int | None,
+    max_restarts: int,
+    tool: Tool | None,
+) -> None:
+    from llmtrain.cluster import local_cluster
+    from llmtrain.launch.accelerate import processes_asked
+    from llmtrain.launch.local import common_environment
+    from llmtrain.launch.template import Template
+
+    cluster = local_cluster(nproc or processes_asked())
+    with Template() as template:
+        forked_from = template if cluster.spec.on_cpu and not tool else None
+        if forked_from:
+            # It imports while the recipe is checked and the data are prepared: that takes longest of all.
+            forked_from.start(common_environment(cluster.world_size))
+        from llmtrain.ds_config import render
+        from llmtrain.plan.load import load_recipe
+        from llmtrain.precheck import check_machine
+
+        declared, _ = load_recipe(recipe, assignments)
+        folder = _folder(run_dir, recipe, declared)
+        plan = startable(declared, cluster, folder, resume, None)
+        check_machine(plan)
+        sys.exit(_launch(plan, render(plan), folder, resume, max_steps, max_restarts, tool, forked_from))
+
+
+def _folder(run_dir: Path | None, recipe: str, declared: Recipe) -> RunDir:
+    from llmtrain.run_dir import RunDir, default_run_dir
+
+    return RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
 
 
 def _speaks(rank: Rank, error: UserError) -> bool:
@@ -124,7 +163,7 @@ def _launch(
     max_steps: int | None,
     max_restarts: int,
     tool: Tool | None,
-    template: Template,
+    forked_from: Template | None,
 ) -> int:
     """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
@@ -146,9 +185,8 @@ def _launch(
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
     checkpoint = check_resume(plan, folder, resume, is_local=True)
-    forked_from = template if plan.cluster.spec.on_cpu and not tool else None
     if forked_from:
-        forked_from.start(common_environment(plan.workers))  # while the data are prepared
+        forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
     check_stages(plan)
     prepared = prepare(plan.recipe, Progress(console))
     console.print(report(prepared))
@@ -164,7 +202,8 @@ def _launch(
             leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", resume))))
         command = [sys.executable, "-m", "llmtrain.worker", *arguments]
         code = train_with_restarts(command, plan.workers, folder, resume, max_restarts, console, forked_from)
-        template.close()
+        if forked_from:
+            forked_from.close()
         leave(code)
 
 

@@ -121,10 +121,7 @@ class Schedule:
         """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
         sources, sequences = self.sample_ids(cursor, self._global)
         _announce(self._train, sources, sequences)  # the disk reads it while this rank's rows are put together
-        micro_batches = []
-        for step in range(self._steps):
-            rows = self._rows(step)
-            micro_batches.append(self._micro_batch(self._train, sources[rows], sequences[rows]))
+        micro_batches = self._micro_batches(self._train, sources, sequences, self._steps)
         return StepBatch(micro_batches, _targets(self._train, sources, sequences), self._global, cursor)
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
@@ -144,23 +141,25 @@ class Schedule:
     def _eval_batch(self, order: EvalOrder, first: int, end: int) -> StepBatch:
         sources, sequences = order.sources[first:end], order.index[first:end]
         _announce(self._eval, sources, sequences)
-        rows = self._rows(0)
-        micro_batch = self._micro_batch(self._eval, sources[rows], sequences[rows])
-        return StepBatch([micro_batch], _targets(self._eval, sources, sequences), end - first, first)
+        micro_batches = self._micro_batches(self._eval, sources, sequences, steps=1)
+        return StepBatch(micro_batches, _targets(self._eval, sources, sequences), end - first, first)
 
-    def _rows(self, step: int) -> slice:
-        """This rank's samples of a micro step, within the global batch."""
-        return rows_of(step, self._rank, self._size, self._micro)
+    def _micro_batches(self, views: list[Samples], sources: Index, sequences: Index, steps: int) -> list[MicroBatch]:
+        """Reads this rank's sequences of a global batch of `steps` micro steps; rows that are lacking are padding.
 
-    def _micro_batch(self, views: list[Samples], sources: Index, sequences: Index) -> MicroBatch:
-        """Reads sequences into tensors; rows that are lacking are padding."""
-        batch = empty_rows(self._micro, self._prepared.sequence_length, self._prepared.eos_id)
+        All at once: what a call of numpy costs, and the interpreter's lock meanwhile, is paid once a step.
+        """
+        numbers = np.arange(len(sources))
+        rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
+        sources, sequences = sources[rows], sequences[rows]
+        batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id)
         for number, view in enumerate(views):
             mine = np.flatnonzero(sources == number)
             if mine.size:
                 for target, values in zip(batch, view.read(sequences[mine]), strict=True):
                     target[mine] = values
-        return _tensors(batch)
+        parts = zip(*(np.split(values, steps) for values in batch), strict=True)
+        return [_tensors(Rows(*part)) for part in parts]
 
     def _check_sizes(self) -> None:
         problems = []

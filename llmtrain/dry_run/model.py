@@ -46,7 +46,7 @@ def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
         if key not in IDENTITY and (family is None or key in family.keys)
     }
     declared["vocab_size"] = tiny.vocab_size
-    return ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention_kernel)
+    return ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     """
     check_runnable(plan)
     forget_groups()
+    if isinstance(threads := plan.recipe.kernels.threads, int) and device.type == "cpu":
+        torch.set_num_threads(threads)
     backend = plan.recipe.parallel.backend
     if backend == "accelerate":
         return _accelerated_engine(plan, ds_config, device)

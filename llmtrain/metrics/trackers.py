@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,28 +42,51 @@ def _package(tracker: str) -> str:
 
 
 class Trackers:
-    """The trackers of one run, on rank 0. A resumed run continues in each of them."""
+    """The trackers of one run, on rank 0. A resumed run continues in each of them.
+
+    They have a thread of their own, since some ask a server for each line, and training waits for none of them. All
+    that they do is done there: to MLflow a run belongs to the thread that began it.
+    """
 
     def __init__(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
+        """Raises what the trackers raise where they cannot begin."""
+        self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
+        self._trackers: dict[str, Any] = {}
+        self._thread.submit(self._begin, run_dir, recipe, start_step).result()
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Sends the numbers among `values`, without waiting; what is None is left out."""
+        numbers = {name: value for name, value in values.items() if value is not None}
+        self._thread.submit(self._each, f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
+
+    def close(self) -> None:
+        """Sends what is left and ends the run in each tracker."""
+        self._thread.submit(self._each, "at its end", lambda tracker: tracker.finish())
+        self._thread.shutdown()
+
+    def _begin(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
         names = recipe.logging.trackers
         identities = _identities(run_dir) if start_step else {}
-        self._trackers = [_start(name, run_dir, recipe, start_step, identities) for name in names]
+        self._trackers = {name: _start(name, run_dir, recipe, start_step, identities) for name in names}
         if start_step == 0:
-            for name, tracker in zip(names, self._trackers, strict=True):
+            for name, tracker in self._trackers.items():
                 _store_recipe(name, tracker, recipe)
         if identities:
             write_json(run_dir.trackers_file, identities)
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Sends the numbers among `values`; what is None is left out."""
-        numbers = {name: value for name, value in values.items() if value is not None}
-        for tracker in self._trackers:
-            tracker.log(numbers, step=step)
+    def _each(self, when: str, call: Callable[[Any], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # of any tracker's own kind; the run is worth more than its picture
+                del self._trackers[name]
+                lost = f"tracker {name} failed {when}, and is left out from now on: {error!r}"
+                print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Sends what is left and ends the run in each tracker."""
-        for tracker in self._trackers:
-            tracker.finish()
+
+def _leave_signals() -> None:
+    # They are the main thread's: two threads of a stopped rank would take its dump and its end at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:

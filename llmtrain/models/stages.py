@@ -242,7 +242,7 @@ def build_with_cut(
     tensor: TensorParallel | None = None,
 ) -> Stage:
     """A stage as `cut` says, its parameters allocated but not drawn; with `tensor`, this rank's slices of them."""
-    with no_init_weights(), parameters_without_memory(), torch.device(device):
+    with no_init_weights(), _parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     model.tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -257,7 +257,7 @@ def build_with_cut(
     if tensor is not None:
         for name, parameter in model.named_parameters():
             tensor.slice(names[name], parameter)
-    allocate(model, device)
+    _allocate(model, device)
     if tensor is not None:
         tensor.install(model, names)
     return Stage(model, index, cut, {f"model.{name}": whole for name, whole in names.items()})
@@ -286,7 +286,7 @@ def _remove_unused(
 
 
 @contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def _parameters_without_memory() -> Iterator[None]:
     """Sends each new parameter to the meta device; buffers (rotary frequencies, ...) are computed as usual."""
     register = nn.Module.register_parameter
 
@@ -302,7 +302,7 @@ def parameters_without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate(model: nn.Module, device: torch.device) -> None:
     """Memory for the parameters that are left; tied ones stay one."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

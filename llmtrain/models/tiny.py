@@ -74,6 +74,30 @@ def shrink(config: PreTrainedConfig, layers: int | None = None, **overrides: Any
     return type(config)(**(_shrunk(values, total, kept) | overrides))
 
 
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A text model's configuration with so many of its layers, in their own sizes; of each kind, as `shrink`."""
+    values = config.to_dict()
+    total = config.num_hidden_layers
+    kept = _one_of_each(values, total, min(layers, total))
+    return type(config)(
+        **{name: _of_layers(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
+    )
+
+
+def _of_layers(name: str, value: Any, total: int, kept: list[int]) -> Any:
+    if name in _LAYER_COUNTS:
+        return len(kept)
+    if name in _LAYER_NUMBERS and isinstance(value, list):
+        return [kept.index(layer) for layer in value if layer in kept]
+    if isinstance(value, list) and len(value) == total:
+        return [value[layer] for layer in kept]
+    if name == "per_layer_config":
+        return {f"{kept.index(int(k)):02d}": v for k, v in value.items() if int(k) in kept}
+    if isinstance(value, dict):
+        return {key: _of_layers(key, one, total, kept) for key, one in value.items()}
+    return value
+
+
 def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, Any]:
     shrunk = {name: _field(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
     if "qk_rope_head_dim" in values and "head_dim" in values:
@@ -87,12 +111,10 @@ def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, An
 
 
 def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
-    if name in _LAYER_COUNTS:
-        return len(kept)
     if value is None:
         return SIZES[name] if name in _UNDECLARED else None
-    if name in _LAYER_NUMBERS and isinstance(value, list):
-        return [kept.index(layer) for layer in value if layer in kept]
+    if name in _LAYER_COUNTS or name in _LAYER_NUMBERS:
+        return _of_layers(name, value, total, kept)
     if name.endswith("token_id"):
         return min(value, VOCABULARY - 1) if isinstance(value, int) else VOCABULARY - 1
     if isinstance(value, float) and any(noise in name for noise in _NOISE):

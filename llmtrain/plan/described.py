@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
-from llmtrain.plan.plan import Plan
+from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import described as described_stages
 
 
@@ -33,6 +33,8 @@ def split_lines(plan: Plan) -> list[str]:
 
 def kernel_lines(plan: Plan) -> list[str]:
     """What computes otherwise than `transformers` does by itself."""
+    if plan.kernels is not None:
+        return kernel_choice_lines(plan.kernels)
     kernels = plan.recipe.kernels
     told = {
         "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
@@ -48,6 +50,20 @@ def _loss(plan: Plan) -> str:
         return "Liger's fused loss"
     twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
     return f"loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"
+
+
+def chosen_line(choice: KernelChoice) -> str:
+    """The kernels of a choice, and where it comes from."""
+    values = ", ".join(f"{field}={value}" for field, value in choice.values.items())
+    return f"kernels  {values or 'as the rules have them'} ({choice.why})"
+
+
+def kernel_choice_lines(choice: KernelChoice) -> list[str]:
+    """A choice with all that was measured for it."""
+    lines = [chosen_line(choice), f"         on {choice.device}"]
+    for field, taken in choice.milliseconds.items():
+        lines.append(f"         {field}: " + ", ".join(f"{value} {ms:.1f} ms" for value, ms in taken.items()))
+    return lines + [f"         {one}: not measured, {why}" for one, why in choice.failed.items()]
 
 
 def triangle(plan: Plan) -> str:

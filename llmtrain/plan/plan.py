@@ -98,6 +98,24 @@ class ModelFacts(Part):
     """`arithmetic` or `meta device`."""
 
 
+class KernelChoice(Part):
+    """What the kernels that a recipe leaves open (`auto`) are in a run, and what that was learned from."""
+
+    key: str
+    """Of the device, the packages and the shapes that it was found for (`llmtrain.tune.choice.key_of_run`)."""
+    device: str
+    """That it was found on."""
+    why: str
+    """Where it comes from: a measurement, or the rules, and why these."""
+    values: dict[str, str | int]
+    """Dotted fields of the recipe and what they are; those that are not here are as the rules have them."""
+    milliseconds: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Of each measured field each value's forward and backward pass of a micro-batch through a few layers. A field that
+    is not among the values was measured for people to know."""
+    failed: dict[str, str] = Field(default_factory=dict)
+    """FIELD=VALUE and why it could not be measured."""
+
+
 class Plan(Part):
     """Recipe × cluster, resolved. Everything that a worker and a launcher need."""
 
@@ -112,6 +130,8 @@ class Plan(Part):
     """Model FLOPs of forward and backward per token, without recomputation: 6·N + 12·L·d·T."""
     notes: tuple[dict[str, str], ...] = Field(default=())
     """What is legal but worth knowing, as `Problem` dictionaries."""
+    kernels: KernelChoice | None = None
+    """The kernels of a run whose recipe leaves some open; None until it has started."""
 
     @property
     def workers(self) -> int:

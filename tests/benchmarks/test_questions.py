@@ -72,8 +72,10 @@ def test_a_result_is_shown_with_its_aims(question):
 
 def test_what_was_not_measured_says_so():
     page = render.render(dict.fromkeys(QUESTIONS), "")
-    assert page.count("**Not measured.**") == len(QUESTIONS) - 1
-    assert page.count("**Not measured on a GPU.**") == 1 + len(render.ON_GPU)
+    on_gpu = sum(question.needs_gpu for question in QUESTIONS.values())
+    assert on_gpu >= 4
+    assert page.count("**Not measured.**") == len(QUESTIONS) - on_gpu
+    assert page.count("**Not measured on a GPU.**") == on_gpu
 
 
 def test_the_page_is_rendered_from_what_is_committed():
@@ -108,6 +110,12 @@ def test_a_busy_machine_is_refused(monkeypatch):
     monkeypatch.setattr(command, "busy_cores", lambda: 1.25)
     with pytest.raises(SystemExit, match=r"others use 1\.25 cores"):
         command.main(["scale"])
+
+
+def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(command, "visible_gpus", lambda: ())
+    with pytest.raises(SystemExit, match="mfu is measured on a GPU"):
+        command.main(["mfu"])
 
 
 def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):

@@ -105,7 +105,8 @@ def test_what_may_change_is_decided_field_by_field(plan):
         *("parallel.precision", "parallel.grad_accum_dtype"),
     }
     assert {field for field in free if not field.startswith("parallel.")} == {
-        *("name", "model.attention", "model.trust_remote_code", "data.cache_dir", "kernels.loss"),
+        *("name", "model.attention", "model.trust_remote_code", "data.cache_dir"),
+        *("kernels.blocks", "kernels.loss", "kernels.threads"),
         *("batch.micro_batch_size", "batch.global_batch_size"),
         *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences"),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,28 @@ def test_mlflow_keeps_one_run_over_a_resume(plan, run_dir, monkeypatch, tmp_path
     assert [(metric.step, metric.value) for metric in history] == [(10, 2.0), (30, -18.0)]
     assert run.data.params["optim.lr"] == "0.001"
     assert run.data.params["export.sample_prompt"].startswith("long long")
+
+
+def test_training_does_not_wait_for_a_tracker_and_outlives_it(plan, run_dir, monkeypatch, capfd):
+    asked, go_on = threading.Event(), threading.Event()
+
+    def log(self, values, step):
+        if step == 1:
+            asked.set()
+            assert go_on.wait(30)
+        elif step == 2:
+            raise ConnectionError("no server")
+        seen.append(step)
+
+    seen = []
+    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), start_step=1)
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", log)
+    trackers.log({"loss": 1.0}, 1)
+    assert asked.wait(30)  # it is at work, and this thread is here
+    trackers.log({"loss": 1.0}, 2)
+    trackers.log({"loss": 1.0}, 3)
+    assert seen == []
+    go_on.set()
+    trackers.close()
+    assert seen == [1]
+    assert "tracker tensorboard failed at step 2" in capfd.readouterr().err

@@ -24,6 +24,7 @@ SIZES = {
     "tiny": LLAMA,
     "gpt2_124m": {"n_embd": 64, "n_layer": 2, "n_head": 4},
     "llama_1b": LLAMA,
+    "llama_3b": LLAMA | {"head_dim": 16},
     "llama3_8b": LLAMA,
     "llama3_70b": LLAMA,
     "llama3_8b_long": LLAMA,

@@ -1,0 +1,65 @@
+"""Forward and backward passes of a recipe's first layers and head, as `llmtrain tune` takes them: one line of JSON.
+
+python -m benchmarks.programs.passes --set kernels.blocks=compiled [--transposed] [--keep-memory]
+
+--transposed: the matrices of linear layers lie column by column. --keep-memory: glibc gives no freed memory back to the
+system (mallopt), so that no page is cleared twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import resource
+import statistics
+
+RECIPE = "recipes/tiny.py"
+TURNS = 15
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
+
+
+def keep_memory() -> None:
+    """No mapping of its own for a large tensor, and no trimming of the heap."""
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_MMAP_MAX, 0)
+    assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def main() -> None:
+    """Measures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", default=[], dest="fields")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--transposed", action="store_true")
+    parser.add_argument("--keep-memory", action="store_true")
+    options = parser.parse_args()
+    if options.keep_memory:
+        keep_memory()
+    import torch
+
+    from llmtrain.cluster import Cluster
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.plan import resolve
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.tune.trial import LEAST_S, Trial
+
+    recipe, _ = load_recipe(RECIPE, options.fields)
+    plan = resolve(recipe, Cluster())
+    batch = Schedule.of(plan, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    trial = Trial(plan, batch, torch.device("cpu"), options.threads)
+    if options.transposed:
+        for module in trial.model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not trial.model.get_output_embeddings():
+                module.weight.data = module.weight.data.t().contiguous().t()
+    trial.warm()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    taken = [trial.seconds() for _ in range(TURNS)]
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    passes = sum(LEAST_S / seconds for seconds in taken)
+    found = {"pass_ms": 1000 * statistics.median(taken), "page_faults": (used.ru_minflt - before) / passes}
+    print(json.dumps({**found, "peak_gib": used.ru_maxrss / 2**20}))
+
+
+if __name__ == "__main__":
+    main()

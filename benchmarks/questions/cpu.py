@@ -1,0 +1,99 @@
+"""What each choice brings on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict
+
+BASE = "as transformers has it"
+NAMED = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole")
+BF16 = "parallel.precision=bf16"
+THREADS = "2"
+
+
+def _side(name: str, *options: str, env: dict[str, str] | None = None) -> Side:
+    """Of fields of the recipe and options of the program; what is not named is as `transformers` has it."""
+    fields = [one for one in options if not one.startswith("--")]
+    fields += [one for one in NAMED if one.partition("=")[0] not in {field.partition("=")[0] for field in fields}]
+    command = ["python", "-m", "benchmarks.programs.passes", *(one for one in options if one.startswith("--"))]
+    if not any(one.startswith("--threads") for one in options):
+        command.append(f"--threads={THREADS}")
+    return Side(name, [*command, *(part for field in fields for part in ("--set", field))], env or {})
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """In fp32, in bf16, and how the memory is had; each against what `transformers` does by itself."""
+    compiled = ("kernels.blocks=compiled", "kernels.loss=compiled")
+    return [
+        Case(
+            "fp32",
+            [
+                _side("layers and loss compiled", *compiled),
+                _side(BASE),
+                _side("layers compiled", "kernels.blocks=compiled"),
+                _side("loss in chunks", "kernels.loss=chunked"),
+                _side("loss in chunks, compiled", "kernels.loss=compiled"),
+                _side("eager attention", "model.attention=eager"),
+                _side("varlen attention", "model.attention=varlen"),
+                _side("1 thread", "--threads=1"),
+                _side("matrices column by column", "--transposed"),
+            ],
+        ),
+        Case(
+            "bf16",
+            [
+                _side("layers and loss compiled", *compiled, BF16),
+                _side(BASE, BF16),
+                _side("fp32", "parallel.precision=fp32"),
+                _side("autocast_bf16", "parallel.precision=autocast_bf16"),
+                _side("eager attention", "model.attention=eager", BF16),
+                _side("varlen attention", "model.attention=varlen", BF16),
+            ],
+        ),
+        Case(
+            "the host",
+            [
+                _side("freed memory kept", "--keep-memory"),
+                _side(BASE),
+                _side("huge pages", env={"THP_MEM_ALLOC_ENABLE": "1"}),
+                _side("both", "--keep-memory", env={"THP_MEM_ALLOC_ENABLE": "1"}),
+                _side("threads that do not spin", env={"OMP_WAIT_POLICY": "passive"}),
+            ],
+        ),
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """No aim was set: that compiling gains."""
+    found = []
+    for case in result["cases"][:2]:
+        ratio = case["against"][BASE]["pass_ms"]
+        found.append(
+            Verdict(
+                f"{case['name']}: compiled is faster than what transformers has",
+                f"{ratio['median']:.2f}× its time ({ratio['lowest']:.2f} to {ratio['highest']:.2f})",
+                ratio["median"] < 1,
+            )
+        )
+    return found
+
+
+QUESTION = Question(
+    name="cpu",
+    title="What each choice brings on a CPU",
+    asks=(
+        "Forward and backward of a micro-batch of `recipes/tiny.py` through two layers and the head, packed documents "
+        "masked, on two threads where nothing else is said: as `transformers` does it (sdpa with a mask, logits of all "
+        "tokens), and with one thing changed at a time. `auto` tries the kernels among them; precision is the recipe's."
+    ),
+    cases=cases,
+    columns={
+        "pass_ms": ("ms a pass", ".1f"),
+        "page_faults": ("page faults a pass", ",.0f"),
+        "peak_gib": ("peak memory, GiB", ".2f"),
+    },
+    verdicts=verdicts,
+    minutes=20,
+)

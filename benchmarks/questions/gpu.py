@@ -1,0 +1,201 @@
+"""What is asked of one GPU: the share of its arithmetic that is used, and the comparisons with peers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict, median_of
+
+LEAST_MFU = 0.55
+LEAST_SPEEDUP, MOST_MEMORY = 1.5, 0.6
+MOST_MS, MOST = 1.0, 0.005
+DATA = {
+    "data.sources": json.dumps([{"name": "stdlib"}]),
+    "data.tokenizer": json.dumps({"vocab_size": 32000}),
+    "data.packing": "concat",
+    # All of the sequence is attended to, as the FLOPs are counted.
+    "data.mask_documents": "false",
+}
+"""The recipe's own need the hub; what a step costs does not depend on the text."""
+PLAIN = {"model.attention": "sdpa", "kernels.blocks": "eager", "kernels.loss": "whole"}
+RUNGS: Mapping[str, Mapping[str, str]] = {
+    "as transformers has it": PLAIN,
+    "loss in chunks": PLAIN | {"kernels.loss": "chunked"},
+    "loss in chunks, compiled": PLAIN | {"kernels.loss": "compiled"},
+    "Liger's loss": PLAIN | {"kernels.loss": "liger"},
+    "Liger's layers and loss": PLAIN | {"kernels.loss": "liger", "kernels.blocks": "liger"},
+    "layers and loss compiled": PLAIN | {"kernels.loss": "compiled", "kernels.blocks": "compiled"},
+    "layers compiled, Liger's loss": PLAIN | {"kernels.loss": "liger", "kernels.blocks": "compiled"},
+}
+AUTO = "as measured (auto)"
+ACCUMULATION = 4
+
+
+def _fields(sequence: int, micro: int) -> dict[str, str]:
+    return {
+        **DATA,
+        "data.sequence_length": str(sequence),
+        "batch.micro_batch_size": str(micro),
+        "batch.global_batch_size": str(ACCUMULATION * micro),
+        "parallel.zero_stage": "1",
+        "parallel.precision": "bf16",
+    }
+
+
+def _ours(name: str, recipe: str, steps: str, fields: Mapping[str, str]) -> Side:
+    command = ["python", "-m", "benchmarks.programs.ours", "--recipe", f"recipes/{recipe}.py", "--steps", steps]
+    return Side(name, [*command, *_sets(fields)])
+
+
+def _tuned(recipe: str, fields: Mapping[str, str]) -> Side:
+    """Measures the kernels that `auto` then takes from the cache."""
+    command = ["python", "-m", "llmtrain", "tune", f"recipes/{recipe}.py", "--nproc", "1"]
+    return Side("tune", [*command, *_sets(fields)])
+
+
+def _sets(fields: Mapping[str, str]) -> list[str]:
+    return [part for field, value in fields.items() for part in ("--set", f"{field}={value}")]
+
+
+def mfu_cases(quick: bool) -> Sequence[Case]:
+    """The ladder for 1B at T = 2048; elsewhere its two ends."""
+    steps = "20" if quick else "60"
+    found = []
+    for recipe, sequence, micro in (
+        ("llama_1b", 2048, 16),
+        ("llama_1b", 4096, 8),
+        ("llama_3b", 2048, 4),
+        ("llama_3b", 4096, 2),
+    ):
+        fields = _fields(sequence, micro)
+        rungs = RUNGS if not found else {"loss in chunks": RUNGS["loss in chunks"]}
+        sides = [_ours(AUTO, recipe, steps, fields)]
+        sides += [_ours(name, recipe, steps, fields | rung) for name, rung in rungs.items()]
+        found.append(Case(f"{recipe}, T = {sequence:,}", sides, setup=[_tuned(recipe, fields)]))
+    return found
+
+
+def mfu_verdicts(result: Result) -> Sequence[Verdict]:
+    """Of what `auto` takes."""
+    found = []
+    for case in result["cases"]:
+        mfu = median_of(case, AUTO, "mfu")
+        found.append(Verdict(f"{case['name']}: at least {LEAST_MFU:.0%}", f"{mfu:.1%}", mfu >= LEAST_MFU))
+    return found
+
+
+MFU = Question(
+    name="mfu",
+    title="MFU of one GPU",
+    asks=(
+        "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, as `llmtrain train` runs them, of 989 TFLOP/s "
+        "(the peak of an H100 or H200). FLOPs are 6·N + 12·L·d·T a token: nothing is taken off for causal attention, "
+        "nothing added for what is computed again. The first case is the ladder of what each kernel brings. One "
+        "process for each; medians of the windows of ten steps after the first."
+    ),
+    cases=mfu_cases,
+    columns={
+        "mfu": ("MFU", ".1%"),
+        "tokens_per_second": ("tokens/s", ",.0f"),
+        "step_ms": ("ms a step", ".1f"),
+        "peak_gib": ("peak memory, GiB", ".2f"),
+    },
+    verdicts=mfu_verdicts,
+    minutes=25,
+    pairs=1,
+    needs_gpu=True,
+)
+
+
+def wrapper_cases(quick: bool) -> Sequence[Case]:
+    """Our worker and a bare DeepSpeed loop in one process, in turn."""
+    fields = _fields(2048, 4) | PLAIN | {"kernels.loss": "whole"}
+    command = ["python", "-m", "benchmarks.programs.interleaved", "--recipe", "recipes/llama_1b.py", "--ranks", "1"]
+    command += ["--peer", "deepspeed", "--blocks", "6" if quick else "20", *_sets(fields)]
+    return [Case("DeepSpeed, ZeRO-1, 1B", [Side("ours − bare", command)])]
+
+
+def wrapper_verdicts(result: Result) -> Sequence[Verdict]:
+    """As on a CPU."""
+    case = result["cases"][0]
+    side = case["sides"][0]["name"]
+    more, peer = median_of(case, side, "more_ms"), median_of(case, side, "peer_ms")
+    error = median_of(case, side, "error_ms") / result["pairs"] ** 0.5
+    return [
+        Verdict(
+            f"at most {MOST:.1%} and {MOST_MS:g} ms a step",
+            f"{more:+.2f} ± {error:.2f} ms, {more / peer:+.2%} of {peer:.1f} ms",
+            more + error <= min(MOST_MS, MOST * peer),
+        )
+    ]
+
+
+WRAPPER = Question(
+    name="wrapper_gpu",
+    title="What the wrapper costs on a GPU",
+    asks=(
+        "As on a CPU, with `recipes/llama_1b.py` in bf16: our worker with data, metrics, guard and watcher, and a bare "
+        "DeepSpeed loop with the same model, kernels, tokens and configuration, in turn in one process."
+    ),
+    cases=wrapper_cases,
+    columns={
+        "ours_ms": ("ours, ms a step", ".2f"),
+        "peer_ms": ("bare, ms a step", ".2f"),
+        "more_ms": ("more, ms", "+.2f"),
+        "error_ms": ("± ms", ".2f"),
+        "more_cpu_ms": ("more, cpu ms", "+.2f"),
+    },
+    verdicts=wrapper_verdicts,
+    minutes=10,
+    pairs=3,
+    needs_gpu=True,
+)
+
+
+def trainer_cases(quick: bool) -> Sequence[Case]:
+    """The Trainer in its eager default, ours with the kernels that were measured."""
+    steps = "20" if quick else "40"
+    fields = _fields(2048, 8)
+    subject = ["python", "-m", "benchmarks.programs.subject", "{work}/1b", "--recipe", "recipes/llama_1b.py"]
+    peer = ["python", "benchmarks/programs/hf_trainer.py", "{work}/1b", "--gpu", "--steps", steps]
+    batches = Side("batches", [*subject, "--steps", steps, *_sets(fields)])
+    return [
+        Case(
+            "1B, T = 2,048",
+            [_ours("llmtrain", "llama_1b", steps, fields), Side("Trainer", peer)],
+            setup=[batches, _tuned("llama_1b", fields)],
+        )
+    ]
+
+
+def trainer_verdicts(result: Result) -> Sequence[Verdict]:
+    """Speed and memory."""
+    against = result["cases"][0]["against"]["Trainer"]
+    speed, memory = against["tokens_per_second"]["median"], against["peak_gib"]["median"]
+    return [
+        Verdict(f"at least {LEAST_SPEEDUP}× its tokens/s", f"{speed:.2f}×", speed >= LEAST_SPEEDUP),
+        Verdict(f"at most {MOST_MEMORY}× its peak memory", f"{memory:.2f}×", memory <= MOST_MEMORY),
+    ]
+
+
+TRAINER = Question(
+    name="trainer_gpu",
+    title="Against Hugging Face's Trainer on a GPU",
+    asks=(
+        "`recipes/llama_1b.py` against a script with `transformers.Trainer` in its defaults and `bf16=True`: the same "
+        "sequences, batch, optimizer and schedule; ours in bf16 with ZeRO-1 and the kernels that were measured for the "
+        "device. Whole commands in turn; the speed of the steps after the first ten."
+    ),
+    cases=trainer_cases,
+    columns={
+        "tokens_per_second": ("tokens/s", ",.0f"),
+        "step_ms": ("ms a step", ".1f"),
+        "peak_gib": ("peak memory, GiB", ".2f"),
+    },
+    verdicts=trainer_verdicts,
+    minutes=20,
+    pairs=5,
+    needs_gpu=True,
+)

@@ -1,0 +1,62 @@
+"""`llmtrain tune`: the command line's side of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from llmtrain.cluster import local_cluster
+from llmtrain.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.plan import KernelChoice, Plan
+
+
+def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json: bool) -> None:
+    """Measures and prints. Raises RecipeError, which is printed where JSON is asked for."""
+    from rich.console import Console
+
+    from llmtrain.plan.described import kernel_choice_lines, model_line
+
+    try:
+        plan, choice = _measured(recipe, assignments, nproc)
+    except RecipeError as error:
+        if as_json:
+            print(json.dumps(error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    if as_json:
+        print(json.dumps(choice.model_dump(mode="json"), indent=2))
+        return
+    console = Console()
+    for line in (model_line(plan), *kernel_choice_lines(choice)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
+    from rich.console import Console
+
+    from llmtrain.plan import resolve
+    from llmtrain.plan.alternatives import KERNELS, open_kernels
+    from llmtrain.plan.load import load_recipe
+
+    declared, _ = load_recipe(recipe, assignments)
+    cluster = local_cluster(nproc)
+    if not open_kernels(declared):
+        message = "names all of its kernels, so nothing is left to be measured"
+        raise RecipeError(Problem("kernels.open", ", ".join(KERNELS), message, "--set kernels.blocks=auto"))
+    plan = resolve(declared, cluster)
+    console = Console(stderr=True)
+    with console.status("starting torch") as status:
+        from llmtrain.data import Progress, prepare
+        from llmtrain.tune.choice import threads_of_a_rank
+        from llmtrain.tune.request import NotMeasuredError, measure
+
+        prepare(plan.recipe, Progress(console))
+        device = "cpu" if cluster.spec.on_cpu else "cuda:0"
+        try:
+            return plan, measure(plan, device, threads_of_a_rank(cluster.world_size), always=True, say=status.update)
+        except NotMeasuredError as error:
+            message = f"the measuring process died: {error}"
+            raise RecipeError(Problem("kernels.measure", "kernels", message, "name the kernels instead")) from None

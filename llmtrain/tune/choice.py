@@ -1,0 +1,92 @@
+"""Choices of kernels, and the cache of those that were measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from llmtrain.data.cache import cache_folder, key_of
+from llmtrain.durable import write_atomically
+from llmtrain.plan import KernelChoice, Plan
+from llmtrain.recipe import DataConfig
+
+PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "torchao")
+"""Whose versions decide what a kernel is and how fast."""
+
+
+def device_name(device: torch.device, threads: int) -> str:
+    """What a measurement holds for: the GPU, or the processor and the threads that a rank has of it."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    found = re.search(r"^model name\s*: (.*)$", _cpuinfo(), re.MULTILINE)
+    name = found[1] if found else "CPU"
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def threads_of_a_rank(local_world_size: int) -> int:
+    """Cores that a rank may use where so many share this process's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def key_of_run(plan: Plan, device: str) -> str:
+    """Of all that decides which kernels a plan's steps are fastest with, and of nothing else."""
+    recipe = plan.recipe
+    data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.mask_documents}
+    return key_of(
+        device,
+        _versions(),
+        recipe.model.model_dump(mode="json"),
+        recipe.vocab_size,
+        data,
+        plan.read_size,
+        recipe.parallel.model_dump(mode="json"),
+        recipe.kernels.model_dump(mode="json"),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cached_file(data: DataConfig, key: str) -> Path:
+    """Where a measured choice lies."""
+    return cache_folder(data) / "kernels" / f"{key}.json"
+
+
+def read_cached(data: DataConfig, key: str) -> KernelChoice | None:
+    """The measured choice of a key; None where there is none that can be read."""
+    try:
+        return KernelChoice.model_validate_json(cached_file(data, key).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write_cached(data: DataConfig, choice: KernelChoice) -> None:
+    """Keeps a measured choice."""
+    file = cached_file(data, choice.key)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(choice.model_dump(mode="json"), indent=2) + "\n")
+
+
+def apply(plan: Plan, choice: KernelChoice) -> Plan:
+    """The plan with the chosen kernels named in its recipe."""
+    return plan.model_copy(update={"recipe": plan.recipe.with_(**choice.values), "kernels": choice})

@@ -1,0 +1,52 @@
+"""The process that measures: `python -m llmtrain.tune.process REQUEST`.
+
+One of its own: a kernel that crashes ends it and not a rank, and what it has compiled and allocated is gone with it. It
+tells lines of JSON: {"trying": "FIELD=VALUE"}, and at last {"choice": ...} or {"problems": [...]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from llmtrain.errors import RecipeError
+from llmtrain.tune.request import Request
+
+
+def main() -> None:
+    """Answers a request, a file of JSON."""
+    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    with os.fdopen(os.dup(1), "w") as told:
+        os.dup2(2, 1)  # what libraries print is no answer
+        try:
+            _answer(request, told)
+        except RecipeError as error:
+            _tell(told, problems=[asdict(problem) for problem in error.problems])
+
+
+def _answer(request: Request, told: TextIO) -> None:
+    import torch
+
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.plan import Plan
+    from llmtrain.tune.search import tune
+
+    plan = Plan.model_validate_json(request.plan)
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    batch = Schedule.of(plan, prepare(plan.recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(told, trying=one))
+    _tell(told, choice=choice.model_dump(mode="json"))
+
+
+def _tell(told: TextIO, **line: object) -> None:
+    print(json.dumps(line), file=told, flush=True)
+
+
+if __name__ == "__main__":
+    main()

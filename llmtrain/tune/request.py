@@ -1,0 +1,81 @@
+"""Has a process of its own measure, and keeps what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan import KernelChoice, Plan
+from llmtrain.tune.choice import write_cached
+
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would make the measuring process a rank."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the process."""
+
+    plan: str
+    """As JSON."""
+    device: str
+    """As torch names it."""
+    threads: int
+    """That a rank has."""
+    always: bool
+    """Whether to measure for a short run, too."""
+
+
+class NotMeasuredError(Exception):
+    """The measuring process ended without an answer."""
+
+
+def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[str], None]) -> KernelChoice:
+    """What was found to be fastest, in a minute or more.
+
+    device: as torch names it. threads: that a rank has. always: for a short run, too. say: takes what is tried.
+    Raises RecipeError where the model cannot be computed, NotMeasuredError where the process dies.
+    """
+    request = Request(plan.model_dump_json(), device, threads, always)
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
+    environment["DS_ACCELERATOR"] = device.partition(":")[0]
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryFile("w+") as errors:
+        file = Path(name) / "request.json"
+        file.write_text(json.dumps(asdict(request)))
+        command = [sys.executable, "-m", "llmtrain.tune.process", str(file)]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                answer = _listen(process.stdout, say)
+            except BaseException:
+                process.kill()
+                raise
+        if answer is None:
+            errors.seek(0)
+            last = errors.read().strip().splitlines()[-1:]
+            raise NotMeasuredError(f"exit code {process.returncode}: {' '.join(last)}")
+    if answer.milliseconds or answer.failed:
+        write_cached(plan.recipe.data, answer)
+    return answer
+
+
+def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
+    for line in lines:
+        told = json.loads(line)
+        if "trying" in told:
+            say(f"measuring kernels: {told['trying']}")
+        elif "problems" in told:
+            raise RecipeError(Problem(**problem) for problem in told["problems"])
+        else:
+            return KernelChoice.model_validate_json(json.dumps(told["choice"]))
+    return None

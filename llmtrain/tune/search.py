@@ -1,0 +1,137 @@
+"""Tries kernels, a field after the other, and keeps what is fastest."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from llmtrain.data import MicroBatch
+from llmtrain.errors import RecipeError
+from llmtrain.plan import KernelChoice, Plan
+from llmtrain.plan.alternatives import alternatives
+from llmtrain.tune.choice import device_name, key_of_run
+from llmtrain.tune.trial import LAYERS, Trial, in_turn, with_threads
+
+LEAST_GAIN = 0.02
+"""Part of the time of a pass that another kernel must save to be chosen: less may be chance."""
+LONG_RUN_S = 12_000
+"""Seconds of a run from which on it is worth two minutes of measuring: they are a hundredth of it."""
+PRECISION = "parallel.precision"
+PRECISIONS = ("fp32", "bf16", "autocast_bf16")
+"""Of a CPU."""
+AGREE = {"fp32": 1e-4}
+"""Largest deviation of a candidate's loss, relative: far above rounding, and far below another computation."""
+AGREE_LOW = 1e-2
+"""The same in lower precision."""
+
+
+@dataclass
+class Tuning:
+    """What is known so far."""
+
+    plan: Plan
+    """With the values that were chosen."""
+    current: Trial
+    loss: float
+    """Of the first."""
+    values: dict[str, str | int] = field(default_factory=dict)
+    milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def tune(
+    plan: Plan, batch: MicroBatch, device: torch.device, threads: int, always: bool, say: Callable[[str], None]
+) -> KernelChoice:
+    """Measures each value that no rule refuses, field by field, the others as chosen before.
+
+    batch: a micro-batch of the run. always: for a short run, too. say: takes FIELD=VALUE before it is tried.
+    Raises RecipeError where not even what holds without a measurement can be computed.
+    """
+    on_cpu = device.type == "cpu"
+    name = device_name(device, threads)
+    key = key_of_run(plan, name)
+    trial = Trial.of(with_threads(plan, threads) if on_cpu else plan, batch, device)
+    tuning = Tuning(plan, trial, trial.warm())
+    expected = run_seconds(plan, trial.seconds())
+    if not always and expected < LONG_RUN_S:
+        why = f"by the rules: a run of about {expected:,.0f} s is too short for measuring; `llmtrain tune` measures"
+        return KernelChoice(key=key, device=name, why=why, values={})
+    for dotted, values in alternatives(plan, on_cpu, threads):
+        tuning.values[dotted] = values[0]
+        for value in values[1:]:
+            say(f"{dotted}={value}")
+            _try(tuning, dotted, value, device)
+    if on_cpu and always:
+        _compare_precisions(tuning, device, say)
+    return KernelChoice(
+        key=key,
+        device=name,
+        why=f"measured: forward and backward of a micro-batch through {LAYERS} layers and the head",
+        values=tuning.values,
+        milliseconds=tuning.milliseconds,
+        failed=tuning.failed,
+    )
+
+
+def run_seconds(plan: Plan, seconds: float) -> float:
+    """About what a run takes. seconds: of a pass of the trial."""
+    layers = max(plan.model.layers / LAYERS, 1) / (plan.layout.pp * plan.layout.tp * plan.layout.sp)
+    return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.max_steps
+
+
+def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) -> None:
+    """Measures a value beside what was best so far, and takes it where it is faster."""
+    plan = tuning.plan.model_copy(update={"recipe": tuning.plan.recipe.with_(**tuning.values | {dotted: value})})
+    try:
+        trial = Trial.of(plan, tuning.current.batch, device)
+        _check(trial.warm(), tuning.loss, plan)
+        before, now, is_faster = in_turn(tuning.current, trial)
+    except RecipeError as error:
+        tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
+    except Exception as error:  # of any library below, out of memory among them
+        tuning.failed[f"{dotted}={value}"] = _first_line(error)
+    else:
+        found = tuning.milliseconds.setdefault(dotted, {})
+        found.setdefault(str(tuning.values[dotted]), round(before * 1000, 3))
+        found[str(value)] = round(now * 1000, 3)
+        if is_faster and now < before * (1 - LEAST_GAIN):
+            tuning.values[dotted], tuning.current = value, trial
+    trial = None  # type: ignore[assignment]
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str], None]) -> None:
+    """For people: whether a processor is faster in bf16 depends on what it has. The choice is the recipe's."""
+    own = tuning.plan.recipe.parallel.precision
+    taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
+    for precision in PRECISIONS:
+        if precision == own:
+            continue
+        say(f"{PRECISION}={precision}")
+        recipe = tuning.plan.recipe.with_(**tuning.values | {PRECISION: precision})
+        try:
+            trial = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+            trial.warm()
+            taken[precision] = round(trial.seconds() * 1000, 3)
+        except Exception as error:  # of any library below
+            tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
+    tuning.milliseconds[PRECISION] = taken
+
+
+class AnotherLossError(Exception):
+    """A kernel that computes something else."""
+
+
+def _check(loss: float, expected: float, plan: Plan) -> None:
+    most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
+    if not abs(loss - expected) <= most * abs(expected):  # so that NaN is none
+        raise AnotherLossError(f"{loss:.6g} where {expected:.6g} was expected")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

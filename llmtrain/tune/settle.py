@@ -1,0 +1,54 @@
+"""Which kernels a run takes, decided by rank 0 before an engine is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from llmtrain.checkpoint.agree import broadcast
+from llmtrain.errors import RecipeError
+from llmtrain.launch import Rank
+from llmtrain.plan import KernelChoice, Plan
+from llmtrain.plan.alternatives import open_kernels
+from llmtrain.tune.choice import apply, device_name, key_of_run, read_cached, threads_of_a_rank
+from llmtrain.tune.request import NotMeasuredError, measure
+
+WORTH_FLOPS = 1e15
+"""Of a rank in a run: below, no device needs so long that measuring would be worth it, and nothing is started."""
+
+
+def settle(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
+    """The plan with the kernels that its recipe leaves open; asked by all ranks, before an engine is built.
+
+    say: takes what is done at the moment. Raises RecipeError, on all ranks, where the model cannot be computed.
+    """
+    if not open_kernels(plan.recipe):
+        return plan
+    choice, problems = None, []
+    if rank.is_main:
+        try:
+            choice = _choose(plan, device, threads_of_a_rank(rank.local_world_size), say)
+        except RecipeError as error:
+            problems = list(error.problems)
+    choice, problems = broadcast((choice, problems))
+    if problems or choice is None:
+        raise RecipeError(problems)
+    return apply(plan, choice)
+
+
+def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str], None]) -> KernelChoice:
+    name = device_name(device, threads)
+    key = key_of_run(plan, name)
+    if plan.kernels is not None and plan.kernels.key == key:
+        return plan.kernels
+    if cached := read_cached(plan.recipe.data, key):
+        return cached
+    steps = plan.recipe.train.max_steps * plan.batch.tokens_per_step / plan.cluster.world_size
+    if plan.flops_per_token * steps < WORTH_FLOPS:
+        why = "by the rules: the run is too short for measuring; `llmtrain tune` measures"
+        return KernelChoice(key=key, device=name, why=why, values={})
+    try:
+        return measure(plan, str(device), threads, always=False, say=say)
+    except NotMeasuredError as error:
+        return KernelChoice(key=key, device=name, why=f"by the rules: measuring failed, {error}", values={})

@@ -1,0 +1,120 @@
+"""A model of a few layers that computes as a plan says, and how long its passes take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.forward import forward, install_kernels
+from llmtrain.models.build import model_configuration
+from llmtrain.models.tiny import with_layers
+from llmtrain.plan import Plan
+from llmtrain.plan.alternatives import THREADS
+from llmtrain.plan.draft import WEIGHT_DTYPE
+
+LAYERS = 2
+"""Of the model: one of each kind in families that alternate two; their kernels are the same in all others."""
+WARM_PASSES = 3
+"""The first compiles, the second may again, where a size has turned out to vary."""
+LEAST_S = 0.4
+"""Of one side's passes, before it is the other's turn."""
+TURNS = 5
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
+
+
+class Trial:
+    """The first layers of a plan's model, its embedding and its head, on a real micro-batch.
+
+    Not cut by tensors, experts, sequences or ZeRO: what is compared is computed by one device.
+    """
+
+    def __init__(self, plan: Plan, batch: MicroBatch, device: torch.device, threads: int | None = None) -> None:
+        """threads: of the process while it computes; None to leave them. Raises RecipeError as the engines do."""
+        recipe = plan.recipe
+        self.batch, self.device, self.threads = batch, device, threads
+        self.autocast_dtype = AUTOCAST.get(recipe.parallel.precision)
+        config = with_layers(model_configuration(recipe), LAYERS)
+        torch.manual_seed(recipe.train.seed)
+        with torch.device(device):
+            self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=recipe.model.attention_kernel,
+                dtype=DTYPES[WEIGHT_DTYPE[recipe.parallel.precision]],
+                trust_remote_code=recipe.model.trust_remote_code,
+            )
+        self.model.train()
+        if recipe.parallel.activation_checkpointing == "full":
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        install_kernels(self.model, plan)
+        self.targets = int((batch.labels != -100).sum())
+
+    @classmethod
+    def of(cls, plan: Plan, batch: MicroBatch, device: torch.device) -> Trial:
+        """With the threads that the plan's recipe names."""
+        threads = plan.recipe.kernels.threads
+        return cls(plan, batch, device, threads if isinstance(threads, int) else None)
+
+    def warm(self) -> float:
+        """The first passes; the loss, a mean over target tokens."""
+        self._set_threads()
+        for _ in range(WARM_PASSES):
+            loss = self._pass()
+        return float(loss)
+
+    def seconds(self) -> float:
+        """Of one forward and backward pass, the mean over `LEAST_S`."""
+        self._set_threads()
+        self._wait()
+        started, passes = time.perf_counter(), 0
+        while time.perf_counter() - started < LEAST_S:
+            self._pass()
+            self._wait()
+            passes += 1
+        return (time.perf_counter() - started) / passes
+
+    def _pass(self) -> torch.Tensor:
+        with self._autocast():
+            loss_sum, auxiliary = forward(self.model, self.model, self.batch, self.device)
+        loss = loss_sum / self.targets
+        (loss if auxiliary is None else loss + auxiliary).backward()  # type: ignore[no-untyped-call]
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        dtype = self.autocast_dtype
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
+
+    def _set_threads(self) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def in_turn(one: Trial, other: Trial) -> tuple[float, float, bool]:
+    """Seconds of a pass of both, medians of turns, and whether the other was faster in nearly all of them.
+
+    A device's speed drifts, and within a turn both drift alike.
+    """
+    taken = [(one.seconds(), other.seconds()) for _ in range(TURNS)]
+    won = sum(second < first for first, second in taken)
+    return (
+        statistics.median(first for first, _ in taken),
+        statistics.median(second for _, second in taken),
+        won >= TURNS - 1,
+    )
+
+
+def with_threads(plan: Plan, threads: int) -> Plan:
+    """The plan with so many threads named, where its recipe leaves them open."""
+    if plan.recipe.kernels.threads != "auto":
+        return plan
+    return plan.model_copy(update={"recipe": plan.recipe.with_(**{THREADS: threads})})

@@ -1,0 +1,44 @@
+"""`llmtrain tune`, and runs that take what it found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from commands import llmtrain, losses, metrics
+from small_runs import write_small_recipe
+
+from llmtrain.plan.alternatives import KERNELS
+
+
+def test_nothing_is_left_to_be_measured(tmp_path):
+    named = [f"{field}={value}" for field, value in zip(KERNELS, (1, "sdpa", "eager", "whole"), strict=True)]
+    words = [part for one in named for part in ("--set", one)]
+    done = llmtrain("tune", write_small_recipe(tmp_path), *words)
+    assert done.returncode == 2
+    assert "names all of its kernels" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path):
+    recipe = write_small_recipe(tmp_path)
+    named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
+    done = llmtrain("tune", recipe, *named, "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert set(measured["milliseconds"]["kernels.loss"]) == {"whole", "chunked", "compiled"}
+
+    file = next((tmp_path / "cache" / "kernels").glob("*.json"))
+    other = "chunked" if measured["values"]["kernels.loss"] != "chunked" else "whole"
+    measured["values"]["kernels.loss"] = other
+    file.write_text(json.dumps(measured))  # so that the choice is not the rules' own
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert llmtrain("train", recipe, *named, "--run-dir", whole).returncode == 0
+    assert json.loads((whole / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
+    assert llmtrain("train", recipe, *named, "--run-dir", cut, "--max-steps", 4).returncode == 0
+    file.unlink()
+    again = llmtrain("train", recipe, *named, "--run-dir", cut)
+    assert again.returncode == 0
+    assert json.loads((cut / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
+    assert losses(cut) == losses(whole)
+    assert metrics(cut)

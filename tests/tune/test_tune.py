@@ -1,0 +1,201 @@
+"""Kernels by measurement: what is tried, what is taken, and what a run continues with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from small_plan import small_plan
+
+from llmtrain.cluster import Cluster
+from llmtrain.data import MicroBatch
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan import KernelChoice, resolve
+from llmtrain.plan.alternatives import KERNELS, alternatives, open_kernels
+from llmtrain.tune import choice, request, search, settle, trial
+
+CPU = torch.device("cpu")
+T = 128
+
+
+@pytest.fixture
+def batch():
+    tokens = torch.randint(0, 256, (2, T), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(50), torch.arange(T - 50)]).repeat(2, 1)
+    return MicroBatch(input_ids=tokens, position_ids=positions, labels=tokens.roll(-1))
+
+
+class Timed:
+    """A stand-in for the clock: every trial takes what is said of its plan, and the fastest wins each turn."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.seconds = seconds
+        monkeypatch.setattr(search, "in_turn", lambda one, other: (self(one), self(other), self(other) < self(one)))
+        monkeypatch.setattr(search.Trial, "seconds", lambda one: self(one))
+        monkeypatch.setattr(search.Trial, "of", classmethod(_of))
+        monkeypatch.setattr(trial, "WARM_PASSES", 1)
+
+    def __call__(self, one):
+        return self.seconds(one.plan.recipe)
+
+
+def _of(kind, plan, batch, device):
+    one = kind(plan, batch, device)
+    one.plan = plan
+    return one
+
+
+def _tune(plan, batch, always=True, threads=1):
+    said = []
+    return search.tune(plan, batch, CPU, threads, always, said.append), said
+
+
+def test_what_a_recipe_names_is_not_tried():
+    plan = small_plan()
+    assert open_kernels(plan.recipe) == KERNELS
+    named = small_plan(**{"kernels.blocks": "eager", "kernels.loss": "whole", "model.attention": "eager"})
+    assert open_kernels(named.recipe) == ("kernels.threads",)
+    assert dict(alternatives(named, on_cpu=True, threads=4)) == {"kernels.threads": [4, 2, 1]}
+
+
+def test_a_gpu_is_asked_for_its_own_kernels():
+    h100 = Cluster(devices_per_node=2, device="h100")
+    plan = resolve(small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}).recipe, h100)
+    tried = dict(alternatives(plan, on_cpu=False, threads=1))
+    assert tried["model.attention"][0] == "sdpa"
+    assert "eager" not in tried["model.attention"]
+    assert {"varlen", "flex_attention"} < set(tried["model.attention"])
+    assert "liger" in tried["kernels.loss"]
+    assert tried["kernels.threads"] == ["auto"]
+
+
+def test_what_a_rule_refuses_is_not_tried():
+    h100 = Cluster(devices_per_node=2, device="h100")
+    plan = resolve(small_plan().recipe.with_(**{"parallel.backend": "data_parallel"}), h100)
+    tried = dict(alternatives(plan, on_cpu=False, threads=1))
+    assert tried["kernels.loss"] == ["whole"]  # nn.DataParallel must have the logits
+
+
+def test_logits_that_a_plan_has_no_room_for_are_not_tried():
+    large = {"model.config.vocab_size": 200_000, "data.sequence_length": 4096}
+    tried = dict(alternatives(small_plan(**large), on_cpu=True, threads=1))
+    assert tried["kernels.loss"][0] == "chunked"
+    assert "whole" not in tried["kernels.loss"]
+
+
+def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
+    found, said = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
+    assert found.values == {"kernels.threads": 1, "model.attention": "eager", "kernels.loss": "whole"}
+    assert found.milliseconds["model.attention"]["eager"] == 700
+    assert found.milliseconds["kernels.loss"] == {"whole": 700, "chunked": 700, "compiled": 700}
+    assert "model.attention=eager" in said
+
+
+def test_people_are_told_what_a_precision_takes(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: {"fp32": 1.0, "bf16": 0.5, "autocast_bf16": 0.7}[recipe.parallel.precision])
+    found, _ = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
+    assert found.milliseconds["parallel.precision"] == {"fp32": 1000, "bf16": 500, "autocast_bf16": 700}
+    assert "parallel.precision" not in found.values
+
+
+def test_a_small_gain_may_be_chance(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: 1.0 - 0.01 * (recipe.model.attention == "eager"))
+    assert _tune(small_plan(**{"kernels.blocks": "eager"}), batch)[0].values["model.attention"] == "sdpa"
+
+
+def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
+    own = search.Trial.warm
+    monkeypatch.setattr(
+        search.Trial, "warm", lambda self: own(self) * (1.01 if self.plan.recipe.model.attention == "eager" else 1)
+    )
+    found, _ = _tune(small_plan(**{"kernels.blocks": "eager", "kernels.loss": "whole"}), batch)
+    assert found.values["model.attention"] == "sdpa"
+    assert "was expected" in found.failed["model.attention=eager"]
+
+
+def test_a_kernel_that_cannot_run_is_told_and_left(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: 1.0)
+    monkeypatch.setattr(search, "alternatives", lambda *_: [("model.attention", ["sdpa", "flash_attention_2"])])
+    found, _ = _tune(small_plan(), batch)
+    assert found.values == {"model.attention": "sdpa"}
+    assert "FlashAttention2" in found.failed["model.attention=flash_attention_2"]
+
+
+def test_a_short_run_is_not_worth_measuring(monkeypatch, batch):
+    Timed(monkeypatch, lambda recipe: 0.1)
+    plan = small_plan()  # 2 layers, 2 micro-batches a step, 100 steps
+    assert search.run_seconds(plan, 0.1) == pytest.approx(20)
+    found, said = _tune(plan, batch, always=False)
+    assert (found.values, found.milliseconds, said) == ({}, {}, [])
+    assert "too short" in found.why
+    long = small_plan(**{"train.max_steps": 100_000, "kernels.blocks": "eager"})
+    assert _tune(long, batch, always=False)[0].milliseconds
+
+
+def test_a_choice_holds_for_device_packages_and_shapes_alone():
+    def key(device="a", **fields):
+        return choice.key_of_run(small_plan(**fields), device)
+
+    assert key() == key(**{"train.max_steps": 7, "optim.lr": 3.0, "batch.global_batch_size": 16})
+    others = [
+        key("b"),
+        key(**{"batch.micro_batch_size": 1}),
+        key(**{"data.sequence_length": 64}),
+        key(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}),
+        key(**{"model.config.hidden_size": 32}),
+        key(**{"kernels.loss": "whole"}),
+        key(**{"data.mask_documents": False}),
+    ]
+    assert len({key(), *others}) == 1 + len(others)
+
+
+def _choice(key, **values):
+    measured = {"kernels.loss": {"whole": 2.0, "chunked": 1.0}}
+    return KernelChoice(key=key, device="d", why="measured", values=values, milliseconds=measured)
+
+
+def test_a_run_keeps_its_kernels_then_those_measured_before_then_the_rules(tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("nothing is to be measured")
+
+    monkeypatch.setattr(settle, "measure", never)
+    plan = small_plan(**{"data.cache_dir": str(tmp_path)})
+    key = choice.key_of_run(plan, choice.device_name(CPU, 1))
+    by_the_rules = settle._choose(plan, CPU, 1, print)
+    assert (by_the_rules.key, by_the_rules.values) == (key, {})
+
+    choice.write_cached(plan.recipe.data, _choice(key, **{"kernels.loss": "chunked"}))
+    cached = settle._choose(plan, CPU, 1, print)
+    assert choice.apply(plan, cached).recipe.kernels.loss == "chunked"
+    # The run began before there was a measurement, and goes on as it began.
+    begun = plan.model_copy(update={"kernels": by_the_rules})
+    assert settle._choose(begun, CPU, 1, print) == by_the_rules
+    # On another device it is chosen anew.
+    elsewhere = plan.model_copy(update={"kernels": _choice("another key", **{"kernels.loss": "whole"})})
+    assert settle._choose(elsewhere, CPU, 1, print) == cached
+
+    choice.cached_file(plan.recipe.data, key).write_text("{")
+    assert settle._choose(plan, CPU, 1, print) == by_the_rules
+
+
+def test_a_measuring_process_that_dies_costs_the_measurement_alone(tmp_path, monkeypatch):
+    plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
+    monkeypatch.setattr(request.sys, "executable", "/bin/false")
+    found = settle._choose(plan, CPU, 1, print)
+    assert found.values == {}
+    assert "exit code 1" in found.why
+
+
+def test_what_the_process_tells():
+    answer = _choice("k", **{"kernels.loss": "chunked"})
+    said = []
+    lines = [json.dumps({"trying": "a=b"}), json.dumps({"choice": answer.model_dump(mode="json")})]
+    assert request._listen(iter(lines), said.append) == answer
+    assert said == ["measuring kernels: a=b"]
+    problem = Problem("kernels.fp8", "kernels.fp8", "is slower", "off")
+    with pytest.raises(RecipeError, match="is slower"):
+        request._listen(iter([json.dumps({"problems": [problem.as_dict()]})]), said.append)
+    assert request._listen(iter([]), said.append) is None
