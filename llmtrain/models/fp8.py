@@ -54,15 +54,21 @@ def use_fp8(model: PreTrainedModel, kind: str) -> int:
 def check_fp8(config: PreTrainedConfig, kind: str, device: torch.device) -> None:
     """Raises RecipeError where the device makes no products in fp8, or the model has no layers for them."""
     if why := unavailable(device):
-        raise refused(kind, f"products in fp8 cannot be made: {why}")
+        raise _refused(kind, f"products in fp8 cannot be made: {why}")
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
     if not _fitting(decoder_layers(model)[1]):
-        raise refused(kind, f"no linear layer of this {config.model_type} has sides that divide by {SIDE}")
+        raise _refused(kind, f"no linear layer of this {config.model_type} has sides that divide by {SIDE}")
 
 
-def refused(kind: str, why: str) -> RecipeError:
-    """The error for a kind of fp8 that was asked for."""
+def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
+    """Raises RecipeError where the same passes take longer in fp8 than in bf16, both in seconds."""
+    if fp8 > bf16:
+        times = f"{1000 * fp8:.4g} ms, and in bf16 {1000 * bf16:.4g} ms"
+        raise _refused(kind, f"on this device a micro-batch through some layers takes {times}")
+
+
+def _refused(kind: str, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.fp8", "kernels.fp8", f"{kind} was given, but {why}", "--set kernels.fp8=off"))
 
 

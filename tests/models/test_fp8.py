@@ -7,16 +7,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from batches import tiny_recipe
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import fp8
 from llmtrain.models.cut import build_stage, check_cut
-from llmtrain.models.fp8_time import check_faster, layer_times
-from llmtrain.models.one_layer import one_layer, seconds_of, seconds_of_layer
-from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tiny import shrink
 from llmtrain.plan.bounds import StageBounds
 
@@ -158,49 +154,6 @@ def test_a_cpu_is_refused():
 
 
 def test_slower_is_refused_with_both_times():
-    check_faster("tensorwise", bf16=2e-3, fp8=1.5e-3)
-    with pytest.raises(RecipeError, match=r"a layer takes 2\.5 ms so on this device, and 2 ms in bf16"):
-        check_faster("tensorwise", bf16=2e-3, fp8=2.5e-3)
-
-
-@needs_torchao
-def test_both_are_timed_at_the_shapes_of_the_run(emulated):
-    """With the other kernels in both, in this order: bf16, fp8."""
-    recipe = tiny_recipe(**{"kernels.fp8": "rowwise", "batch.micro_batch_size": 2, "data.sequence_length": 32})
-    prepared, timed = [], []
-
-    def timer(run, device):
-        run()
-        timed.append(device)
-        return float(len(timed))
-
-    config = AutoConfig.for_model("llama", **FIELDS)
-    assert layer_times(config, recipe, CPU, prepared.append, timer) == (1.0, 2.0)
-    assert [len(_converted(model)) for model in prepared] == [0, 7]
-    assert timed == [CPU, CPU]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_one_layer_has_the_models_widths_and_few_tokens(family):
-    config = AutoConfig.for_model(family, **FIELDS | {"vocab_size": 5000})
-    model = one_layer(config, "eager", torch.bfloat16, CPU)
-    assert len(decoder_layers(model)[1]) == 1
-    assert model.get_input_embeddings().weight.shape == (256, 32)
-    assert config.vocab_size == 5000
-    shapes = []
-    handle = decoder_layers(model)[1][0].register_forward_hook(lambda *call: shapes.append(call[1][0].shape))
-
-    def once(run, device):
-        run()
-        return 1.0
-
-    assert seconds_of_layer(model, 2, 48, once) == 1.0
-    handle.remove()
-    assert shapes == [(2, 48, 32)]
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_time_is_the_median_after_the_warm_up():
-    calls = []
-    assert seconds_of(lambda: calls.append(None), CPU) > 0
-    assert len(calls) == 13
+    fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
+    with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, and in bf16 2 ms.*\n.*kernels\.fp8=off"):
+        fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)
