@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import bounds_for, documents_known
-from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, target_loss_sum
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.varlen_check import check_attention
@@ -33,14 +33,21 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError where its family cannot compute so.
     """
-    recipe = plan.recipe
+    recipe, device = plan.recipe, _device(plan)
+    kernels = recipe.kernels
     check_attention(config, recipe.model.attention_kernel)
-    compiled = [name for name in ("blocks", "loss") if getattr(recipe.kernels, name) == "compiled"]
+    compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
     if compiled:
         check_compiler([f"kernels.{name}" for name in compiled], plan.cluster.spec.on_cpu)
-    if "blocks" in compiled:
+    if kernels.blocks == "compiled":
         check_layers(config, recipe.model.attention_kernel)
-    if chunks_loss(plan):
+    elif kernels.blocks == "liger":
+        liger.check_blocks(config, device)
+    if kernels.fp8 != "off":
+        fp8.check_fp8(config, kernels.fp8, device)
+    if kernels.loss == "liger":
+        liger.check_loss(config, device)
+    elif chunks_loss(plan):
         check_chunks(config)
 
 
@@ -49,14 +56,27 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
 
     has_head: whether the loss is made of what it returns.
     """
-    recipe = plan.recipe
-    if "compiled" in (recipe.kernels.blocks, recipe.kernels.loss):
+    recipe, kernels = plan.recipe, plan.recipe.kernels
+    if kernels.fp8 != "off":
+        fp8.use_fp8(model, kernels.fp8)
+    if "compiled" in (kernels.blocks, kernels.loss):
         share_processors(plan.cluster.devices_per_node)
-    if recipe.kernels.blocks == "compiled":
+    if kernels.blocks == "compiled":
         compile_layers(model, recipe.model.attention_kernel)
-    if has_head and chunks_loss(plan):
-        loss = compiled_loss() if recipe.kernels.loss == "compiled" else target_loss_sum
+    elif kernels.blocks == "liger":
+        liger.use_blocks(model)
+    if not has_head:
+        return
+    if kernels.loss == "liger":
+        liger.LigerLoss(model)
+    elif chunks_loss(plan):
+        loss = compiled_loss() if kernels.loss == "compiled" else target_loss_sum
         ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
+
+
+def _device(plan: Plan) -> torch.device:
+    """The kind of device that ranks compute on; of GPUs, this rank's."""
+    return torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")
 
 
 def forward(

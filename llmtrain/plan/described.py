@@ -37,13 +37,23 @@ def kernel_lines(plan: Plan) -> list[str]:
         return kernel_choice_lines(plan.kernels)
     kernels = plan.recipe.kernels
     attention = plan.recipe.model.attention_kernel
-    parts = [f"attention {attention}"] if attention != "sdpa" else []
-    parts += ["layers compiled"] if kernels.blocks == "compiled" else []
-    if chunks_loss(plan):
-        how = ", compiled" if kernels.loss == "compiled" else ""
-        twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-        parts.append(f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}")
-    return [f"kernels  {'; '.join(parts)}"] if parts else []
+    told = {
+        f"attention {attention}": attention != "sdpa",
+        "layers compiled": kernels.blocks == "compiled",
+        "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
+        f"products of the layers in fp8, {kernels.fp8}": kernels.fp8 != "off",
+        _loss(plan): chunks_loss(plan),
+    }
+    return [f"kernels  {'; '.join(line for line, holds in told.items() if holds)}"] if any(told.values()) else []
+
+
+def _loss(plan: Plan) -> str:
+    """How a loss without all logits is made."""
+    if plan.recipe.kernels.loss == "liger":
+        return "Liger's fused loss"
+    how = ", compiled" if plan.recipe.kernels.loss == "compiled" else ""
+    twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
+    return f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}"
 
 
 def chosen_line(choice: KernelChoice) -> str:

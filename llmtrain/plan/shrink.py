@@ -115,6 +115,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
         "parallel.sequence": layout.sp,
         "parallel.expert": layout.ep,
         **_types_and_places(recipe),
+        **_kernels(recipe),
         # The whole schedule, so that the weights move.
         "train.max_steps": STEPS,
         "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
@@ -136,6 +137,16 @@ def _types_and_places(recipe: Recipe) -> dict[str, Any]:
     return fields
 
 
+def _kernels(recipe: Recipe) -> dict[str, str]:
+    """What a CPU runs instead of kernels for GPUs."""
+    fields = {"kernels.fp8": "off"}
+    if recipe.kernels.blocks == "liger":
+        fields["kernels.blocks"] = "eager"
+    if recipe.kernels.loss == "liger":
+        fields["kernels.loss"] = "chunked"
+    return fields
+
+
 DEGREES = (
     ("dp", "data parallel", "sums over more replicas"),
     ("pp", "pipeline", "stages in the middle, which receive and send on both sides"),
@@ -144,6 +155,8 @@ DEGREES = (
     ("ep", "expert parallel", "exchanges among more ranks"),
 )
 """Field of a layout, its name, and what more ranks of it would show."""
+KERNELS = {"blocks": "layers by", "loss": "loss by", "fp8": "fp8"}
+"""Field of the recipe's kernels, and what they compute."""
 PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"}
 
 
@@ -179,6 +192,9 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
         one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
         yield "experts", one, other, "how the load spreads among many"
     model = plan.recipe.model
+    for field, name in KERNELS.items():
+        one, other = (getattr(p.recipe.kernels, field) for p in (plan, small))
+        yield name, one, other, "those kernels"
     yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
     one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
     yield "kernels", one, other, "these kernels"

@@ -8,8 +8,8 @@ from llmtrain.plan.rules import (
     backends,
     batch,
     checkpoint,
-    compiled,
     expert,
+    kernels,
     layout,
     memory,
     model,
@@ -33,7 +33,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
-    *compiled.RULES,
+    *kernels.RULES,
     *layout.RULES,
     *batch.RULES,
     *checkpoint.RULES,
