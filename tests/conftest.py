@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["COLUMNS"] = "200"
+os.environ["TRITON_INTERPRET"] = "1"
 
 # A shell that starts the tests in the background, or nohup, ignores these, and children inherit that:
 # a test that sends them to a child would wait for nothing.

@@ -11,8 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import bounds_for, documents_known
-from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, target_loss_sum
 from llmtrain.models.chunked import check_chunks
+from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.varlen_check import check_attention
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
@@ -32,15 +33,50 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError where its family cannot compute so.
     """
-    check_attention(config, plan.recipe.model.attention_kernel)
-    if chunks_loss(plan):
+    recipe, device = plan.recipe, _device(plan)
+    kernels = recipe.kernels
+    check_attention(config, recipe.model.attention_kernel)
+    compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
+    if compiled:
+        check_compiler([f"kernels.{name}" for name in compiled], plan.cluster.spec.on_cpu)
+    if kernels.blocks == "compiled":
+        check_layers(config, recipe.model.attention_kernel)
+    elif kernels.blocks == "liger":
+        liger.check_blocks(config, device)
+    if kernels.fp8 != "off":
+        fp8.check_fp8(config, kernels.fp8, device)
+    if kernels.loss == "liger":
+        liger.check_loss(config, device)
+    elif chunks_loss(plan):
         check_chunks(config)
 
 
-def use_kernels(model: PreTrainedModel, plan: Plan) -> None:
-    """Has a model with a head, whole or a stage's, compute as the plan says; `check_kernels` has let it through."""
-    if chunks_loss(plan):
-        ChunkedLoss(model, CHUNK_TOKENS, recomputed=recomputes_loss(plan.recipe))
+def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
+    """Has a model, whole or a stage of it, compute as the plan says; `check_kernels` has let it through.
+
+    has_head: whether the loss is made of what it returns.
+    """
+    recipe, kernels = plan.recipe, plan.recipe.kernels
+    if kernels.fp8 != "off":
+        fp8.use_fp8(model, kernels.fp8)
+    if "compiled" in (kernels.blocks, kernels.loss):
+        share_processors(plan.cluster.devices_per_node)
+    if kernels.blocks == "compiled":
+        compile_layers(model, recipe.model.attention_kernel)
+    elif kernels.blocks == "liger":
+        liger.use_blocks(model)
+    if not has_head:
+        return
+    if kernels.loss == "liger":
+        liger.LigerLoss(model)
+    elif chunks_loss(plan):
+        loss = compiled_loss() if kernels.loss == "compiled" else target_loss_sum
+        ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
+
+
+def _device(plan: Plan) -> torch.device:
+    """The kind of device that ranks compute on; of GPUs, this rank's."""
+    return torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")
 
 
 def forward(

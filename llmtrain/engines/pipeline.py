@@ -147,8 +147,7 @@ class DeepSpeedPipeline:
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))
-        if self.module.stage.is_last:
-            use_kernels(self.module.stage.model, plan)
+        use_kernels(self.module.stage.model, plan, has_head=self.module.stage.is_last)
         if recipe.parallel.activation_checkpointing == "full":
             # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
             self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})

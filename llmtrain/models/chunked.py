@@ -29,7 +29,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.cut import STUMBLES, packed_input, reference
+from llmtrain.models.compare import Comparison
+from llmtrain.models.cut import STUMBLES, reference
 from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.stages import backbone
 from llmtrain.models.tiny import shrink
@@ -84,6 +85,8 @@ class ChunkedLoss:
     tokens: int
     """Of a chunk."""
     recomputed: bool
+    loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
+    """Sum of the cross-entropies of a chunk's logits."""
     _whole: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _kind: type = field(init=False, repr=False)
@@ -146,7 +149,7 @@ class ChunkedLoss:
         """Of some tokens."""
         with self._returning(hidden):
             logits = self._whole(input_ids=torch.zeros_like(targets), use_cache=False).logits
-        return target_loss_sum(logits, targets)
+        return self.loss_of(logits, targets)
 
     @contextmanager
     def _returning(self, hidden: Tensor) -> Iterator[None]:
@@ -227,24 +230,9 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 def _deviation(config: PreTrainedConfig) -> float:
     model = reference(config, "eager")
-    tokens, positions = packed_input(config)
-    inputs = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def gradients(loss: Tensor) -> list[Tensor | None]:
-        return list(torch.autograd.grad(loss, trained, allow_unused=True))
-
-    whole = target_loss_sum(model(**inputs).logits, tokens)
-    expected = gradients(whole)
-    largest = max(float(one.abs().max()) for one in expected if one is not None)
+    comparison = Comparison(model, config)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False)
     worst = 0.0
     for chunked.recomputed in (False, True):
-        loss = model(**inputs, targets=tokens).loss_sum
-        worst = max(worst, abs(float(loss.detach()) / float(whole.detach()) - 1))
-        for one, other in zip(gradients(loss), expected, strict=True):
-            if one is not None and other is not None:
-                worst = max(worst, float((one - other).abs().max()) / largest)
-            elif one is not None or other is not None:
-                return float("inf")
+        worst = max(worst, comparison.deviation(takes_targets=True))
     return worst

@@ -1,4 +1,4 @@
-"""Which backends and attention kernels need a package that may not be there."""
+"""Which backends and kernels need a package that may not be there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ PACKAGES = {
     "horovod": ("horovod", "scripts/install_horovod.sh"),
 }
 """Backend → the package that it imports, and the command that installs it."""
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Attention → the package that has it; `kernels` has any of them."""
+_LIGER = (("liger_kernel",), ("triton",)), "pip install llmtrain[liger]"
+_FP8 = (("torchao",),), "pip install llmtrain[fp8]"
+KERNELS = {
+    ("model.attention", "flash_attention_2"): ((("flash_attn", "kernels"),), "pip install kernels"),
+    ("model.attention", "flash_attention_3"): ((("flash_attn_interface", "kernels"),), "pip install kernels"),
+    ("kernels.blocks", "liger"): _LIGER,
+    ("kernels.loss", "liger"): _LIGER,
+    ("kernels.fp8", "tensorwise"): _FP8,
+    ("kernels.fp8", "rowwise"): _FP8,
+}
+"""Field of the recipe and its value → the packages that it imports, each with its likes, and the command."""
+INSTEAD = {"model.attention": "varlen", "kernels.blocks": "auto", "kernels.loss": "auto", "kernels.fp8": "off"}
+"""What needs no package."""
 
 
 def is_installed(backend: str) -> bool:
@@ -22,16 +33,21 @@ def is_installed(backend: str) -> bool:
 
 
 def missing_packages(plan: Plan) -> list[Problem]:
-    """The packages that the plan's backend and its attention import, where they are not installed."""
-    problems = []
-    backend, attention = plan.recipe.parallel.backend, plan.recipe.model.attention_kernel
+    """The packages that the plan's backend and its kernels import, where they are not installed."""
+    problems, backend = [], plan.recipe.parallel.backend
     if not is_installed(backend):
         package, command = PACKAGES[backend]
         message = f"'{backend}' was given, but the package {package} is not installed"
         problems.append(Problem("backend.installed", "parallel.backend", message, command))
-    package = KERNELS.get(attention, "")
-    if package and not any(map(find_spec, (package, "kernels"))):
-        message = f"'{attention}' was given, but neither the package {package} nor kernels is installed"
-        fix = "pip install kernels, or --set model.attention=varlen"
-        problems.append(Problem("model.attention_installed", "model.attention", message, fix))
+    named = {"model.attention": plan.recipe.model.attention, **_kernels(plan)}
+    for (field, value), (packages, command) in KERNELS.items():
+        missing = [" or ".join(any_of) for any_of in packages if not any(map(find_spec, any_of))]
+        if named[field] == value and missing:
+            message = f"'{value}' was given, but not installed: {' and '.join(missing)}"
+            fix = f"{command}, or --set {field}={INSTEAD[field]}"
+            problems.append(Problem("kernels.installed", field, message, fix))
     return problems
+
+
+def _kernels(plan: Plan) -> dict[str, str]:
+    return {f"kernels.{name}": str(value) for name, value in plan.recipe.kernels.model_dump().items()}

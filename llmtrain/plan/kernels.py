@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe
@@ -15,6 +17,8 @@ LARGE_LOSS = 2**30
 SMALL_HEAD = 0.03
 """Largest part of a token's parameters that the head may be for its product to be worth doing twice."""
 
+IN_CHUNKS = ("chunked", "compiled")
+"""Values of `kernels.loss` by which the loss is computed in chunks."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, and not what takes its forward's place",
     "fsdp2": "FSDP2 has given the head's weights back when its product is made again (a segmentation fault)",
@@ -26,11 +30,17 @@ def chunks_loss(plan: Plan) -> bool:
     """Whether the loss is computed without the logits of all tokens at once."""
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
-        return recipe.kernels.loss == "chunked"
+        return recipe.kernels.loss != "whole"
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.layout.sp
     if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens <= LARGE_LOSS:
         return False
     return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
+
+
+def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
+    """Tokens whose logits Liger's loss holds at once: at least as many as make them as large as the hidden states."""
+    each = math.ceil(tokens / math.ceil(vocabulary / width))
+    return min(tokens, 1 << (each - 1).bit_length())
 
 
 def needs_whole_loss(recipe: Recipe) -> str:

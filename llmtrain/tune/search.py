@@ -10,6 +10,7 @@ import torch
 
 from llmtrain.data import MicroBatch
 from llmtrain.errors import RecipeError
+from llmtrain.models.fp8 import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.alternatives import alternatives
 from llmtrain.tune.choice import device_name, key_of_run
@@ -19,6 +20,7 @@ LEAST_GAIN = 0.02
 """Part of the time of a pass that another kernel must save to be chosen: less may be chance."""
 LONG_RUN_S = 12_000
 """Seconds of a run from which on it is worth two minutes of measuring: they are a hundredth of it."""
+FP8 = "kernels.fp8"
 PRECISION = "parallel.precision"
 PRECISIONS = ("fp32", "bf16", "autocast_bf16")
 """Of a CPU."""
@@ -48,7 +50,7 @@ def tune(
     """Measures each value that no rule refuses, field by field, the others as chosen before.
 
     batch: a micro-batch of the run. always: for a short run, too. say: takes FIELD=VALUE before it is tried.
-    Raises RecipeError where not even what holds without a measurement can be computed.
+    Raises RecipeError where not even what holds without a measurement can be computed, or fp8 is slower than bf16.
     """
     on_cpu = device.type == "cpu"
     name = device_name(device, threads)
@@ -57,6 +59,7 @@ def tune(
     tuning = Tuning(plan, trial, trial.warm())
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
+        _compare_fp8(tuning, device)
         why = f"by the rules: a run of about {expected:,.0f} s is too short for measuring; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})
     for dotted, values in alternatives(plan, on_cpu, threads):
@@ -64,6 +67,7 @@ def tune(
         for value in values[1:]:
             say(f"{dotted}={value}")
             _try(tuning, dotted, value, device)
+    _compare_fp8(tuning, device)
     if on_cpu and always:
         _compare_precisions(tuning, device, say)
     return KernelChoice(
@@ -121,6 +125,22 @@ def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str
         except Exception as error:  # of any library below
             tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
     tuning.milliseconds[PRECISION] = taken
+
+
+def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
+    """Measures products in fp8 beside bf16, where a recipe names them, with the other kernels as they are chosen.
+
+    Raises RecipeError where they are slower.
+    """
+    kind = tuning.plan.recipe.kernels.fp8
+    if kind == "off":
+        return
+    recipe = tuning.plan.recipe.with_(**tuning.values | {FP8: "off"})
+    plain = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
+    plain.warm()
+    bf16, in_fp8, _ = in_turn(plain, tuning.current)
+    tuning.milliseconds[FP8] = {"off": round(bf16 * 1000, 3), kind: round(in_fp8 * 1000, 3)}
+    refuse_slower(kind, bf16, in_fp8)
 
 
 class AnotherLossError(Exception):

@@ -21,9 +21,10 @@ WORTH_FLOPS = 1e15
 def settle(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
     """The plan with the kernels that its recipe leaves open; asked by all ranks, before an engine is built.
 
-    say: takes what is done at the moment. Raises RecipeError, on all ranks, where the model cannot be computed.
+    say: takes what is done at the moment. Raises RecipeError, on all ranks, where the model cannot be computed, or is
+    slower in the fp8 that its recipe names.
     """
-    if not open_kernels(plan.recipe):
+    if not open_kernels(plan.recipe) and plan.recipe.kernels.fp8 == "off":
         return plan
     choice, problems = None, []
     if rank.is_main:
@@ -45,7 +46,7 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
     if cached := read_cached(plan.recipe.data, key):
         return cached
     steps = plan.recipe.train.max_steps * plan.batch.tokens_per_step / plan.cluster.world_size
-    if plan.flops_per_token * steps < WORTH_FLOPS:
+    if plan.flops_per_token * steps < WORTH_FLOPS and plan.recipe.kernels.fp8 == "off":
         why = "by the rules: the run is too short for measuring; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})
     try:

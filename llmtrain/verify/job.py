@@ -172,6 +172,9 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     Ranks draw different dropout masks, as they should, so with it no two layouts train the same.
     Raises RecipeError for a precision that the reference does not compute, and for an unknown model.
     """
+    if recipe.kernels.fp8 != "off":
+        message = f"{recipe.kernels.fp8} was given: products in fp8 are others than the reference's, as they should be"
+        raise RecipeError(Problem("verify.fp8", "kernels.fp8", message, "--set kernels.fp8=off"))
     if recipe.parallel.precision not in COMPARABLE:
         message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
         raise RecipeError(

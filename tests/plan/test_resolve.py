@@ -193,7 +193,7 @@ def test_a_missing_kernel_is_named(tiny):
     """Where none of its packages is there, as here."""
     fields = {"model.attention": "flash_attention_3", "parallel.precision": "bf16", "parallel.zero_stage": 1}
     plan = resolve(tiny.with_(**fields, **{"batch.global_batch_size": 64}), GPUS)
-    with pytest.raises(RecipeError, match=r"(?s)flash_attn_interface nor kernels is installed.*attention=varlen"):
+    with pytest.raises(RecipeError, match=r"(?s)not installed: flash_attn_interface or kernels.*attention=varlen"):
         check_runnable(plan)
 
 

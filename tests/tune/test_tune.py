@@ -11,6 +11,7 @@ from small_plan import small_plan
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import fp8
 from llmtrain.plan import KernelChoice, resolve
 from llmtrain.plan.alternatives import KERNELS, alternatives, open_kernels
 from llmtrain.tune import choice, request, search, settle, trial
@@ -199,3 +200,39 @@ def test_what_the_process_tells():
     with pytest.raises(RecipeError, match="is slower"):
         request._listen(iter([json.dumps({"problems": [problem.as_dict()]})]), said.append)
     assert request._listen(iter([]), said.append) is None
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_fp8_that_is_slower_is_refused(batch, monkeypatch, always):
+    """Also for a short run, and with the kernels that were chosen; on a stand-in for a device with fp8."""
+    converted = []
+    monkeypatch.setattr(fp8, "check_fp8", lambda *_: None)
+    monkeypatch.setattr(fp8, "use_fp8", lambda model, kind: converted.append(kind))
+    open_loss = {"model.attention": "eager", "kernels.threads": 1, "kernels.blocks": "eager"}
+    low = {"parallel.precision": "bf16", "parallel.zero_stage": 1, "kernels.fp8": "rowwise"}
+    recipe = small_plan(**open_loss).recipe.with_(**low)
+    plan = resolve(recipe, Cluster(devices_per_node=2, device="h100"))
+    of_fp8 = {"off": 2.0, "rowwise": 1.5}
+
+    def seconds(recipe):
+        return of_fp8[recipe.kernels.fp8] - (recipe.kernels.loss == "chunked")
+
+    Timed(monkeypatch, seconds)
+    found, _ = _tune(plan, batch, always)
+    if always:
+        assert found.milliseconds["kernels.fp8"] == {"off": 1000.0, "rowwise": 500.0}
+    assert "rowwise" in converted
+    of_fp8["rowwise"] = 2.5
+    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but .* ms, and in bf16 .* ms"):
+        _tune(plan, batch, always)
+
+
+def test_fp8_is_measured_where_nothing_is_open_and_the_run_is_short(tmp_path, monkeypatch):
+    plan = small_plan(**{"data.cache_dir": str(tmp_path)})
+    in_fp8 = plan.model_copy(update={"recipe": plan.recipe.with_(**{"kernels.fp8": "rowwise"})})
+    asked = []
+    monkeypatch.setattr(settle, "measure", lambda plan, *_, **__: asked.append(plan) or _choice("k"))
+    settle._choose(plan, CPU, 1, print)
+    assert asked == []
+    settle._choose(in_fp8, CPU, 1, print)
+    assert asked == [in_fp8]

@@ -34,6 +34,11 @@ def test_the_whole_schedule_lies_within_the_steps(verify_corpus):
     assert recipe.optim.warmup_steps == STEPS // 4
 
 
+def test_products_in_fp8_are_not_compared(verify_corpus):
+    with pytest.raises(RecipeError, match=r"verify\.fp8.*\n.*--set kernels\.fp8=off"):
+        small(verify_corpus, **{"kernels.fp8": "rowwise"})
+
+
 @pytest.mark.parametrize("precision", ["fp16", "autocast_fp16"])
 def test_a_loss_scale_is_not_compared(precision, verify_corpus):
     with pytest.raises(RecipeError, match=r"verify\.precision"):

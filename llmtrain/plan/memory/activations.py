@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmtrain.plan.flops import head_parameters
-from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, liger_chunk, recomputes_loss
 from llmtrain.plan.memory.flat import sliced
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weight, Weights
@@ -96,10 +96,13 @@ def _loss(plan: Plan, tokens: int) -> int:
     """Of the logits of so many tokens and what the loss makes of them, where they are most."""
     if not chunks_loss(plan):
         return LOGIT_BYTES * plan.model.vocab_size * tokens
-    logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
-    if recomputes_loss(plan.recipe):
-        return logits
     widths = WIDTHS[plan.recipe.parallel.precision]
+    logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+    if plan.recipe.kernels.loss == "liger":  # their gradient is written over them
+        chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
+        logits = widths.computed * plan.model.vocab_size * chunk
+    elif recomputes_loss(plan.recipe):
+        return logits
     head = head_parameters(plan.model) // plan.layout.tp
     # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens

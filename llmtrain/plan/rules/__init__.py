@@ -9,6 +9,7 @@ from llmtrain.plan.rules import (
     batch,
     checkpoint,
     expert,
+    kernels,
     layout,
     memory,
     model,
@@ -32,6 +33,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
+    *kernels.RULES,
     *layout.RULES,
     *batch.RULES,
     *checkpoint.RULES,

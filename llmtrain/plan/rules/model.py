@@ -36,8 +36,9 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
 @rule("kernels.loss", "Some engines take the logits themselves, or never have the head whole.", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """A loss in chunks where the engine must have all logits."""
-    if draft.recipe.kernels.loss == "chunked" and (why := needs_whole_loss(draft.recipe)):
-        yield Fault("kernels.loss", f"chunked was given, but {why}", assignment(kernels__loss="whole"))
+    loss = draft.recipe.kernels.loss
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
+        yield Fault("kernels.loss", f"{loss} was given, but {why}", assignment(kernels__loss="whole"))
 
 
 @rule("model.positions", "A table of positions has no row past its end.", "arithmetic")

@@ -1,0 +1,90 @@
+"""Matrix products of the decoder's layers in fp8, by torchao: its linear layers in the place of torch's.
+
+Weights stay what they are, by name, type and object: each product rounds its operands anew, with a scale for a whole
+tensor or for each row (arXiv 2209.05433). The head and what is no linear layer stay as they were.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.stages import decoder_layers
+
+INSTALL = "pip install llmtrain[fp8]"
+LEAST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs of NVIDIA with products in fp8 (Ada; Hopper is 9.0)."""
+SIDE = 16
+"""Numbers by which the sides of a weight must divide (`torch._scaled_mm`)."""
+
+
+def unavailable(device: torch.device) -> str:
+    """Why products in fp8 cannot be made on a device; empty where they can."""
+    if find_spec("torchao") is None:
+        return f"not installed: torchao ({INSTALL})"
+    if device.type != "cuda":
+        return f"they take a GPU, and this is a {device.type}"
+    if torch.version.hip is not None:
+        return "torchao's conversion was read for NVIDIA's fp8 only"
+    found = torch.cuda.get_device_capability(device)
+    if found < LEAST_CAPABILITY:
+        return f"they take compute capability {_version(LEAST_CAPABILITY)}, and this GPU has {_version(found)}"
+    return ""
+
+
+def use_fp8(model: PreTrainedModel, kind: str) -> int:
+    """Has the linear layers of a model's decoder, whole or a stage's, multiply in fp8; returns how many.
+
+    kind: `tensorwise` or `rowwise`, torchao's names for a scale of each tensor or of each row.
+    """
+    from torchao.float8 import convert_to_float8_training
+
+    layers = decoder_layers(model)[1]
+    count = len(_fitting(layers))
+    convert_to_float8_training(layers, config=_config(kind), module_filter_fn=lambda module, name: _fits(module))
+    return count
+
+
+def check_fp8(config: PreTrainedConfig, kind: str, device: torch.device) -> None:
+    """Raises RecipeError where the device makes no products in fp8, or the model has no layers for them."""
+    if why := unavailable(device):
+        raise _refused(kind, f"products in fp8 cannot be made: {why}")
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    if not _fitting(decoder_layers(model)[1]):
+        raise _refused(kind, f"no linear layer of this {config.model_type} has sides that divide by {SIDE}")
+
+
+def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
+    """Raises RecipeError where the same passes take longer in fp8 than in bf16, both in seconds."""
+    if fp8 > bf16:
+        times = f"{1000 * fp8:.4g} ms, and in bf16 {1000 * bf16:.4g} ms"
+        raise _refused(kind, f"on this device a micro-batch through some layers takes {times}")
+
+
+def _refused(kind: str, why: str) -> RecipeError:
+    return RecipeError(Problem("kernels.fp8", "kernels.fp8", f"{kind} was given, but {why}", "--set kernels.fp8=off"))
+
+
+def _fitting(layers: nn.Module) -> list[nn.Module]:
+    return [module for module in layers.modules() if _fits(module)]
+
+
+def _fits(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.in_features % SIDE == module.out_features % SIDE == 0
+
+
+def _config(kind: str) -> Any:
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig.from_recipe_name(kind)
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,68 @@
+"""Layers whose products are in fp8, emulated, train as the plain loop does with the same layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from torch import nn
+from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+
+from llmtrain.models import fp8
+
+STEPS = 4
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
+CASES = {
+    "ZeRO-1": {"parallel.zero_stage": 1},
+    "ZeRO-2, checkpointing": {"parallel.zero_stage": 2, "parallel.activation_checkpointing": "full"},
+    "stages": STAGES,
+    "sequence": {"parallel.sequence": 2, "parallel.zero_stage": 1},
+}
+
+
+def _emulate(patch: pytest.MonkeyPatch) -> None:
+    """Operands are rounded to fp8, and multiplied in fp32: a CPU has no products of fp8."""
+    plain = fp8._config
+    patch.setattr(fp8, "_config", lambda kind: replace(plain(kind), emulate=True))
+    patch.setattr(fp8, "unavailable", lambda device: "")
+
+
+def _train(rank: int, recipes: dict) -> dict[str, Trace]:
+    with pytest.MonkeyPatch.context() as patch:
+        _emulate(patch)
+        return {name: _trace(recipe) for name, recipe in recipes.items()}
+
+
+def _converted(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def _trace(recipe) -> Trace:
+    """The plan is made without fp8: the rules refuse it on CPUs."""
+    plan = plan_of(recipe.with_(**{"kernels.fp8": "off"}), 2).model_copy(update={"recipe": recipe})
+    engine, batch = engine_of(plan), plan.batch
+    assert _converted(engine.module.stage if plan.layout.pp > 1 else engine.model)
+    own = engine.data_parallel_rank, plan.layout.dp
+    return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install -e '.[fp8]'")
+@pytest.mark.slow
+def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch):
+    """The bounds are those of bf16 in `test_parity`. The weights have the names of the plain model's."""
+    fields = {"kernels.fp8": "rowwise", "parallel.precision": "bf16", "batch.micro_batch_size": 2}
+    runs = run_ranks(2, _train, {name: tiny_recipe(**fields | case) for name, case in CASES.items()})
+    plain = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    reference = reference_of(tiny_recipe())
+    _emulate(monkeypatch)
+    fp8.use_fp8(reference.model, "rowwise")
+    expected = trace(reference, range(STEPS), 1, GLOBAL_BATCH)
+    assert worst(expected.grad_norms, plain.grad_norms) > 1e-4  # other numbers: fp32 runs deviate by a tenth of it
+    for run in runs:
+        for name, found in run.items():
+            assert worst(found.losses, expected.losses) < 2**-8, name
+            assert worst(found.grad_norms, expected.grad_norms) < 2**-6, name
+            assert found.weights.keys() == plain.weights.keys(), name

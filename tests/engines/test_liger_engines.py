@@ -1,0 +1,110 @@
+"""Liger's layers and loss train as the plain loop does, whoever reduces the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import triton_on_cpu
+from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
+from harness import run_ranks
+from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from triton_on_cpu import needs_liger
+
+from llmtrain.models import chunked_loss, liger
+from llmtrain.plan import Plan
+
+STEPS = 2
+LIGER = {"kernels.blocks": "liger", "kernels.loss": "liger"}
+BLOCKS = {"kernels.blocks": "liger"}
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
+CASES = {
+    "ZeRO-2, checkpointing": {"parallel.zero_stage": 2, "parallel.activation_checkpointing": "full"} | LIGER,
+    "ZeRO-3": {"parallel.zero_stage": 3} | BLOCKS,
+    "stages": STAGES | LIGER,
+}
+MORE = {
+    "ZeRO-0": LIGER,
+    "ZeRO-1": {"parallel.zero_stage": 1} | LIGER,
+    "ZeRO-3, checkpointing": {"parallel.zero_stage": 3, "parallel.activation_checkpointing": "full"} | BLOCKS,
+    "stages, checkpointing": STAGES | {"parallel.activation_checkpointing": "full"} | LIGER,
+    "tensor": {"parallel.tensor": 2} | BLOCKS,
+    "sequence": {"parallel.sequence": 2, "parallel.zero_stage": 1} | LIGER,
+    "DDP": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"} | LIGER,
+    "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3} | BLOCKS,
+}
+
+
+def _plan(recipe, ranks: int) -> Plan:
+    """Made for the plain kernels: the rules refuse Liger's on CPUs, where nothing but an interpreter runs them."""
+    plain = plan_of(recipe.with_(**{"kernels.blocks": "eager", "kernels.loss": "whole"}), ranks)
+    return plain.model_copy(update={"recipe": recipe})
+
+
+def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
+    triton_on_cpu.complete()
+    return {name: _trace(_plan(recipe, ranks)) for name, recipe in recipes.items()}
+
+
+def _trace(plan: Plan) -> Trace:
+    engine, batch = engine_of(plan), plan.batch
+    model = engine.module.stage.model if plan.layout.pp > 1 else engine.model
+    kinds = {type(module).__name__ for module in model.modules() if "Liger" in module._get_name()}
+    assert {"LlamaRMSNorm", "LlamaMLP"} <= kinds or {"MixtralRMSNorm"} <= kinds
+    if plan.recipe.kernels.loss == "liger" and getattr(engine, "module", None) is None:
+        assert isinstance(chunked_loss(model), liger.LigerLoss)
+    own = engine.data_parallel_rank, plan.layout.dp
+    return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
+
+
+def _compare(ranks: int, cases: dict, fields: dict) -> None:
+    expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
+    recipes = {name: tiny_recipe(**fields | {"batch.micro_batch_size": 4} | case) for name, case in cases.items()}
+    for runs in run_ranks(ranks, _train, recipes, ranks):
+        for name, run in runs.items():
+            assert_same(run, expected, name)
+
+
+@needs_liger
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *({name: case} for name, case in CASES.items()),
+        *(pytest.param({n: c}, marks=pytest.mark.breadth) for n, c in MORE.items()),
+    ],
+    ids=lambda one: [*one][-1],
+)
+def test_ligers_kernels_are_the_plain_loop(cases):
+    _compare(2, cases, {"model.config.tie_word_embeddings": "stages" not in cases})
+
+
+@needs_liger
+@pytest.mark.breadth
+def test_stages_that_ranks_share_are_the_plain_loop():
+    _compare(4, {"stages of tensor ranks": STAGES | {"parallel.tensor": 2} | BLOCKS}, {})
+
+
+@needs_liger
+@pytest.mark.breadth
+@pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
+def test_a_routers_loss_is_kept(parallel):
+    """Its norms and rotations are Liger's; the engine's experts are the engine's."""
+    expected = trace(reference_of(tiny_recipe(**MIXTRAL)), range(STEPS), 4, 2)
+    recipes = {"experts": tiny_recipe(**MIXTRAL | LIGER | parallel | {"batch.micro_batch_size": 4})}
+    for runs in run_ranks(2, _train, recipes, 2):
+        assert_same(runs["experts"], expected, "experts")
+
+
+@needs_liger
+@pytest.mark.slow
+def test_the_loss_in_bf16_stays_near_the_fp32_loop():
+    """Weights in bf16, and autocast; the bounds are those of `test_parity`.
+
+    The interpreter (3.7.1) adds bf16 numbers as integers: the loss adds none, the layers' kernels do.
+    """
+    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    fields = {"kernels.loss": "liger", "parallel.zero_stage": 1, "batch.micro_batch_size": 4}
+    recipes = {one: tiny_recipe(**fields | {"parallel.precision": one}) for one in ("bf16", "autocast_bf16")}
+    for runs in run_ranks(2, _train, recipes, 2):
+        for name, run in runs.items():
+            assert worst(run.losses, expected.losses) < 2**-8, name
+            assert worst(run.grad_norms, expected.grad_norms) < 2**-6, name

@@ -1,0 +1,159 @@
+"""Products of the layers in fp8, emulated: what is converted, what stays, and when it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.errors import RecipeError
+from llmtrain.models import fp8
+from llmtrain.models.cut import build_stage, check_cut
+from llmtrain.models.tiny import shrink
+from llmtrain.plan.bounds import StageBounds
+
+CPU = torch.device("cpu")
+FIELDS = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+E4M3, E5M2 = 2**-4, 2**-3
+"""Largest relative rounding of numbers with 3 and with 2 bits behind the first."""
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install -e '.[fp8]'")
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Operands are rounded to fp8, and multiplied in fp32: a CPU has no products of fp8."""
+    plain = fp8._config
+    monkeypatch.setattr(fp8, "_config", lambda kind: replace(plain(kind), emulate=True))
+
+
+def _model(family: str = "llama", **fields: object):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FIELDS | fields), dtype=torch.bfloat16)
+
+
+def _converted(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+
+
+@needs_torchao
+def test_the_layers_are_converted_and_the_head_is_not(emulated):
+    model = _model()
+    count = fp8.use_fp8(model, "tensorwise")
+    names = _converted(model)
+    assert len(names) == count == 2 * 7
+    assert all(name.startswith("model.layers.") for name in names)
+
+
+@needs_torchao
+def test_weights_stay_the_same_objects_by_the_same_names(emulated):
+    model = _model()
+    before, state = dict(model.named_parameters()), [*model.state_dict()]
+    fp8.use_fp8(model, "rowwise")
+    after = dict(model.named_parameters())
+    assert [*after] == [*before]
+    assert all(after[name] is before[name] for name in before)
+    assert [*model.state_dict()] == state
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_a_product_rounds_its_operands_once(emulated, kind):
+    """Value and gradients of one layer against fp32, within the roundings of both operands, a term at a time."""
+    generator = torch.Generator().manual_seed(0)
+    rows, layers = torch.randn(32, 48, generator=generator), nn.ModuleList([nn.Linear(48, 16, bias=False)])
+    upstream = torch.randn(32, 16, generator=generator)
+    weight = layers[0].weight.detach().clone()
+    convert(layers, kind)
+    rows.requires_grad_()
+    value = layers[0](rows)
+    value.backward(upstream)
+    gradient_rounding = E5M2 if kind == "tensorwise" else E4M3  # torchao's types of gradients
+    for found, one, other, rounding in (
+        (value, rows, weight.T, E4M3 + E4M3),
+        (rows.grad, upstream, weight, gradient_rounding + E4M3),
+        (layers[0].weight.grad, upstream.T, rows, gradient_rounding + E4M3),
+    ):
+        bound = 1.1 * rounding * (one.abs() @ other.abs()) + 1e-3  # and what lies below the smallest number
+        assert ((found - one @ other).abs() <= bound).all()
+        assert (found != one @ other).any()
+
+
+def convert(layers: nn.Module, kind: str) -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(layers, config=fp8._config(kind))
+
+
+@needs_torchao
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_a_model_stays_near_bf16(emulated, kind):
+    tokens = torch.arange(32).reshape(2, 16)
+    losses = []
+    for changed in (False, True):
+        model = _model()
+        if changed:
+            fp8.use_fp8(model, kind)
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@needs_torchao
+def test_a_stage_is_converted_where_it_has_layers(emulated):
+    config, bounds = shrink(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
+    cut = check_cut(config, bounds)
+    stage = build_stage(config, 1, bounds, "eager", torch.bfloat16, CPU, cut)
+    names = stage.hf_names()
+    assert fp8.use_fp8(stage.model, "tensorwise") == 7
+    assert all(name.startswith("model.model.layers.1.") for name in _converted(stage))
+    assert [*names] == [name for name, _ in stage.named_parameters()]
+
+
+@needs_torchao
+def test_sides_that_do_not_divide_stay():
+    model = _model(intermediate_size=72)
+    assert fp8.use_fp8(model, "tensorwise") == 2 * 4
+    assert not [name for name in _converted(model) if ".mlp." in name]
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "capability", "why"),
+    [
+        (False, "cuda", (9, 0), "not installed: torchao (pip install llmtrain[fp8])"),
+        (True, "cpu", None, "they take a GPU, and this is a cpu"),
+        (True, "cuda", (8, 0), "they take compute capability 8.9, and this GPU has 8.0"),
+        (True, "cuda", (8, 9), ""),
+        (True, "cuda", (10, 0), ""),
+    ],
+)
+def test_where_it_can_run(monkeypatch, installed, device, capability, why):
+    monkeypatch.setattr(fp8, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert fp8.unavailable(torch.device(device)) == why
+
+
+def test_what_has_no_linear_layers_for_it_is_refused(monkeypatch):
+    monkeypatch.setattr(fp8, "unavailable", lambda device: "")
+    config = AutoConfig.for_model("gpt2", n_layer=2)  # its layers are `Conv1D`
+    with pytest.raises(RecipeError, match=r"no linear layer of this gpt2 has sides.*\n.*--set kernels\.fp8=off"):
+        fp8.check_fp8(config, "tensorwise", CPU)
+    fp8.check_fp8(AutoConfig.for_model("llama", **FIELDS), "tensorwise", CPU)
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but products in fp8 cannot be made"):
+        fp8.check_fp8(AutoConfig.for_model("llama", **FIELDS), "rowwise", CPU)
+
+
+def test_slower_is_refused_with_both_times():
+    fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
+    with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, and in bf16 2 ms.*\n.*kernels\.fp8=off"):
+        fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)

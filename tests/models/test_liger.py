@@ -1,0 +1,242 @@
+"""Liger's kernels in one model compute what its own modules do, and leave all others alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_on_cpu
+from transformers import AutoConfig, AutoModelForCausalLM
+from triton_on_cpu import needs_liger
+
+from llmtrain.errors import RecipeError
+from llmtrain.models import Stage, chunked_loss, liger, liger_patches
+from llmtrain.models.compare import Comparison
+from llmtrain.models.cut import build_stage, check_cut, reference
+from llmtrain.models.initial import initialise
+from llmtrain.models.tiny import shrink
+from llmtrain.plan.bounds import StageBounds
+
+CPU = torch.device("cpu")
+VOCABULARY = 97
+FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _interpreter():
+    if not needs_liger.args[0]:
+        triton_on_cpu.complete()
+
+
+def _model(family: str = "llama", dtype: torch.dtype = torch.float32, **fields: object):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FIELDS | fields), dtype=dtype)
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, dims=1)
+    labels[0, 3:6] = -100
+    return tokens, labels
+
+
+FAMILIES = ("llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.slow))
+BREADTH = (
+    *("mistral", "mixtral", "nemotron", "granite", "phi3", "olmo2", "glm4", "gpt_oss", "gemma", "gemma3_text"),
+    *("gemma4_text", "llama4_text", "smollm3", "qwen2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "deepseek_v3"),
+    *("falcon_h1", "hunyuan_v1_dense", "exaone4", "ministral", "olmo3", "deepseek_v2"),
+)
+
+
+@needs_liger
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)])
+def test_layers_compute_the_same(family):
+    """Norms, rotations and gated activations, forward and backward."""
+    liger.check_blocks(AutoConfig.for_model(family), CPU)
+
+
+@needs_liger
+def test_a_models_norms_rotations_and_activations_are_ligers():
+    from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+
+    model = _model()
+    liger.use_blocks(model)
+    layer = model.model.layers[1]
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
+        assert norm.forward.__func__ is LigerRMSNorm.forward
+    assert layer.mlp.forward.__func__ is LigerSwiGLUMLP.forward
+    assert layer.self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"] is liger_rotary_pos_emb
+
+
+@needs_liger
+def test_other_models_stay_plain():
+    """Of the same process and family, built before and after."""
+    from transformers.models.llama import modeling_llama
+
+    names = dict(vars(modeling_llama))
+    before, changed = _model(), _model()
+    liger.use_blocks(changed)
+    assert vars(modeling_llama) == names
+    for plain in (before, _model()):
+        assert not [name for name, module in plain.named_modules() if "forward" in vars(module)]
+    tokens, _ = _batch()
+    assert torch.equal(before(tokens).logits, _model()(tokens).logits)
+
+
+@needs_liger
+def test_parameters_keep_their_names():
+    model = _model()
+    names = [name for name, _ in model.named_parameters()]
+    liger.use_blocks(model)
+    assert [name for name, _ in model.named_parameters()] == names == [*_model().state_dict()]
+
+
+@needs_liger
+def test_experts_stay_as_they_are():
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    model = _model("mixtral", num_local_experts=4)
+    liger.use_blocks(model)
+    experts = [module for module in model.modules() if isinstance(module, MixtralExperts)]
+    assert experts
+    assert not [module for module in experts if "forward" in vars(module)]
+
+
+@needs_liger
+def test_who_computes_otherwise_already_is_left_alone():
+    model = _model()
+    norm = model.model.norm
+    norm.forward = lambda states: states
+    liger.use_blocks(model)
+    assert norm.forward.__name__ == "<lambda>"
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
+
+
+@needs_liger
+def test_a_stage_is_changed_where_it_has_layers():
+    """Holes stay holes, and the chain computes what it did."""
+    config, bounds = shrink(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
+    cut = check_cut(config, bounds)
+    inputs = torch.arange(12)[None] % 90, torch.arange(12)[None]
+
+    def chain(changed: bool) -> torch.Tensor:
+        stages = [build_stage(config, index, bounds, "eager", torch.float32, CPU, cut) for index in (0, 1)]
+        states: tuple[torch.Tensor, ...] = inputs
+        for stage in stages:
+            initialise(stage.model, 0)
+            if changed:
+                liger.use_blocks(stage.model)
+                assert len(_changed(stage)) == 4 + stage.is_last
+            states = stage(states)
+        return states
+
+    torch.testing.assert_close(chain(True), chain(False), rtol=1e-4, atol=1e-5)
+
+
+def _changed(stage: Stage) -> list[str]:
+    return [name for name, module in stage.named_modules() if "forward" in vars(module)]
+
+
+@needs_liger
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt2", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)]
+)
+def test_the_fused_loss_is_the_loss(family):
+    """Tied and untied heads, capped logits."""
+    liger.check_loss(AutoConfig.for_model(family), CPU)
+
+
+@needs_liger
+@pytest.mark.parametrize("tied", [False, True])
+def test_labels_without_a_target_count_nothing(tied):
+    tokens, labels = _batch()
+    model = _model(tie_word_embeddings=tied)
+    plain = _gradients(model(tokens, labels=None).logits, labels, model)
+    loss = liger.LigerLoss(model)
+    assert chunked_loss(model) is loss
+    model.zero_grad()
+    fused = model(tokens, targets=labels).loss_sum
+    (3 * fused).backward()
+    assert fused.item() == pytest.approx(plain[0], rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 3 * plain[1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _gradients(logits, labels, model) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@needs_liger
+def test_without_gradients_it_is_the_same_sum():
+    tokens, labels = _batch()
+    model = _model()
+    with torch.no_grad():
+        logits = model(tokens).logits
+        liger.LigerLoss(model)
+        fused = model(tokens, targets=labels).loss_sum
+    whole = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert fused.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+@needs_liger
+def test_families_that_liger_does_not_know_are_refused():
+    with pytest.raises(RecipeError, match=r"kernels\.blocks.*cohere does not run so.*no kernels.*\n.*blocks=eager"):
+        liger.check_blocks(AutoConfig.for_model("cohere"), CPU)
+
+
+@needs_liger
+def test_a_loss_of_other_logits_is_refused():
+    """Cohere scales its logits, which Liger's loss knows nothing of."""
+    with pytest.raises(RecipeError, match=r"the loss or gradients of cohere would deviate.*\n.*kernels\.loss=chunked"):
+        liger.check_loss(AutoConfig.for_model("cohere"), CPU)
+
+
+@needs_liger
+def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
+    patches = liger_patches.liger_patches
+
+    def wrong(config):
+        found = patches(config)
+        for patch in found.values():
+            if "variance_epsilon" in patch.values or "offset" in patch.values:
+                patch.values["variance_epsilon"] = 1e-2
+        return found
+
+    monkeypatch.setattr(liger, "liger_patches", wrong)
+    with pytest.raises(RecipeError, match="gradients of llama would deviate"):
+        liger.check_blocks(AutoConfig.for_model("llama"), CPU)
+
+
+def test_a_gradient_that_is_no_number_deviates():
+    config = shrink(AutoConfig.for_model("llama"), 2)
+    model = reference(config, "eager")
+    comparison = Comparison(model, config)
+    assert comparison.deviation() == 0
+    model.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    assert comparison.deviation() == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("installed", "interpreted", "device", "why"),
+    [
+        ((), "1", "cuda", "not installed: liger_kernel and triton (pip install llmtrain[liger])"),
+        (("triton",), "1", "cuda", "not installed: liger_kernel (pip install llmtrain[liger])"),
+        (("triton", "liger_kernel"), "0", "cpu", "Triton, which they are written in, compiles for GPUs"),
+        (("triton", "liger_kernel"), "0", "cuda", ""),
+        (("triton", "liger_kernel"), "1", "cpu", ""),
+    ],
+)
+def test_where_it_can_run(monkeypatch, installed, interpreted, device, why):
+    monkeypatch.setattr(liger, "find_spec", lambda name: object() if name in installed else None)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    found = liger.unavailable(torch.device(device))
+    assert found.startswith(why)
+    assert bool(found) is bool(why)
+
+
+def test_where_it_cannot_run_it_is_refused(monkeypatch):
+    monkeypatch.setattr(liger, "unavailable", lambda device: "no such thing here")
+    with pytest.raises(RecipeError, match=r"kernels\.loss: liger was given, but its kernels cannot run: no such thing"):
+        liger.check_loss(AutoConfig.for_model("llama"), CPU)
