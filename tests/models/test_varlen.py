@@ -114,7 +114,7 @@ def test_torch_takes_the_call_and_differentiates_it():
     """The real operator, on tensors without memory: its arguments, its shapes and its backward pass, no numbers."""
     states = [state.detach().to("meta", torch.bfloat16).requires_grad_() for state in _states(4, 2, 12, 6)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="meta")
-    output = varlen._by_kernel(*(varlen._joined(state) for state in states), bounds, 12, 0.3, 3)
+    output = varlen._by_kernel(*(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, 12, 0.3, 3)
     assert output.shape == (24, 4, 6)
     output.sum().backward()
     assert [state.grad.shape for state in states] == [state.shape for state in states]
