@@ -55,13 +55,13 @@ def _found(device: str, **fields: object) -> dict[str, str]:
             LIGER | {"parallel.precision": "fp16", "parallel.zero_stage": 1},
             {"kernels.liger_loss kernels.loss": "--set kernels.loss=chunked"},
         ),
-        ("h100", LIGER | FSDP, {"kernels.liger_loss kernels.loss": "--set kernels.loss=whole"}),
+        ("h100", LIGER | FSDP, {"kernels.loss kernels.loss": "--set kernels.loss=whole"}),
         (
             "h100",
             LIGER | {"parallel.backend": "data_parallel"},
             {
                 "kernels.liger_blocks kernels.blocks": "--set kernels.blocks=eager",
-                "kernels.liger_loss kernels.loss": "--set kernels.loss=whole",
+                "kernels.loss kernels.loss": "--set kernels.loss=whole",
             },
         ),
     ],
