@@ -37,7 +37,7 @@ class Phase(IntEnum):
     LOADING = 0
     """Preparing data, starting engines, reading a checkpoint; takes as long as it takes."""
     FIRST_STEPS = 1
-    """The first `WARM_STEPS` steps."""
+    """The first `WARM_STEPS` steps, and what a later one compiles."""
     TRAINING = 2
     """A step."""
     BETWEEN = 3
@@ -119,6 +119,16 @@ class Heartbeat:
     def beat(self) -> None:
         """The phase goes on."""
         self._reals[_BEAT] = time.monotonic()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Something is compiled in the midst of a phase: a step may take as long as the first ones."""
+        phase = self._numbers[_PHASE]
+        self._beat(Phase.FIRST_STEPS if phase == Phase.TRAINING else Phase(phase))
+        try:
+            yield
+        finally:
+            self._beat(Phase(phase))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

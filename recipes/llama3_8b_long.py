@@ -6,7 +6,7 @@ Meant to go on from trained weights, say those of `llama3_8b`:
 
 Rotary positions: huggingface.co/meta-llama/Llama-3.1-8B. Batch and rates: ProLong (arXiv 2410.02660):
 4M tokens a step, 1e-5 falling to a tenth, a tenth of the steps as warm-up, 20 billion tokens. The
-attention kernel tells packed documents apart by their positions: a mask would have 128k × 128k entries.
+attention kernel is told the bounds of packed documents: a mask would have 128k × 128k entries.
 """
 
 from llama3_8b import recipe as llama3_8b

@@ -51,6 +51,21 @@ def test_what_a_rank_does_is_read_elsewhere(clock):
     assert reader.read().phase == Phase.DONE
 
 
+def test_a_step_that_compiles_may_take_as_long_as_the_first(clock):
+    heart = Heartbeat()
+    reader = heart.reader()
+    for number in range(1, WARM_STEPS + 1):
+        step(heart, clock, number, 1)
+    heart.begin_step(3)
+    clock.now += 5
+    with heart.compiling():
+        assert (reader.read().phase, reader.read().beat) == (Phase.FIRST_STEPS, clock.now)
+        clock.now += 50
+    assert (reader.read().phase, reader.read().beat) == (Phase.TRAINING, clock.now)
+    with heart.phase(Phase.EVALUATING), heart.compiling():
+        assert reader.read().phase == Phase.EVALUATING
+
+
 def test_the_p99_leaves_out_first_steps_evaluations_and_saves(clock):
     heart = Heartbeat()
     reader = heart.reader()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.forward import forward
+from llmtrain.engines.forward import check_kernels, forward
 from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
@@ -25,6 +25,7 @@ class TorchDataParallel(ReferenceEngine):
     def __init__(self, plan: Plan, device: torch.device) -> None:
         recipe = plan.recipe
         model = build_model(recipe, torch.float32, device)
+        check_kernels(model.config, plan)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.devices = [device]

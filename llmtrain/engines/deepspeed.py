@@ -21,7 +21,7 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
-from llmtrain.engines.leaves import gather_experts_together
+from llmtrain.engines.leaves import gather_experts_together, gather_layers_together
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
@@ -47,6 +47,8 @@ class DeepSpeedDataParallel:
         install_kernels(model, plan)
         if plan.layout.zero_stage == 3:
             gather_experts_together(model)
+            if recipe.kernels.blocks == "compiled":
+                gather_layers_together(model)
         self.model = model
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(model, ds_config)

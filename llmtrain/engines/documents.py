@@ -1,47 +1,84 @@
-"""Whether a micro-batch has several documents in a row: known on the host, so that no device is asked.
+"""Where the documents of a micro-batch begin and end: known on the host, so that no device is asked.
 
-`transformers` looks for it in the positions before it makes a mask, and waits for the device in each forward pass.
+`transformers` looks for it in the positions before it makes a mask, and waits for the device in each forward pass; some
+families (OPT, BLOOM, gpt-oss) give it no positions to look at, and would have documents see each other. Attention
+without a mask is told by arguments of the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
+
+from llmtrain.models import Documents, takes_bounds
 
 _own = masking_utils.find_packed_sequence_indices
-_several: bool | None = None
+_known: Documents | None = None
 """What is known of the batch of this moment; None where nothing is."""
 
 
 @contextmanager
-def documents_known(position_ids: Tensor) -> Iterator[None]:
-    """Within it, masks are made for rows of which is known whether they have several documents.
+def documents_known(position_ids: Tensor) -> Iterator[Documents | None]:
+    """Within it, all masks keep documents apart, and are made for rows of which is known whether they have several.
 
     position_ids: [batch, T], of whole sequences, as the data gave them. On a device nothing is known of them, and
-    what is known already stands: slices of a sequence have the mask of the whole one.
+    what is known already stands: slices of a sequence have the mask of the whole one, and its bounds.
     """
-    global _several
-    if _several is not None or position_ids.device.type != "cpu":
-        yield
+    global _known
+    if _known is not None or position_ids.device.type != "cpu":
+        yield _known
         return
-    _several = bool((np.diff(position_ids.numpy(), axis=1) != 1).any())
+    _known = Documents.of(position_ids)
+    arguments = masking_utils._preprocess_mask_arguments
     masking_utils.find_packed_sequence_indices = _find
+    masking_utils._preprocess_mask_arguments = partial(_with_positions, arguments, position_ids)
     try:
-        yield
+        yield _known
     finally:
-        masking_utils.find_packed_sequence_indices, _several = _own, None
+        masking_utils.find_packed_sequence_indices, _known = _own, None
+        masking_utils._preprocess_mask_arguments = arguments
+
+
+def bounds_for(
+    model: PreTrainedModel, position_ids: Tensor, device: torch.device, known: Documents | None = None
+) -> dict[str, Any]:
+    """Arguments of a model's forward pass by which its attention keeps documents apart; none where a mask does.
+
+    position_ids: [batch, T], of whole sequences; a device is asked for its own, where nothing is `known` of them.
+    """
+    if not takes_bounds(model.config._attn_implementation):
+        return {}
+    return (known or Documents.of(position_ids.cpu())).arguments(device)
+
+
+def _with_positions(
+    original: Callable[..., Any],
+    known: Tensor,
+    config: Any,
+    embeddings: Tensor,
+    mask: Any,
+    cache: Any,
+    positions: Tensor | None = None,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """What a mask is made from, of a family too that leaves the positions out."""
+    if positions is None and mask is None and cache is None and len(embeddings) == len(known):
+        positions = known.to(embeddings.device, non_blocking=True)
+    return original(config, embeddings, mask, cache, positions, *rest, **named)
 
 
 def _find(position_ids: Tensor) -> Tensor | None:
     """As `transformers`' own: [batch, T] numbers of documents within their rows; None where all rows have one."""
-    if _several is None:
+    if _known is None:
         return _own(position_ids)  # type: ignore[no-any-return]
-    if not _several:
+    if not _known.several:
         return None
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
     return begins.cumsum(-1)

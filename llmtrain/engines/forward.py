@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.documents import documents_known
+from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, target_loss_sum
 from llmtrain.models.chunked import check_chunks
+from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+from llmtrain.models.varlen_check import check_attention
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 
@@ -31,30 +33,44 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError where its family cannot compute so.
     """
-    kernels, device = plan.recipe.kernels, _device(plan)
-    if kernels.blocks == "liger":
+    recipe, device = plan.recipe, _device(plan)
+    check_attention(config, recipe.model.attention_kernel)
+    compiled = [name for name in ("blocks", "loss") if getattr(recipe.kernels, name) == "compiled"]
+    if compiled:
+        check_compiler([f"kernels.{name}" for name in compiled], plan.cluster.spec.on_cpu)
+    if "blocks" in compiled:
+        check_layers(config, recipe.model.attention_kernel)
+    if recipe.kernels.blocks == "liger":
         liger.check_blocks(config, device)
-    if kernels.fp8 != "off":
-        fp8.check_fp8(kernels.fp8, device)
-    if kernels.loss == "liger":
+    if recipe.kernels.fp8 != "off":
+        fp8.check_fp8(recipe.kernels.fp8, device)
+    if recipe.kernels.loss == "liger":
         liger.check_loss(config, device)
     elif chunks_loss(plan):
         check_chunks(config)
 
 
 def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
-    """Has a model, whole or a stage's, compute as the plan says; `check_kernels` has let it through."""
-    kernels = plan.recipe.kernels
-    if kernels.fp8 != "off":
-        fp8.use_fp8(model, kernels.fp8)
-    if kernels.blocks == "liger":
+    """Has a model, whole or a stage of it, compute as the plan says; `check_kernels` has let it through.
+
+    has_head: whether the loss is made of what it returns.
+    """
+    recipe = plan.recipe
+    if recipe.kernels.fp8 != "off":
+        fp8.use_fp8(model, recipe.kernels.fp8)
+    if "compiled" in (recipe.kernels.blocks, recipe.kernels.loss):
+        share_processors(plan.cluster.devices_per_node)
+    if recipe.kernels.blocks == "compiled":
+        compile_layers(model, recipe.model.attention_kernel)
+    elif recipe.kernels.blocks == "liger":
         liger.use_blocks(model)
     if not has_head:
         return
-    if kernels.loss == "liger":
+    if recipe.kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
-        ChunkedLoss(model, CHUNK_TOKENS, recomputed=recomputes_loss(plan.recipe))
+        loss = compiled_loss() if recipe.kernels.loss == "compiled" else target_loss_sum
+        ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
 
 
 def _device(plan: Plan) -> torch.device:
@@ -69,7 +85,7 @@ def forward(
 
     call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` reads
     the bounds of packed documents from `position_ids`, which start again at 0 in each
-    (`masking_utils.find_packed_sequence_indices`).
+    (`masking_utils.find_packed_sequence_indices`); a kernel without masks gets them as they are.
     """
     labels = batch.labels.to(device, non_blocking=True)
     inputs = {
@@ -79,8 +95,8 @@ def forward(
     }
     if chunked_loss(model):
         inputs["targets"] = labels
-    with documents_known(batch.position_ids):
-        output = call(**inputs)
+    with documents_known(batch.position_ids) as documents:
+        output = call(**inputs, **bounds_for(model, batch.position_ids, device, documents))
     loss_sum = output.loss_sum if "targets" in inputs else target_loss_sum(output.logits, labels)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:

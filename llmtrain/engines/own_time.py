@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Work
 
 from llmtrain.engines.seam import Engine
 from llmtrain.heartbeat import Heartbeat
+from llmtrain.models import compiled
 from llmtrain.plan import Plan
 
 PASSES = 3
@@ -21,12 +22,14 @@ WAITS_IN_C = ("ddp", "horovod")
 
 
 def measure(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
-    """Has `heart` beat while this rank waits for others, as far as the host sees that, and measure its own time.
+    """Has `heart` know when this rank compiles and, as far as the host sees it, waits for others, and measure its time.
 
     On CPUs a rank waits in `Work.wait`, which is replaced in this process. A GPU waits where no host sees it: there
     the time of forward passes is measured by events, which are read late. What they contain of collectives (ZeRO-3,
     FSDP2, tensor, sequence and expert parallelism) is waiting too, and hides a slow rank from those who wait for it.
+    So do, on CPUs, the collectives within compiled layers, which wait in C.
     """
+    compiled.compiling = heart.compiling
     if plan.cluster.world_size == 1:
         return
     if plan.cluster.spec.on_cpu:

@@ -20,10 +20,11 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.data import StepBatch
+from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.alone import is_alone
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.engines.forward import check_kernels, use_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
@@ -156,6 +157,8 @@ class DeepSpeedPipeline:
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
+        self._awaited: Iterator[MicroBatch] = iter(())
+        self.module.stage.register_forward_pre_hook(lambda *_: self._tell_documents())
         self.ulysses: Ulysses | None = None
         if plan.layout.sp > 1:
             self.ulysses = Ulysses(self.module.stage.model, sequence_group(plan.layout))
@@ -290,6 +293,12 @@ class DeepSpeedPipeline:
         assert self.ulysses is not None
         self.ulysses.receive(inputs[1])
 
+    def _tell_documents(self) -> None:
+        """Every stage runs the micro-batches of its replica in their order, whose positions all its ranks have."""
+        stage, positions = self.module.stage, next(self._awaited).position_ids
+        stage.context = documents_known(positions)
+        stage.bounds = bounds_for(stage.model, positions, self.device)
+
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:
             own = self.ulysses.slice(one) if self.ulysses else one
@@ -303,6 +312,7 @@ class DeepSpeedPipeline:
         ranks = self.plan.layout.dp * self.plan.layout.sp
         self._scale = len(batch.micro_batches) * ranks / batch.target_tokens
         self._total = torch.zeros((), device=self.device)
+        self._awaited = iter(batch.micro_batches)
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`.

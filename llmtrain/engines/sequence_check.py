@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.alone import is_alone
+from llmtrain.engines.documents import documents_known
 from llmtrain.engines.ulysses import Group, Ulysses
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import target_loss_sum
@@ -113,12 +114,14 @@ def compare(config: PreTrainedConfig, attention: str, group: Group, batch: Micro
         whole = reference(config, attention).train()
         batch = batch or _packed_batch(config)
         split = copy.deepcopy(whole)
-        expected = _forward(whole, batch)
+        with documents_known(batch.position_ids):
+            expected = _forward(whole, batch)
         _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
     except STUMBLES as error:
         return f"its tiny copy does not run ({type(error).__name__}: {error})"
     try:
-        return _deviation(split, whole, expected, batch, Ulysses(split, group))
+        with documents_known(batch.position_ids):
+            return _deviation(split, whole, expected, batch, Ulysses(split, group))
     except STUMBLES as error:
         # Whatever a foreign forward stumbles over with a slice is the reason to refuse it.
         return f"its forward fails on a slice ({type(error).__name__}: {error})"

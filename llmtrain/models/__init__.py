@@ -4,10 +4,12 @@ from llmtrain.models.build import build_model, find_stages, model_configuration,
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
+from llmtrain.models.varlen import Documents, takes_bounds
 
 __all__ = [
     "IGNORE",
     "ChunkedLoss",
+    "Documents",
     "Refused",
     "Stage",
     "build_model",
@@ -16,5 +18,6 @@ __all__ = [
     "model_configuration",
     "stage_builder",
     "stage_names",
+    "takes_bounds",
     "target_loss_sum",
 ]

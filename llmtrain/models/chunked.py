@@ -85,6 +85,8 @@ class ChunkedLoss:
     tokens: int
     """Of a chunk."""
     recomputed: bool
+    loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
+    """Sum of the cross-entropies of a chunk's logits."""
     _whole: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _kind: type = field(init=False, repr=False)
@@ -147,7 +149,7 @@ class ChunkedLoss:
         """Of some tokens."""
         with self._returning(hidden):
             logits = self._whole(input_ids=torch.zeros_like(targets), use_cache=False).logits
-        return target_loss_sum(logits, targets)
+        return self.loss_of(logits, targets)
 
     @contextmanager
     def _returning(self, hidden: Tensor) -> Iterator[None]:

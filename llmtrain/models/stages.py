@@ -16,9 +16,10 @@ that is a product of means over all layers, and so no sum of parts that each sta
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,6 +131,10 @@ class Stage(nn.Module):
 
     targets: Tensor | None = None
     """Labels [batch, T] of the micro-batch to come, for a last stage whose model takes them (`ChunkedLoss`)."""
+    bounds: Mapping[str, Any] = MappingProxyType({})
+    """Arguments by which the attention of the micro-batch to come keeps documents apart (`models.varlen`)."""
+    context: AbstractContextManager[Any] = nullcontext()
+    """Where the next forward pass runs."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -163,7 +168,7 @@ class Stage(nn.Module):
         """
         states, position_ids, *extras = inputs
         tokens = states if self.is_first else self._tokens(position_ids, extras)
-        arguments = {"input_ids": tokens, "use_cache": False}
+        arguments = {"input_ids": tokens, "use_cache": False, **self.bounds}
         if self._takes_positions:
             arguments["position_ids"] = position_ids
         if self.targets is not None:
@@ -172,7 +177,8 @@ class Stage(nn.Module):
         for entry in self._entry:
             entry.received = states
         try:
-            output = self._run[0](**arguments)
+            with self.context:
+                output = self._run[0](**arguments)
             return self._last(output) if self.is_last else self._sent(output, position_ids, tokens)
         finally:
             self._forget()
@@ -192,6 +198,7 @@ class Stage(nn.Module):
     def _forget(self) -> None:
         """Lets go of the activations: the engine keeps what it needs, for several micro-batches at a time."""
         self.targets = None
+        self.bounds, self.context = {}, nullcontext()
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None

@@ -36,20 +36,26 @@ def kernel_lines(plan: Plan) -> list[str]:
     if plan.kernels is not None:
         return kernel_choice_lines(plan.kernels)
     kernels = plan.recipe.kernels
+    attention = plan.recipe.model.attention_kernel
     told = {
+        f"attention {attention}": attention != "sdpa",
+        "layers compiled": kernels.blocks == "compiled",
         "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
         f"products of the layers in fp8, {kernels.fp8}": kernels.fp8 != "off",
         _loss(plan): chunks_loss(plan),
     }
-    return [f"kernels  {'; '.join(line for line, holds in told.items() if holds)}"] if any(told.values()) else []
+    parts = [part for part, holds in told.items() if holds]
+    return [f"kernels  {'; '.join(parts)}"] if parts else []
 
 
 def _loss(plan: Plan) -> str:
     """How a loss without all logits is made."""
-    if plan.recipe.kernels.loss == "liger":
+    kind = plan.recipe.kernels.loss
+    if kind == "liger":
         return "Liger's fused loss"
+    how = ", compiled" if kind == "compiled" else ""
     twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
-    return f"loss in chunks of {CHUNK_TOKENS:,} tokens{twice}"
+    return f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}"
 
 
 def chosen_line(choice: KernelChoice) -> str:

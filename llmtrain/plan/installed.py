@@ -12,6 +12,8 @@ PACKAGES = {
     "horovod": ("horovod", "scripts/install_horovod.sh"),
 }
 """Backend → the package that it imports, and the command that installs it."""
+ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Attention → the package that has it; `kernels` has any of them."""
 
 
 KERNELS = {
@@ -29,12 +31,18 @@ def is_installed(backend: str) -> bool:
 
 
 def missing_packages(plan: Plan) -> list[Problem]:
-    """The packages that the plan's backend and its kernels import, where they are not installed."""
-    problems, backend = [], plan.recipe.parallel.backend
+    """The packages that the plan's backend, its attention and its kernels import, where they are not installed."""
+    problems = []
+    backend, attention = plan.recipe.parallel.backend, plan.recipe.model.attention_kernel
     if not is_installed(backend):
         package, command = PACKAGES[backend]
         message = f"'{backend}' was given, but the package {package} is not installed"
         problems.append(Problem("backend.installed", "parallel.backend", message, command))
+    package = ATTENTION.get(attention, "")
+    if package and not any(map(find_spec, (package, "kernels"))):
+        message = f"'{attention}' was given, but neither the package {package} nor kernels is installed"
+        fix = "pip install kernels, or --set model.attention=varlen"
+        problems.append(Problem("model.attention_installed", "model.attention", message, fix))
     for (field, value), (packages, command) in KERNELS.items():
         missing = [package for package in packages if find_spec(package) is None]
         if getattr(plan.recipe.kernels, field) == value and missing:

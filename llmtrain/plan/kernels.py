@@ -17,6 +17,8 @@ LARGE_LOSS = 2**30
 SMALL_HEAD = 0.03
 """Largest part of a token's parameters that the head may be for its product to be worth doing twice."""
 
+IN_CHUNKS = ("chunked", "compiled", "liger")
+"""Values of `kernels.loss` by which the loss is computed in chunks."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, and not what takes its forward's place",
     "fsdp2": "FSDP2 has given the head's weights back when its product is made again (a segmentation fault)",
@@ -28,7 +30,7 @@ def chunks_loss(plan: Plan) -> bool:
     """Whether the loss is computed without the logits of all tokens at once."""
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
-        return recipe.kernels.loss != "whole"
+        return recipe.kernels.loss in IN_CHUNKS
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.layout.sp
     if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens <= LARGE_LOSS:
         return False

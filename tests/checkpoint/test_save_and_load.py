@@ -23,20 +23,23 @@ CASES = [
 ]
 
 
-def _plan(stage: int, precision: str, ranks: int):
-    fields = {"parallel.zero_stage": stage, "parallel.precision": precision}
+COMPILED = {"kernels.blocks": "compiled", "kernels.loss": "compiled"}
+
+
+def _plan(stage: int, precision: str, ranks: int, kernels: dict):
+    fields = {"parallel.zero_stage": stage, "parallel.precision": precision} | kernels
     # Dropout, so that a generator that is not restored shows.
     dropout = {"model.config.attention_dropout": 0.1}
     return plan_of(tiny_recipe(**fields, **dropout, **{"batch.micro_batch_size": GLOBAL_BATCH // ranks}), ranks)
 
 
-def _interrupted(rank: int, ranks: int, folder):
+def _interrupted(rank: int, ranks: int, folder, cases=CASES, kernels=None):
     """Loss after loss of an uninterrupted run, and of one that another engine continues."""
     import torch
 
     found = []
-    for index, (stage, precision) in enumerate(CASES):
-        plan = _plan(stage, precision, ranks)
+    for index, (stage, precision) in enumerate(cases):
+        plan = _plan(stage, precision, ranks, kernels or {})
         torch.manual_seed(rank)
         whole = trace_plan(plan, END, rank)
         torch.manual_seed(rank)
@@ -62,8 +65,18 @@ def _step(engine, step, shape):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_continued_is_uninterrupted_bit_for_bit(ranks, tmp_path):
-    for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
-        for case, (whole, continued) in zip(CASES, results, strict=True):
+    _compare(run_ranks(ranks, _interrupted, ranks, tmp_path), CASES)
+
+
+@pytest.mark.slow
+def test_compiled_kernels_continue_bit_for_bit(tmp_path):
+    cases = [(3, "bf16")]
+    _compare(run_ranks(2, _interrupted, 2, tmp_path, cases, COMPILED), cases)
+
+
+def _compare(everyone, cases):
+    for results in everyone:
+        for case, (whole, continued) in zip(cases, results, strict=True):
             assert continued.losses == whole.losses[STOP:], case
             assert continued.grad_norms == whole.grad_norms[STOP:], case
             assert continued.rates == whole.rates[STOP:], case

@@ -9,7 +9,6 @@ import torch
 from small_corpora import MakeRecipe
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from llmtrain.data import MicroBatch, Schedule, prepare
 
@@ -101,10 +100,3 @@ def test_labels_are_the_shifted_inputs_that_transformers_would_make(
     with torch.no_grad():
         theirs = model(input_ids=batch.input_ids, labels=batch.input_ids, use_cache=False).loss
     torch.testing.assert_close(ours, theirs)
-
-
-def test_flash_kernels_find_the_documents_of_one_row_only():
-    """The rule `model.flash_documents`: what it refuses is not told apart, what it lets through is."""
-    positions = torch.cat([torch.arange(9), torch.arange(7)])[None]
-    assert _is_packed_sequence(positions, batch_size=1)
-    assert not _is_packed_sequence(positions.repeat(2, 1), batch_size=2)

@@ -73,7 +73,7 @@ def drawn(draw: random.Random):
     offloads = draw.choice(
         [("none", "none")] * 8 + [("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "cpu")]
     )
-    attention = draw.choice(["sdpa", "eager", "flash_attention_2"])
+    attention = draw.choice(["sdpa", "eager", "varlen", "flash_attention_2"])
     fields = {
         "model": {"architecture": family, "config": config_of(family), "attention": attention},
         "parallel.backend": backend,
@@ -199,3 +199,15 @@ def test_a_model_of_its_own_code_is_refused(tmp_path):
     recipe = base().with_(model={"pretrained": str(tmp_path)})
     with pytest.raises(RecipeError, match="unheard_of"):
         tiny_model(recipe, 2)
+
+
+@pytest.mark.parametrize("name", ["compiled", "liger"])
+def test_kernels_that_a_laptop_may_lack_give_way(name):
+    recipe = base().with_(**{"kernels.blocks": name, "kernels.loss": name})
+    draft = Draft(recipe, Cluster(devices_per_node=8, device="h100"), model_facts(recipe.model, recipe.vocab_size))
+    plan = assemble(draft)
+    shrunk = shrink(plan, tiny(recipe.model_dump_json(), layers_kept(plan)))
+    kernels = shrunk.plan.recipe.kernels
+    assert (kernels.blocks, kernels.loss) == ("eager", "chunked")
+    told = [change for change in shrunk.changes if change.what == "kernels"]
+    assert [change.plan for change in told] == [f"blocks {name}, loss {name}"]

@@ -236,7 +236,7 @@ def _plain(recipe: Recipe) -> Recipe:
 def _cached(text: str, order: int) -> Trace:
     recipe = Recipe.model_validate_json(text)
     if order % 2:
-        others = {"sdpa": "eager", "eager": "sdpa"}
+        others = {"sdpa": "eager", "eager": "sdpa", "varlen": "eager"}
         recipe = recipe.with_(**{"model.attention": others[recipe.model.attention_kernel]})
     engine = _reference_engine(recipe)
     total = recipe.batch.global_batch_size

@@ -47,7 +47,7 @@ CHOICES: dict[str, Sequence[Any]] = {
     "optim.name": ("adamw", "adam", "sgd"),
     "optim.clip_grad_norm": (CLIP, CLIP, 0.0),
     "data.sequence_length": (32, 24, 18),
-    "model.attention": ("sdpa", "sdpa", "eager"),
+    "model.attention": ("sdpa", "varlen", "eager"),
 }
 """Field → its values, the likelier ones several times."""
 SIZES: dict[str, Sequence[Any]] = {

@@ -8,6 +8,7 @@ from small_plan import small_plan
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import resolve
+from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss
 from llmtrain.plan.memory import memory_of
 from llmtrain.plan.time import predict
@@ -76,6 +77,34 @@ def test_a_product_made_twice_takes_its_time():
         {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
     ],
 )
-def test_who_needs_the_logits_refuses_chunks(fields):
-    with pytest.raises(RecipeError, match=r"chunked was given, but .*\n.*kernels\.loss=whole"):
-        small_plan(**fields, **{"kernels.loss": "chunked"})
+@pytest.mark.parametrize("loss", ["chunked", "compiled", "liger"])
+def test_who_needs_the_logits_refuses_chunks(loss, fields):
+    with pytest.raises(RecipeError, match=rf"{loss} was given, but .*\n.*kernels\.loss=whole"):
+        small_plan(**fields, **{"kernels.loss": loss})
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"parallel.backend": "data_parallel"}, "kernels.compiled_copies"),
+        ({"model.architecture": "mixtral"}, "kernels.compiled_experts"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(fields, rule):
+    assert rule in _broken(**fields, **{"kernels.blocks": "compiled"})
+    assert rule not in _broken(**fields, **{"kernels.blocks": "eager"})
+
+
+def _broken(**fields) -> set[str]:
+    try:
+        small_plan(**fields)
+    except RecipeError as error:
+        return {problem.rule for problem in error.problems}
+    return set()
+
+
+def test_a_plan_tells_what_is_compiled():
+    assert kernel_lines(small_plan(**{"kernels.blocks": "compiled"})) == ["kernels  layers compiled"]
+    both = kernel_lines(small_plan(**{"kernels.blocks": "compiled", "kernels.loss": "compiled"}))
+    assert both == ["kernels  layers compiled; loss in chunks of 1,024 tokens, compiled"]
+    assert kernel_lines(small_plan()) == []

@@ -68,14 +68,17 @@ def test_activations_of_checkpoints_grow_with_the_tokens(fields, factor):
 
 def test_attention_decides_what_is_saved():
     none = {"parallel.activation_checkpointing": "none"}
-    eager, masked, causal = (
+    eager, masked, causal, flash, varlen = (
         memory(**none, **fields).stages[0].forward.activations
         for fields in (
             {"model.attention": "eager"},
             {"model.attention": "sdpa"},
             {"model.attention": "sdpa", "data.mask_documents": False},
+            {"model.attention": "flash_attention_2"},
+            {"model.attention": "varlen"},
         )
     )
+    assert causal == flash == varlen
     # Probabilities of 32 heads in fp32 and bf16; a mask in bf16; in each of 32 layers.
     assert eager - causal > 32 * 32 * 6 * 8192**2
     assert masked - causal > 32 * 2 * 8192**2

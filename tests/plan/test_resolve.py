@@ -5,10 +5,12 @@ import pytest
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import resolve
+from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import MOST_LAYERS
 from llmtrain.plan.rules import RULES, broken
 from llmtrain.plan.rules.table import markdown
+from llmtrain.plan.runnable import check_runnable
 from llmtrain.recipe import parse_assignments
 
 GPUS = Cluster(nodes=2, devices_per_node=4, device="h100")
@@ -141,7 +143,8 @@ REFUSED = [
     ("zero.expert", {**MOE, **EVEN_HEADS, "parallel.zero_stage": 1, "parallel.offload_optimizer": "cpu"}),
     ("tensor.family", {**EVEN_HEADS, **DEEPSEEK, "parallel.expert": 2}),
     ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
-    ("model.flash_documents", {"model.attention": "flash_attention_2", "batch.micro_batch_size": 2}),
+    ("model.attention_precision", {"model.attention": "flash_attention_2"}),
+    ("model.attention_precision", {"model.attention": "varlen"}),
     ("model.vocabulary", {"model.config.vocab_size": 100}),
     ("model.pretrained_tokenizer", {"model.architecture": None, "model.pretrained": "/nowhere"}),
 ]
@@ -170,6 +173,28 @@ def test_refused_layouts(tiny, rule, fields):
     found = refusals(tiny, **{"batch.global_batch_size": 64, **fields})
     assert rule in found
     assert found[rule].fix
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_kernels_of_gpus_are_refused_on_a_cpu(tiny, attention):
+    problem = refusals(tiny, Cluster(), **{"model.attention": attention})["model.attention_device"]
+    for fix in problem.fix.split(", or "):
+        resolve(tiny.with_(**parse_assignments([fix.removeprefix("--set ")])), Cluster())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "autocast_bf16"])
+@pytest.mark.parametrize("attention", ["varlen", "flash_attention_2", "flex_attention"])
+def test_several_rows_of_documents_need_no_mask(tiny, attention, precision):
+    fields = {"model.attention": attention, "parallel.precision": precision, "parallel.zero_stage": 1}
+    assert resolve(tiny.with_(**fields, **{"batch.global_batch_size": 64}), GPUS).batch.micro_batch_size > 1
+
+
+def test_a_missing_kernel_is_named(tiny):
+    """Where none of its packages is there, as here."""
+    fields = {"model.attention": "flash_attention_3", "parallel.precision": "bf16", "parallel.zero_stage": 1}
+    plan = resolve(tiny.with_(**fields, **{"batch.global_batch_size": 64}), GPUS)
+    with pytest.raises(RecipeError, match=r"(?s)flash_attn_interface nor kernels is installed.*attention=varlen"):
+        check_runnable(plan)
 
 
 def test_pipeline_without_clipping_may_do_without_zero(tiny):
@@ -230,3 +255,10 @@ def test_absurd_sizes_neither_overflow_nor_hang(tiny):
 
 def test_a_draft_whose_model_is_wrong_is_still_checked(tiny):
     assert broken(Draft(tiny, Cluster(), None)) == ([], [])
+
+
+def test_an_attention_that_is_named_is_told(tiny):
+    assert kernel_lines(resolve(tiny, Cluster())) == []
+    assert kernel_lines(resolve(tiny.with_(**{"model.attention": "varlen"}), Cluster())) == [
+        "kernels  attention varlen"
+    ]

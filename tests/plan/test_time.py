@@ -57,6 +57,15 @@ def test_the_parts_add_up(llama, name):
     assert 0 < time.mfu < 1
 
 
+def test_what_a_mask_hides_is_computed(llama):
+    """By `sdpa`; kernels that are told the bounds of documents skip at least what comes after each token."""
+    fields = {"parallel__precision": "bf16", "parallel__zero_stage": 1}
+    masked, flash, varlen = (
+        time_of(llama, **fields, model__attention=one) for one in ("sdpa", "flash_attention_2", "varlen")
+    )
+    assert varlen.step_s == flash.step_s < masked.step_s
+
+
 def test_mfu_is_the_flops_of_the_plan_over_the_peak(llama):
     plan = resolve(llama.with_(**{"parallel.zero_stage": 1}), H100)
     time = predict(plan)

@@ -8,6 +8,7 @@ from llmtrain.plan.rules import (
     backends,
     batch,
     checkpoint,
+    compiled,
     expert,
     kernels,
     layout,
@@ -33,6 +34,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
+    *compiled.RULES,
     *kernels.RULES,
     *layout.RULES,
     *batch.RULES,

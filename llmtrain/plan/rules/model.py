@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.plan.draft import Draft
+from llmtrain.plan.draft import COMPUTE_DTYPE, Draft
 from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
@@ -36,8 +36,9 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
 @rule("kernels.loss", "Some engines take the logits themselves, or never have the head whole.", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """A loss in chunks where the engine must have all logits."""
-    if draft.recipe.kernels.loss == "chunked" and (why := needs_whole_loss(draft.recipe)):
-        yield Fault("kernels.loss", f"chunked was given, but {why}", assignment(kernels__loss="whole"))
+    loss = draft.recipe.kernels.loss
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
+        yield Fault("kernels.loss", f"{loss} was given, but {why}", assignment(kernels__loss="whole"))
 
 
 @rule("model.positions", "A table of positions has no row past its end.", "arithmetic")
@@ -59,22 +60,27 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
-    "model.flash_documents",
-    "Without a mask, a flash kernel of `transformers` finds the documents of one sequence, not of a batch of them.",
+    "model.attention_device",
+    "Flash kernels are made for GPUs, and torch has no backward pass of FlexAttention on CPUs.",
     "run",
 )
-def flash_documents(draft: Draft) -> Iterator[Fault]:
-    """Packed documents in micro-batches of several rows (`modeling_flash_attention_utils._is_packed_sequence`)."""
-    recipe = draft.recipe
-    rows, attention = recipe.batch.micro_batch_size, recipe.model.attention_kernel
-    if attention.startswith("flash") and recipe.data.mask_documents and rows > 1:
-        message = f"{rows} was given with '{attention}': tokens would attend to the other documents of their sequence"
-        fixes = (
-            assignment(batch__micro_batch_size=1),
-            assignment(model__attention="sdpa"),
-            assignment(data__mask_documents="false"),
-        )
-        yield Fault("batch.micro_batch_size", message, ", or ".join(fixes))
+def attention_device(draft: Draft) -> Iterator[Fault]:
+    """Kernels of GPUs on a CPU."""
+    attention = draft.recipe.model.attention_kernel
+    if draft.cluster.spec.on_cpu and attention.startswith("fl"):
+        fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
+        yield Fault("model.attention", f"'{attention}' was given, which does not train on CPUs", fix)
+
+
+@rule("model.attention_precision", "The kernels compute in 16 bits only, autocast's among them.", "read")
+def attention_precision(draft: Draft) -> Iterator[Fault]:
+    """Numbers of fp32 for a kernel that has none. On a CPU `varlen` goes through documents one by one, in any type."""
+    attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
+    takes_less = attention == "varlen" or attention.startswith("flash")
+    if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
+        message = f"'{attention}' was given with {draft.parallel.precision}, and its kernel computes in bf16 or fp16"
+        fix = f"{assignment(parallel__precision='bf16')}, or {assignment(model__attention='sdpa')}"
+        yield Fault("model.attention", message, fix)
 
 
 @rule(
@@ -101,4 +107,13 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
 
 
-RULES = (vocabulary, pretrained_tokenizer, positions, rotary_length, flash_documents, experts_aligned, loss_in_chunks)
+RULES = (
+    vocabulary,
+    pretrained_tokenizer,
+    positions,
+    rotary_length,
+    attention_device,
+    attention_precision,
+    experts_aligned,
+    loss_in_chunks,
+)

@@ -1,0 +1,185 @@
+"""Attention over packed documents by their bounds, without a mask: the kernel that torch has, or document by document.
+
+The names of the arguments, `cu_seq_lens_q` and so on, are those that `transformers` hands through its models to a
+flash kernel; so the bounds reach an attention the same way whichever of the two it is, and recomputed layers have those
+of their own micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
+
+VARLEN = "varlen"
+"""The attention implementation, as recipes and `transformers` call it."""
+KERNEL_TYPES = (torch.bfloat16, torch.float16)
+"""What torch's kernel computes in."""
+KERNEL_STEP = 8
+"""Heads of the kernel have a multiple of so many numbers."""
+_UNSUPPORTED = {
+    "softcap": "caps its scores",
+    "s_aux": "has attention sinks",
+    "position_bias": "adds a bias to its scores",
+    "cache": "reads a cache",
+}
+"""Arguments of an attention function that neither way computes, and what a model with them does."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch begin and end, its rows joined to one; on the host."""
+
+    NAMES: ClassVar = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    """Of the arguments."""
+
+    bounds: Tensor
+    """int32 [documents + 1]: 0, the end of each document, and so the number of all tokens at last."""
+    longest: int
+    """Tokens of the longest document."""
+    several: bool
+    """Whether any row has more than one."""
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> Documents:
+        """position_ids: [batch, T], of whole sequences, on the host; within a document each is one more."""
+        positions = position_ids.numpy()
+        begins = np.ones(positions.shape, dtype=bool)
+        begins[:, 1:] = np.diff(positions, axis=1) != 1
+        bounds = np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
+        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), several=len(bounds) - 1 > len(positions))
+
+    def arguments(self, device: torch.device) -> dict[str, Any]:
+        """Arguments of a model's forward pass."""
+        bounds = self.bounds.to(device, non_blocking=True)
+        return dict(zip(self.NAMES, (bounds, bounds, self.longest, self.longest), strict=True))
+
+
+def takes_bounds(attention: str) -> bool:
+    """Whether an attention implementation keeps documents apart by their bounds, and not by a mask."""
+    return attention == VARLEN or bool(is_flash_attention_requested(requested_attention_implementation=attention))
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of `transformers`: causal, within each document.
+
+    query, key, value: [batch, heads, T, head_dim], of the last two maybe fewer heads; cu_seq_lens_q, max_length_q:
+    `Documents.arguments`. Returns [batch, T, heads, head_dim]. Raises ValueError for what is no such attention.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    _refuse(query, key, attention_mask, dropout, causal, others)
+    if cu_seq_lens_q is None or max_length_q is None:
+        raise ValueError("the bounds of the documents do not reach its attention")
+    rows, _, length, width = query.shape
+    states = (_joined(query), _joined(key), _joined(value))
+    scale = 1 / math.sqrt(width) if scaling is None else scaling
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if query.is_cuda:
+        output = _by_kernel(*states, cu_seq_lens_q, max_length_q, scale, window)
+    else:
+        output = _one_by_one(*states, cu_seq_lens_q, scale, window)
+    return output.view(rows, length, *output.shape[1:]), None
+
+
+def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:
+    """What `transformers` asks for a mask: there is none. Raises ValueError where a model wants one of its own."""
+    if attention_mask is not None or use_vmap:
+        raise ValueError("it has a mask of its own")
+
+
+def _refuse(
+    query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
+) -> None:
+    reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
+    if dropout:
+        reasons.append(f"drops {dropout:g} of its attention, which the kernel cannot")
+    if mask is not None:
+        reasons.append("has a mask of its own")
+    if not causal or query.shape[2] != key.shape[2]:
+        reasons.append("attends to more than the tokens before one")
+    if reasons:
+        raise ValueError("it " + " and ".join(reasons))
+
+
+def _joined(states: Tensor) -> Tensor:
+    """[batch, heads, T, dim] → [batch · T, heads, dim], in the type that autocast would compute in."""
+    device = states.device.type
+    if torch.is_autocast_enabled(device):
+        states = states.to(torch.get_autocast_dtype(device))
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+) -> Tensor:
+    """torch's kernel, which wants heads of one width, a multiple of 8; zeros change neither scores nor sums."""
+    if query.dtype not in KERNEL_TYPES:
+        raise ValueError(f"the kernel computes in bf16 or fp16, and was given {query.dtype}")
+    width, kept = query.shape[-1], value.shape[-1]
+    padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
+    query, key, value = (functional.pad(one, (0, padded - one.shape[-1])) for one in (query, key, value))
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)  # and no log-sum-exp with it
+    return output[..., :kept]
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
+    """Where there is no kernel; `torch.split`, since the gradient of a slice would be as long as all tokens."""
+    lengths = bounds.diff().tolist()
+    outputs = []
+    for parts in zip(*(torch.split(one, lengths) for one in (query, key, value)), strict=True):
+        one, other, third = (part.transpose(0, 1)[None] for part in parts)
+        band = _band(one.shape[2], window, one.device) if window is not None and window < one.shape[2] else None
+        attended = functional.scaled_dot_product_attention(
+            one,
+            other,
+            third,
+            attn_mask=band,
+            is_causal=band is None,
+            scale=scale,
+            enable_gqa=one.shape[1] != other.shape[1],
+        )
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """The last `window` tokens of each, itself among them."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(VARLEN, no_mask)

@@ -1,0 +1,156 @@
+"""Packed documents have no influence on each other, whichever attention keeps them apart: not a bit, in no gradient."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise, product
+
+import flash_stand_in
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+from transformers import AutoConfig, masking_utils
+from transformers.integrations import flex_attention as integration
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.documents import bounds_for, documents_known
+from llmtrain.engines.forward import forward
+from llmtrain.models import Documents
+from llmtrain.models.cut import reference
+from llmtrain.models.tiny import shrink
+
+CPU = torch.device("cpu")
+LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))
+"""Of the documents in each row."""
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, a key head for each": ("llama", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "gpt2": ("gpt2", {}),
+    "phi3": ("phi3", {}),
+    "opt": ("opt", {}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1}),  # else rows are grouped otherwise
+    "bloom": ("bloom", {}),
+}
+
+
+ATTENTIONS = ("eager", "sdpa", "varlen", "flash_attention_2", "flex_attention")
+LACKING = {
+    "gpt2": ("flex_attention",),
+    "opt": ("flex_attention",),
+    "gpt_oss": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
+    "bloom": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
+}
+"""What families have not, or not on a CPU."""
+CASES = [pair for pair in product(FAMILIES, ATTENTIONS) if pair[1] not in LACKING.get(pair[0], ())]
+
+
+def _make_runnable(attention: str, patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """What is not at hand without a GPU, by definition: FlexAttention as torch writes it down, without its compiler and
+    its refusal of gradients; a stand-in for flash-attn, of which the bounds are returned that it gets."""
+    block_mask, flex = masking_utils.create_block_mask, flex_attention.flex_attention
+    patch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    patch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    patch.setattr(masking_utils, "create_block_mask", lambda **named: block_mask(**named | {"_compile": False}))
+    patch.setattr(integration, "compile_friendly_flex_attention", lambda *q, training, **named: flex(*q, **named))
+    return flash_stand_in.install(patch) if attention.startswith("flash") else []
+
+
+def _positions() -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+
+
+def _documents() -> list[tuple[int, slice]]:
+    """Row and place of each."""
+    ends = [np.cumsum((0, *row)).tolist() for row in LENGTHS]
+    return [(row, slice(*bounds)) for row, of_row in enumerate(ends) for bounds in pairwise(of_row)]
+
+
+def _model(family: str, attention: str):
+    architecture, fields = FAMILIES[family]
+    config = shrink(AutoConfig.for_model(architecture), 2, **fields)
+    model = reference(copy.deepcopy(config), attention).train()
+    # A flash kernel is for numbers of 16 bits, which its callers ask for.
+    return model.bfloat16() if attention.startswith("flash") else model
+
+
+def _computed(model, tokens: torch.Tensor, document: tuple[int, slice]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and of the loss of one document the gradient of the embeddings."""
+    row, place = document
+    labels = torch.full_like(tokens, -100)
+    labels[row, place] = (tokens[row, place] * 7) % 90
+    seen = {}
+
+    def spy(**inputs):
+        output = model(**inputs)
+        seen["logits"] = output.logits.detach()
+        return output
+
+    handle = model.get_input_embeddings().register_forward_hook(lambda *called: seen.update(embedded=called[2]))
+    loss, _ = forward(spy, model, MicroBatch(tokens, _positions(), labels), CPU)
+    handle.remove()
+    return seen["logits"], torch.autograd.grad(loss, seen["embedded"])[0]
+
+
+def _influence(family: str, attention: str) -> tuple[float, float]:
+    """Of any document on any other: the largest change of a logit or of a gradient, and the largest gradient."""
+    model = _model(family, attention)
+    tokens = torch.randint(3, 90, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3))
+    changed = changed_by = 0.0
+    for row, place in _documents():
+        outside = torch.ones_like(tokens, dtype=torch.bool)
+        outside[row, place] = False
+        others = torch.where(outside, (tokens + 41) % 90, tokens)
+        before, gradient = _computed(model, tokens, (row, place))
+        after, again = _computed(model, others, (row, place))
+        assert gradient[row, place].any(), "a document does not influence itself"
+        changed_by = max(changed_by, float(gradient[outside].abs().max()))
+        for one, other in ((before, after), (gradient, again)):
+            changed = max(changed, float((one - other)[row, place].abs().max()))
+    return changed, changed_by
+
+
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_document_has_no_influence_on_another(family, attention, monkeypatch):
+    told = _make_runnable(attention, monkeypatch)
+    assert _influence(family, attention) == (0, 0)
+    assert bool(told) == attention.startswith("flash")
+    assert all(bounds == Documents.of(_positions()).bounds.tolist() for bounds in told)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_without_the_bounds_it_has(attention, monkeypatch):
+    """The test above would see it: here the bounds are those of the rows."""
+    _make_runnable(attention, monkeypatch)
+    own, rows = Documents.of, torch.arange(sum(LENGTHS[0])).expand(len(LENGTHS), -1)
+    monkeypatch.setattr(Documents, "of", lambda positions: own(rows))
+    changed, changed_by = _influence("llama", attention)
+    assert changed > 0
+    assert changed_by > 0
+
+
+def test_on_a_cpu_flex_attention_does_not_train():
+    """The rule `model.attention_device`; flash-attn is not to be had for one."""
+    state = torch.zeros(1, 1, 8, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention.flex_attention(state, state, state)
+
+
+def test_bounds_are_those_of_all_rows():
+    documents = Documents.of(_positions())
+    assert documents.bounds.tolist() == [0, 7, 8, 20, 24, 48, 61, 72]
+    assert documents.bounds.dtype == torch.int32
+    assert (documents.longest, documents.several) == (24, True)
+    assert not Documents.of(torch.arange(5).expand(3, -1)).several
+
+
+def test_slices_have_the_bounds_of_the_whole():
+    with documents_known(_positions()) as whole, documents_known(_positions()[:, 12:]) as again:
+        assert again is whole
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_with_a_mask_gets_no_bounds(attention):
+    assert bounds_for(_model("llama", attention), _positions(), CPU) == {}

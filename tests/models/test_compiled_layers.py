@@ -1,0 +1,234 @@
+"""What is compiled computes the same, stays where it was, and is refused where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from llmtrain.errors import RecipeError
+from llmtrain.launch.local import STOPS
+from llmtrain.models import compiled, target_loss_sum
+from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+
+FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
+FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+PARTS = {"blocks": "kernels.blocks", "loss": "kernels.loss"}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch):
+    monkeypatch.setattr(compiled, "_let_through", set())
+
+
+def _llama():
+    return AutoConfig.for_model("llama", **FIELDS)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "gemma3_text")),
+        *(pytest.param(one, marks=pytest.mark.breadth) for one in ("qwen3", "falcon_h1", "mistral", "opt", "bloom")),
+    ],
+)
+def test_families_can_be_compiled(family):
+    check_layers(AutoConfig.for_model(family), "sdpa" if family != "bloom" else "eager")
+
+
+def test_experts_are_refused_before_anything_is_compiled():
+    with pytest.raises(RecipeError, match=r"layers of mixtral cannot be compiled.*\n.*kernels\.blocks=eager"):
+        check_layers(AutoConfig.for_model("mixtral", num_hidden_layers=2), "sdpa")
+
+
+def test_layers_that_would_all_be_compiled_by_themselves_are_refused(monkeypatch):
+    monkeypatch.setattr(compiled, "KINDS", 2)
+    forward = LlamaDecoderLayer.forward
+
+    def numbered(self, hidden_states, *args, **kwargs):
+        return forward(self, hidden_states, *args, **kwargs) * (1 + 0 * self.self_attn.layer_idx)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", numbered)
+    with pytest.raises(RecipeError, match=r"layers of llama cannot be compiled \(FailOnRecompileLimitHit"):
+        check_layers(_llama(), "sdpa")
+
+
+def test_other_numbers_are_seen(monkeypatch):
+    traced = compiled._traced
+
+    def wrong(graph, inputs):
+        function = traced(graph, inputs)
+        return lambda *args: tuple(1.001 * one for one in function(*args))
+
+    monkeypatch.setattr(compiled, "_traced", wrong)
+    with pytest.raises(RecipeError, match="logits or gradients deviate by"):
+        check_layers(_llama(), "sdpa")
+
+
+def test_a_configuration_is_checked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(compiled, "_deviation", lambda *about: asked.append(about) or 0.0)
+    for attention in ("sdpa", "sdpa", "eager"):
+        check_layers(_llama(), attention)
+    assert [attention for _, attention in asked] == ["sdpa", "eager"]
+
+
+def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return compiled._traced(graph, inputs)
+
+    monkeypatch.setattr(compiled, "_inductor", backend)
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(_llama())
+    names, saved = [name for name, _ in model.named_parameters()], list(model.state_dict())
+    tokens = torch.arange(20)[None]
+    expected = model(tokens, use_cache=False).logits
+    compile_layers(model, "sdpa")
+    assert torch.equal(model(tokens, use_cache=False).logits, expected)
+    assert len(made) == 1
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == saved
+
+
+def test_a_signal_waits_for_the_compiler_and_the_watchdog_is_told(monkeypatch):
+    said = []
+
+    @contextmanager
+    def told():
+        said.append("begins")
+        yield
+        said.append("ends")
+
+    def compiler(graph, inputs):
+        said.append(set(STOPS) <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "compiling", told)
+    monkeypatch.setattr(compile_fx, "compile_fx", compiler)
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    compiled._inductor(graph, [])
+    assert said == ["begins", True, "ends"]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_who_has_no_compiler_is_told_so(on_cpu, monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with inductor_config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(RecipeError) as refused:
+        check_compiler(list(PARTS.values()), on_cpu)
+    told = str(refused.value)
+    assert ("no C++ compiler" in told, "pip install triton" in told) == (on_cpu, not on_cpu)
+    assert "--set kernels.blocks=eager" in told
+    assert "--set kernels.loss=chunked" in told
+
+
+def test_who_has_no_headers_of_python_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(RecipeError, match=r"Python\.h.*\n.*python3-dev"):
+        check_compiler(["kernels.blocks"], on_cpu=True)
+
+
+def test_ranks_share_the_processors(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(96)))
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    with inductor_config.patch(compile_threads=7):
+        for ranks, threads in ((1, 32), (8, 12), (200, 1)):
+            share_processors(ranks)
+            assert inductor_config.compile_threads == threads
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+        share_processors(8)
+        assert inductor_config.compile_threads == 1
+
+
+RANK = """
+import os, sys, time
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from llmtrain.models.compiled import _stops_blocked
+config.compile_threads = 2
+with _stops_blocked():
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
+AsyncCompile.wait_pool_ready()
+print("ready", flush=True)
+sys.stdin.read(1)
+os._exit(75)
+"""
+"""A rank with the processes that compile for a GPU."""
+
+
+def _session(leader: int) -> set[int]:
+    """The processes of a session but its leader, those apart that have ended."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader != int(process.name) and state != "Z":
+                found.add(int(process.name))
+    return found
+
+
+def _is_empty(leader: int) -> bool:
+    end = time.monotonic() + 60
+    while (left := _session(leader)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return not left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_killed):
+    command = [sys.executable, "-c", RANK]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdin is not None
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"ready\n"
+        compilers = _session(rank.pid)
+        assert compilers
+        for process in compilers:
+            for stop in STOPS:
+                os.kill(process, stop)
+        time.sleep(1)
+        assert compilers <= _session(rank.pid)
+        if is_killed:
+            rank.kill()
+        else:
+            rank.stdin.write(b"x")
+            rank.stdin.flush()
+        rank.wait()
+    assert _is_empty(rank.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_loss_is_the_loss(dtype):
+    """In fp32, sums in another order; a gradient in bf16 is rounded once, by 2⁻⁹ at most, on both sides."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(1, 40, 997)).to(dtype).requires_grad_()
+    labels = torch.randint(0, 997, (1, 40))
+    labels[0, 7:12] = -100
+    expected = target_loss_sum(logits, labels)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    loss = compiled_loss()(logits, labels)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    rounding = 1e-6 if dtype == torch.float32 else 2**-8
+    assert ((gradient - wanted).abs() <= rounding * wanted.abs() + 1e-7).all()
+    assert gradient.dtype == dtype

@@ -1,0 +1,217 @@
+"""Attention by the bounds of documents: what it computes, what it refuses, and what it hands to torch's kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.models import Documents, varlen
+from llmtrain.models.varlen import varlen_attention
+from llmtrain.models.varlen_check import AttentionRefused, check_attention
+
+ROOT = Path(__file__).parents[2]
+POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])
+BOUNDS = [0, 7, 12, 24]
+
+
+class _Module(nn.Module):
+    is_causal = True
+
+
+def _states(heads: int = 4, keys: int = 2, width: int = 8, values: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, 12, width), (2, keys, 12, width), (2, keys, 12, values))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def _expected(query, key, value, scale: float, window: int | None) -> torch.Tensor:
+    """By a mask of all rows: [batch, T, heads, width]."""
+    document = torch.bucketize(torch.arange(24), torch.tensor(BOUNDS), right=True).view(2, 12)
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    allowed = (document[:, :, None] == document[:, None]) & (distance >= 0)
+    if window:
+        allowed &= distance < window
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed[:, None], float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("heads", "keys", "values"), [(4, 4, 8), (4, 2, 8), (3, 1, 8), (4, 4, 6)])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_it_is_attention_under_the_mask_of_documents(heads, keys, values, window, scale):
+    states = _states(heads, keys, values=values)
+    arguments = Documents.of(POSITIONS).arguments(torch.device("cpu"))
+    output, weights = varlen_attention(_Module(), *states, None, scaling=scale, sliding_window=window, **arguments)
+    expected = _expected(*states, scale or 8**-0.5, window)
+    assert weights is None
+    # fp64: a hundred terms of up to about ten, in another order, are off by 100 · 10 · 2⁻⁵³ at most.
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for own, other in zip(
+        *(torch.autograd.grad((one * direction).sum(), states) for one in (output, expected)), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+
+
+def test_autocast_computes_in_its_type():
+    arguments = Documents.of(POSITIONS).arguments(torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert varlen_attention(_Module(), *_states(), None, **arguments)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"softcap": 50.0}, "caps its scores"),
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"position_bias": torch.zeros(1)}, "a bias"),
+        ({"dropout": 0.1}, "drops 0.1 of its attention"),
+        ({"is_causal": False}, "attends to more"),
+        ({"attention_mask": torch.zeros(2, 1, 12, 12)}, "a mask of its own"),
+        ({"cu_seq_lens_q": None}, "do not reach"),
+    ],
+)
+def test_what_it_cannot_compute_it_does_not(given, reason):
+    arguments = {"attention_mask": None} | Documents.of(POSITIONS).arguments(torch.device("cpu")) | given
+    with pytest.raises(ValueError, match=reason):
+        varlen_attention(_Module(), *_states(), **arguments)
+
+
+@pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, None)])
+def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
+    """No GPU: a stand-in has the kernel's signature and conditions, and computes document by document."""
+
+    def kernel(query, key, value, first, second, most, again, *, scale, window_size, enable_gqa):
+        assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        assert query.shape[-1] % 8 == 0
+        assert first is second
+        assert (first.tolist(), most, again) == (BOUNDS, 12, 12)
+        assert first.dtype == torch.int32
+        assert enable_gqa == (keys != 4)
+        assert window_size[1] == 0
+        own = None if window_size[0] < 0 else window_size[0] + 1
+        return varlen._one_by_one(query, key, value, first, scale, own)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    states = [state.detach() for state in _states(4, keys, width, values)]
+    bounds = Documents.of(POSITIONS)
+    joined = [varlen._joined(state).bfloat16() for state in states]
+    output = varlen._by_kernel(*joined, bounds.bounds, bounds.longest, width**-0.5, window)
+    expected = _expected(*(state.bfloat16().float() for state in states), width**-0.5, window)
+    # The weights, which add up to 1, and the sum are rounded to 8 bits; values go up to about 4.
+    torch.testing.assert_close(output.view(2, 12, 4, values).float(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_the_kernel_is_not_given_fp32():
+    state = torch.zeros(4, 1, 8)
+    with pytest.raises(ValueError, match=r"bf16 or fp16, and was given torch\.float32"):
+        varlen._by_kernel(state, state, state, torch.tensor([0, 4]), 4, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *(
+            (family, {})
+            for family in ("llama", "qwen3", "gemma3_text", "cohere2", "mixtral", "deepseek_v3", "gpt_neox")
+        ),
+        ("mistral", {"sliding_window": 4096}),
+        ("gpt2", {"attn_pdrop": 0.0}),
+        ("opt", {"attention_dropout": 0.0}),  # whose masks do not know of documents
+    ],
+)
+def test_families_compute_the_same(family, fields):
+    check_attention(AutoConfig.for_model(family, **fields), "varlen")
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "reason"),
+    [
+        ("gemma2", "varlen", "it caps its scores"),
+        ("gpt_oss", "varlen", "it has attention sinks"),
+        ("gpt2", "varlen", "it drops 0.1 of its attention, which the kernel cannot"),
+        ("llama4_text", "varlen", "logits deviate from those of 'eager'"),  # chunks
+        ("bloom", "varlen", "is not called through the table"),
+        ("nemotron", "varlen", "the bounds of the documents do not reach its attention"),
+        ("nemotron", "flash_attention_2", "the bounds of the documents do not reach its attention"),
+        ("gptj", "flash_attention_3", "its tiny copy fails"),
+    ],
+)
+def test_families_are_refused(family, attention, reason):
+    with pytest.raises(AttentionRefused, match=rf"(?s){reason}.*--set model\.attention=sdpa"):
+        check_attention(AutoConfig.for_model(family), attention)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
+def test_bounds_reach_a_flash_kernel(family):
+    check_attention(AutoConfig.for_model(family), "flash_attention_2")
+
+
+def test_a_family_whose_attention_computes_something_else_is_refused(monkeypatch):
+    own = varlen._one_by_one
+    monkeypatch.setattr(varlen, "_one_by_one", lambda *states: own(*states) * 1.001)
+    with pytest.raises(AttentionRefused, match="logits deviate from those of 'eager' by"):
+        check_attention(AutoConfig.for_model("llama"), "varlen")
+
+
+def test_a_wrong_gradient_is_seen(monkeypatch):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 1.01
+
+    own = varlen._one_by_one
+    monkeypatch.setattr(varlen, "_one_by_one", lambda *states: Wrong.apply(own(*states)))
+    with pytest.raises(AttentionRefused, match=r"the gradient of .* deviates from that of 'eager' by"):
+        check_attention(AutoConfig.for_model("llama"), "varlen")
+
+
+@pytest.mark.slow
+def test_the_families_are_documented_as_they_are():
+    spec = importlib.util.spec_from_file_location("render_documents", ROOT / "docs/render_families_documents.py")
+    families = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(families)
+    text = families.render(families.walk(), families.HEAD)
+    assert (ROOT / "docs/families_documents.md").read_text(encoding="utf-8") == text
+
+
+def test_the_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    check_attention(AutoConfig.for_model("llama"), "varlen")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
+    """A row of 50 documents of 2 tokens: nothing is 100 × 100."""
+    positions = (torch.arange(100) % 2)[None]
+    seen = set()
+
+    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for one in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(one, torch.Tensor):
+                    seen.add(one.numel())
+            return result
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=1, num_key_value_heads=1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
+    bounds = Documents.of(positions).arguments(torch.device("cpu"))
+    with Shapes():
+        output = model(input_ids=positions, position_ids=positions, use_cache=False, **bounds)
+        functional.cross_entropy(output.logits[0], positions[0]).backward()
+    assert 100 * 16 in seen
+    assert max(seen) < 100 * 100
