@@ -174,6 +174,5 @@ def test_a_dry_run_takes_what_a_cpu_has_instead():
     kernels = shrunk.plan.recipe.kernels
     assert (kernels.blocks, kernels.loss, kernels.fp8) == ("eager", "chunked", "off")
     told = {change.what: (change.plan, change.dry_run) for change in shrunk.changes}
-    assert told["layers by"] == ("liger", "eager")
-    assert told["loss by"] == ("liger", "chunked")
+    assert told["kernels"] == ("blocks liger, loss liger", "blocks eager, loss chunked")
     assert told["fp8"] == ("tensorwise", "off")
