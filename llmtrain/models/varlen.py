@@ -26,8 +26,6 @@ KERNEL_TYPES = (torch.bfloat16, torch.float16)
 """What torch's kernel computes in."""
 KERNEL_STEP = 8
 """Heads of the kernel have a multiple of so many numbers."""
-LEAST_DOCUMENTS = 16
-"""Of a micro-batch, empty ones counted."""
 _UNSUPPORTED = {
     "softcap": "caps its scores",
     "s_aux": "has attention sinks",
@@ -47,7 +45,7 @@ class Documents:
     bounds: Tensor
     """int32 [documents + 1]: 0, the end of each document, and so the number of all tokens at last."""
     longest: int
-    """Tokens that none has more of: those of a row."""
+    """Tokens of the longest document."""
     several: bool
     """Whether any row has more than one."""
 
@@ -58,17 +56,11 @@ class Documents:
         begins = np.ones(positions.shape, dtype=bool)
         begins[:, 1:] = np.diff(positions, axis=1) != 1
         bounds = np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
-        return cls(torch.from_numpy(bounds), positions.shape[1], several=len(bounds) - 1 > len(positions))
+        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), several=len(bounds) - 1 > len(positions))
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of a model's forward pass.
-
-        What is compiled is compiled for each length of the bounds and each number. So empty documents at the end make
-        the length one of few, and the longest document is as long as may be.
-        """
-        documents = max(LEAST_DOCUMENTS, 1 << (len(self.bounds) - 2).bit_length())
-        empty = self.bounds[-1:].expand(documents + 1 - len(self.bounds))
-        bounds = torch.cat([self.bounds, empty]).to(device, non_blocking=True)
+        """Arguments of a model's forward pass."""
+        bounds = self.bounds.to(device, non_blocking=True)
         return dict(zip(self.NAMES, (bounds, bounds, self.longest, self.longest), strict=True))
 
 
@@ -166,7 +158,7 @@ def _by_kernel(
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
     """Where there is no kernel; `torch.split`, since the gradient of a slice would be as long as all tokens."""
-    lengths = [length for length in bounds.diff().tolist() if length]
+    lengths = bounds.diff().tolist()
     outputs = []
     for parts in zip(*(torch.split(one, lengths) for one in (query, key, value)), strict=True):
         one, other, third = (part.transpose(0, 1)[None] for part in parts)

@@ -140,8 +140,7 @@ def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 
 def _logits_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     tokens, positions = (inputs[name].flatten() for name in ("input_ids", "position_ids"))
-    pairs = pairwise(inputs["cu_seq_lens_q"].tolist())
-    documents = [slice(begin, end) for begin, end in pairs if begin < end]
+    documents = (slice(*bounds) for bounds in pairwise(inputs["cu_seq_lens_q"].tolist()))
     parts = [model(tokens[None, one], position_ids=positions[None, one], use_cache=False).logits for one in documents]
     return torch.cat(parts, dim=1)[0]
 
