@@ -44,7 +44,7 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     elif kernels.blocks == "liger":
         liger.check_blocks(config, device)
     if kernels.fp8 != "off":
-        fp8.check_fp8(config, kernels.fp8, device)
+        fp8.check_fp8(kernels.fp8, device)
     if kernels.loss == "liger":
         liger.check_loss(config, device)
     elif chunks_loss(plan):

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.stages import decoder_layers
@@ -38,27 +37,24 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
-def use_fp8(model: PreTrainedModel, kind: str) -> int:
-    """Has the linear layers of a model's decoder, whole or a stage's, multiply in fp8; returns how many.
-
-    kind: `tensorwise` or `rowwise`, torchao's names for a scale of each tensor or of each row.
-    """
-    from torchao.float8 import convert_to_float8_training
-
-    layers = decoder_layers(model)[1]
-    count = len(_fitting(layers))
-    convert_to_float8_training(layers, config=_config(kind), module_filter_fn=lambda module, name: _fits(module))
-    return count
-
-
-def check_fp8(config: PreTrainedConfig, kind: str, device: torch.device) -> None:
-    """Raises RecipeError where the device makes no products in fp8, or the model has no layers for them."""
+def check_fp8(kind: str, device: torch.device) -> None:
+    """Raises RecipeError where the device makes no products in fp8."""
     if why := unavailable(device):
         raise _refused(kind, f"products in fp8 cannot be made: {why}")
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config)
-    if not _fitting(decoder_layers(model)[1]):
-        raise _refused(kind, f"no linear layer of this {config.model_type} has sides that divide by {SIDE}")
+
+
+def use_fp8(model: PreTrainedModel, kind: str) -> None:
+    """Has the linear layers of a model's decoder, whole or a stage's, multiply in fp8.
+
+    kind: `tensorwise` or `rowwise`, torchao's names for a scale of each tensor or of each row. Raises RecipeError
+    where none of them has sides for it.
+    """
+    layers = decoder_layers(model)[1]
+    if not any(_fits(module) for module in layers.modules()):
+        raise _refused(kind, f"no linear layer of this {model.config.model_type} has sides that divide by {SIDE}")
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(layers, config=_config(kind), module_filter_fn=lambda module, name: _fits(module))
 
 
 def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
@@ -70,10 +66,6 @@ def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
 
 def _refused(kind: str, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.fp8", "kernels.fp8", f"{kind} was given, but {why}", "--set kernels.fp8=off"))
-
-
-def _fitting(layers: nn.Module) -> list[nn.Module]:
-    return [module for module in layers.modules() if _fits(module)]
 
 
 def _fits(module: nn.Module) -> bool:

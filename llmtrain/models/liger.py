@@ -91,7 +91,7 @@ def _check(
         raise refused(f"its kernels cannot run: {why}")
     family = config.model_type
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # drawn on the CPU
             deviation = deviation_of(reference(shrink(config, LAYERS), "eager").to(device))
     except (*STUMBLES, NoKernelsError, NoChunksError, StrictDataclassError) as error:
         raise refused(f"{family} does not run so ({type(error).__name__}: {error})") from error

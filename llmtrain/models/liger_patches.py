@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -68,7 +69,7 @@ def liger_patches(config: PreTrainedConfig) -> dict[str, Patch]:
     if change is None:
         raise NoKernelsError("Liger has no kernels for it")
     with torch.device("meta"), no_init_weights():
-        copy = AutoModelForCausalLM.from_config(config)
+        copy = AutoModelForCausalLM.from_config(deepcopy(config))
     plain = {name: (dict(vars(module)), dict(module._modules)) for name, module in copy.named_modules()}
     with _confined(copy) as replaced:
         change(model=copy, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -105,6 +105,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
     return {
         "model": model.model_copy(update={"attention": attention}),
         "kernels.blocks": PLAIN_BLOCKS.get(recipe.kernels.blocks, recipe.kernels.blocks),
+        "kernels.fp8": "off",
         "kernels.loss": PLAIN_LOSS.get(recipe.kernels.loss, recipe.kernels.loss),
         "data.tokenizer": {"vocab_size": model.config["vocab_size"]},
         "data.sequence_length": max(min(recipe.data.sequence_length, TOKENS) // layout.sp, 1) * layout.sp,
@@ -115,7 +116,6 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
         "parallel.sequence": layout.sp,
         "parallel.expert": layout.ep,
         **_types_and_places(recipe),
-        **_kernels(recipe),
         # The whole schedule, so that the weights move.
         "train.max_steps": STEPS,
         "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
@@ -137,16 +137,6 @@ def _types_and_places(recipe: Recipe) -> dict[str, Any]:
     return fields
 
 
-def _kernels(recipe: Recipe) -> dict[str, str]:
-    """What a CPU runs instead of kernels for GPUs."""
-    fields = {"kernels.fp8": "off"}
-    if recipe.kernels.blocks == "liger":
-        fields["kernels.blocks"] = "eager"
-    if recipe.kernels.loss == "liger":
-        fields["kernels.loss"] = "chunked"
-    return fields
-
-
 DEGREES = (
     ("dp", "data parallel", "sums over more replicas"),
     ("pp", "pipeline", "stages in the middle, which receive and send on both sides"),
@@ -155,8 +145,6 @@ DEGREES = (
     ("ep", "expert parallel", "exchanges among more ranks"),
 )
 """Field of a layout, its name, and what more ranks of it would show."""
-KERNELS = {"blocks": "layers by", "loss": "loss by", "fp8": "fp8"}
-"""Field of the recipe's kernels, and what they compute."""
 PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"}
 
 
@@ -192,12 +180,10 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
         one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
         yield "experts", one, other, "how the load spreads among many"
     model = plan.recipe.model
-    for field, name in KERNELS.items():
-        one, other = (getattr(p.recipe.kernels, field) for p in (plan, small))
-        yield name, one, other, "those kernels"
     yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
     one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
     yield "kernels", one, other, "these kernels"
+    yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
     if model.pretrained:
         yield "weights", model.pretrained, "random", "that these are found and fit the model"
 

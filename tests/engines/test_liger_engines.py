@@ -7,6 +7,7 @@ import triton_on_cpu
 from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from harness import run_ranks
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from transformers import PreTrainedModel
 from triton_on_cpu import needs_liger
 
 from llmtrain.models import chunked_loss, liger
@@ -46,13 +47,19 @@ def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
 
 def _trace(plan: Plan) -> Trace:
     engine, batch = engine_of(plan), plan.batch
-    model = engine.module.stage.model if plan.layout.pp > 1 else engine.model
-    kinds = {type(module).__name__ for module in model.modules() if "Liger" in module._get_name()}
-    assert {"LlamaRMSNorm", "LlamaMLP"} <= kinds or {"MixtralRMSNorm"} <= kinds
-    if plan.recipe.kernels.loss == "liger" and getattr(engine, "module", None) is None:
-        assert isinstance(chunked_loss(model), liger.LigerLoss)
+    _look(engine.module.stage.model if plan.layout.pp > 1 else engine.model, plan)
     own = engine.data_parallel_rank, plan.layout.dp
     return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
+
+
+def _look(model: PreTrainedModel, plan: Plan) -> None:
+    """Whether the kernels are Liger's."""
+    own = {type(module).__name__ for module in model.modules() if "Liger" in module._get_name()}
+    family = {"llama": {"LlamaRMSNorm", "LlamaMLP"}, "mixtral": {"MixtralRMSNorm"}}[model.config.model_type]
+    assert own == (family if plan.recipe.kernels.blocks == "liger" else set())
+    loss = chunked_loss(model)
+    assert loss is None or isinstance(loss, liger.LigerLoss)
+    assert loss or plan.recipe.kernels.loss != "liger" or plan.layout.pp > 1
 
 
 def _compare(ranks: int, cases: dict, fields: dict) -> None:

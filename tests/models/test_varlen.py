@@ -110,6 +110,16 @@ def test_what_torchs_kernel_is_given(monkeypatch, keys, width, values, window):
     torch.testing.assert_close(output.view(2, 12, 4, values).float(), expected, rtol=2**-6, atol=2**-6)
 
 
+def test_torch_takes_the_call_and_differentiates_it():
+    """The real operator, on tensors without memory: its arguments, its shapes and its backward pass, no numbers."""
+    states = [state.detach().to("meta", torch.bfloat16).requires_grad_() for state in _states(4, 2, 12, 6)]
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="meta")
+    output = varlen._by_kernel(*(state.transpose(1, 2).flatten(0, 1) for state in states), bounds, 12, 0.3, 3)
+    assert output.shape == (24, 4, 6)
+    output.sum().backward()
+    assert [state.grad.shape for state in states] == [state.shape for state in states]
+
+
 def test_the_kernel_is_not_given_fp32():
     state = torch.zeros(4, 1, 8)
     with pytest.raises(ValueError, match=r"bf16 or fp16, and was given torch\.float32"):

@@ -55,13 +55,13 @@ def _found(device: str, **fields: object) -> dict[str, str]:
             LIGER | {"parallel.precision": "fp16", "parallel.zero_stage": 1},
             {"kernels.liger_loss kernels.loss": "--set kernels.loss=chunked"},
         ),
-        ("h100", LIGER | FSDP, {"kernels.liger_loss kernels.loss": "--set kernels.loss=whole"}),
+        ("h100", LIGER | FSDP, {"kernels.loss kernels.loss": "--set kernels.loss=whole"}),
         (
             "h100",
             LIGER | {"parallel.backend": "data_parallel"},
             {
                 "kernels.liger_blocks kernels.blocks": "--set kernels.blocks=eager",
-                "kernels.liger_loss kernels.loss": "--set kernels.loss=whole",
+                "kernels.loss kernels.loss": "--set kernels.loss=whole",
             },
         ),
     ],
@@ -174,6 +174,5 @@ def test_a_dry_run_takes_what_a_cpu_has_instead():
     kernels = shrunk.plan.recipe.kernels
     assert (kernels.blocks, kernels.loss, kernels.fp8) == ("eager", "chunked", "off")
     told = {change.what: (change.plan, change.dry_run) for change in shrunk.changes}
-    assert told["layers by"] == ("liger", "eager")
-    assert told["loss by"] == ("liger", "chunked")
+    assert told["kernels"] == ("blocks liger, loss liger", "blocks eager, loss chunked")
     assert told["fp8"] == ("tensorwise", "off")

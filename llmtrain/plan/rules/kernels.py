@@ -73,10 +73,7 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
 )
 def liger_loss(draft: Draft) -> Iterator[Fault]:
     """Liger's loss where the head is sharded or cut, or gradients must be scaled before they are taken."""
-    if draft.recipe.kernels.loss != "liger":
-        return
-    if why := needs_whole_loss(draft.recipe):
-        yield Fault("kernels.loss", f"liger was given, but {why}", assignment(kernels__loss="whole"))
+    if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
         return
     reasons = []
     if draft.parallel.zero_stage == 3:
