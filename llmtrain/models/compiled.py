@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.local import STOPS
@@ -39,7 +40,9 @@ mask × training and evaluation × two sizes of micro-batches. Beyond them dynam
 MOST_THREADS = 32
 """Of torch's compiler, by its own choice."""
 WHOLE = ("eager", "sdpa")
-"""Attention of which is known that it breaks no graph; flash kernels look for documents in the positions' values."""
+"""Attention of which is known that it breaks no graph."""
+TRACED = (*WHOLE, "flex_attention")
+"""Attention that is compiled with its layer; the others look at how many documents there are, and how long."""
 
 Compiled = Callable[..., Any]
 
@@ -53,13 +56,26 @@ compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 def compile_layers(model: PreTrainedModel, attention: str) -> None:
     """Has each decoder layer of a model, or of a stage of it, compute by compiled code, from its first call on.
 
-    attention: as the model's own. A layer is one graph, or fails, where its attention is known to be part of one.
+    attention: as the model's own. A layer is one graph, or fails, where its attention is known to be part of one; else
+    it is two, with the attention between them as it is.
     """
+    if attention not in TRACED:
+        _leave_out(attention)
     # Else DistributedDataParallel would have a layer cut where a bucket of gradients ends.
     torch._dynamo.config.optimize_ddp = False
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Hole):
             layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE)
+
+
+def _leave_out(attention: str) -> None:
+    """Has what is compiled stop before an attention of `transformers`' table, and go on behind it.
+
+    How many documents a micro-batch has, and how long they are, would else be compiled into it, each time anew.
+    """
+    kernel = ALL_ATTENTION_FUNCTIONS[attention]
+    if not getattr(kernel, "_torchdynamo_disable", False):
+        ALL_ATTENTION_FUNCTIONS.register(attention, torch.compiler.disable(kernel))  # type: ignore[no-untyped-call]
 
 
 def share_processors(ranks: int) -> None:

@@ -43,6 +43,7 @@ BREADTH = {
     "DeepSpeed under accelerate": COMPILED
     | {"parallel.backend": "accelerate", "parallel.accelerate": "deepspeed", "parallel.zero_stage": 1},
     "eager attention": COMPILED | {"model.attention": "eager"},
+    "varlen": COMPILED | {"model.attention": "varlen"},
     "GPT-2": COMPILED
     | {
         "model.architecture": "gpt2",
@@ -123,10 +124,11 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
     return len(made)
 
 
-def test_a_layer_is_compiled_for_training_and_for_evaluation():
-    """Once for all layers, whatever the number of micro-batches and steps."""
-    more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3}
-    assert run_ranks(2, _compiled_functions, tiny_recipe(**LAYERS, **more), 2) == [2, 2]
+@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), ("varlen", 4)])
+def test_a_layer_is_compiled_for_training_and_for_evaluation(attention, parts):
+    """Once for all layers, whatever the number of steps and of documents; in parts where attention is left out."""
+    more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3, "model.attention": attention}
+    assert run_ranks(2, _compiled_functions, tiny_recipe(**LAYERS, **more), 2) == [2 * parts] * 2
 
 
 def _refusal(rank: int, recipe) -> str:

@@ -192,8 +192,9 @@ def _is_empty(leader: int) -> bool:
     return not left
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize(
+    "is_killed", [pytest.param(False, marks=pytest.mark.breadth), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_killed):
     command = [sys.executable, "-c", RANK]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as rank:
