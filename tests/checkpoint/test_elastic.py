@@ -121,6 +121,7 @@ def _pairs(names, count: int, seed: int) -> list[tuple[str, str]]:
     return every[:count]
 
 
+@pytest.mark.breadth
 def test_a_sample_of_all_pairs(tmp_path):
     _compare(_pairs(LAYOUTS, 4, seed=1), LAYOUTS, {}, tmp_path)
 

@@ -88,7 +88,7 @@ def broken(tmp_path):
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("raise", WORKER, ["rank 1: ValueError: cannot be trained", "rank_1.log"]),
+        pytest.param("raise", WORKER, ["rank 1: ValueError: cannot be trained", "rank_1.log"], marks=pytest.mark.slow),
         pytest.param("kill", WORKER, ["rank 1: killed by signal 9", "rank_1.log"], marks=pytest.mark.breadth),
         pytest.param("other", CHECKPOINT, ["rank 1", "loss 3.0 instead of"], marks=pytest.mark.breadth),
     ],

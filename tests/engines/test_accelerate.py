@@ -81,7 +81,11 @@ def _assert_same(run: Trace, expected: Trace, case) -> None:
         np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=f"{case} {name}")
 
 
-@pytest.mark.parametrize(("ranks", "fields"), [(1, SGD), (2, SGD), (2, {})], ids=["1-sgd", "2-sgd", "2-adamw"])
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [pytest.param(1, SGD, marks=pytest.mark.breadth), (2, SGD), pytest.param(2, {}, marks=pytest.mark.slow)],
+    ids=["1-sgd", "2-sgd", "2-adamw"],
+)
 def test_fp32_is_the_plain_loop(ranks, fields):
     """Embeddings are tied, weights decay by group, clipping bites."""
     expected = _reference(**fields)
@@ -268,7 +272,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(2, marks=pytest.mark.slow)])
 def test_continued_is_uninterrupted_and_exported_as_it_was_bit_for_bit(ranks, tmp_path):
     for results in run_ranks(ranks, _interrupted, ranks, tmp_path):
         for case, (whole, continued, same) in zip(RESUMED, results, strict=True):

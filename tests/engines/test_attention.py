@@ -122,6 +122,7 @@ def _train_on_flash(rank: int, recipes: dict, ranks: int) -> dict[str, tuple[Tra
     return runs
 
 
+@pytest.mark.slow
 def test_a_flash_kernel_is_told_the_bounds_of_all_rows():
     expected = _reference()
     recipes = {name: tiny_recipe(**FLASH, **case) for name, case in SHARED.items()}

@@ -124,7 +124,7 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
     return len(made)
 
 
-@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), ("varlen", 4)])
+@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), pytest.param("varlen", 4, marks=pytest.mark.slow)])
 def test_a_layer_is_compiled_for_training_and_for_evaluation(attention, parts):
     """Once for all layers, whatever the number of steps and of documents; in parts where attention is left out."""
     more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3, "model.attention": attention}

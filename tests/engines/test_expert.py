@@ -77,6 +77,7 @@ def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, [{"parallel.zero_stage": stage, **SGD} for stage in range(4)])
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [moe_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": stage}) for stage in (1, 2, 3)]
     expected = _reference(moe_recipe())

@@ -285,6 +285,7 @@ def _check_resumed(names, folder) -> None:
             assert (elsewhere.total, [one.steps_ago for one in elsewhere.recent]) == (1, [STOP - 1 - BAD]), name
 
 
+@pytest.mark.slow
 def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path):
     _check_resumed(RESUMED, tmp_path)
 

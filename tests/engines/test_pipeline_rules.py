@@ -126,6 +126,7 @@ def outcomes(ranks) -> list[str]:
     return [_falsified(fields, list(seen)) for fields, *seen in zip(CASES, *ranks, strict=True)]
 
 
+@pytest.mark.slow
 def test_rules_and_engine_agree(outcomes):
     wrong, tried = [], set()
     for fields, falsified in zip(CASES, outcomes, strict=True):

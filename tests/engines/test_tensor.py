@@ -95,6 +95,7 @@ def test_adam_tied_and_checkpointed():
     _compare([(fields, _recipe(2, 1, stage, 2, **fields)) for stage in (0, 1, 3)], 2)
 
 
+@pytest.mark.slow
 def test_groups_of_two_and_of_four_are_the_plain_loop():
     more_heads = SGD | {"model.config.num_key_value_heads": 4}
     cases = [(SGD, _recipe(2, 2, stage, 2, **SGD)) for stage in (0, 1, 3)]

@@ -61,6 +61,7 @@ def trained():
     return run_ranks(4, _train, 1, [*FP32_CASES, BF16])
 
 
+@pytest.mark.slow
 def test_stages_of_two_ranks_are_the_plain_loop(trained):
     _compare([results[:-1] for results in trained], FP32_CASES)
 

@@ -17,6 +17,7 @@ def _disagreements(seed: int, count: int, worlds: list[int]) -> list[str]:
     return [told for one in cases(seed, count, worlds) if (told := disagreement(one, verdict(one)))]
 
 
+@pytest.mark.slow
 def test_rules_and_engine_agree_on_drawn_plans():
     assert not (found := _disagreements(1, 6, [1, 2, 4])), "\n".join(found)
 

@@ -66,6 +66,7 @@ def _key(draft):
     return (*degrees, draft.recipe.batch.micro_batch_size, *stored)
 
 
+@pytest.mark.slow
 def test_every_legal_plan_is_looked_at_and_no_other(llama):
     facts = model_facts(llama.model, llama.vocab_size)
     drafts = [draft for _, draft in legal_plans(llama, NODE, facts)]

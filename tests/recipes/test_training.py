@@ -127,7 +127,7 @@ def test_shrunk_recipe_trains(name, corpus, tmp_path):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_continues_from_pretrained_weights(zero_stage, corpus, pretrained, tmp_path):
     """Read whole, or a tensor at a time into a partitioned model: the first loss is that of the folder."""
     fields = _fields("continue_pretrained", corpus)

@@ -81,7 +81,7 @@ def storm(process):
 @pytest.mark.parametrize(
     "told",
     [
-        to_one_worker,
+        pytest.param(to_one_worker, marks=pytest.mark.breadth),
         pytest.param(lambda process: process.send_signal(signal.SIGUSR1), marks=pytest.mark.slow),
         pytest.param(storm, marks=pytest.mark.breadth),
     ],
