@@ -300,7 +300,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
     lists = list(decoder_lists(built).values())
     layers = list(lists[0]) if len(lists) == 1 else []
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
-    heads = config.num_attention_heads
+    heads = _int(config, "num_attention_heads") or 0  # a recurrence has none
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
     )
@@ -319,7 +319,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         hidden_size=config.hidden_size,
         heads=heads,
         kv_heads=_int(config, "num_key_value_heads") or heads,
-        head_dim=_int(config, "head_dim") or config.hidden_size // heads,
+        head_dim=_int(config, "head_dim") or config.hidden_size // max(heads, 1),
         vocab_size=embedding.shape[0],
         max_positions=_int(config, "max_position_embeddings"),
         experts=experts,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from small_plan import small_plan
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.models import Documents, varlen
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.models.varlen_check import AttentionRefused, check_attention
+from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])
@@ -225,3 +228,15 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
         functional.cross_entropy(output.logits[0], positions[0]).backward()
     assert 100 * 16 in seen
     assert max(seen) < 100 * 100
+
+
+def test_who_mixes_documents_is_noted_in_a_plan():
+    text = (ROOT / "docs/families_documents.md").read_text(encoding="utf-8")
+    assert (
+        frozenset(re.findall(r"^\| (\S+) \| .*documents influence each other", text, re.MULTILINE)) == MIXES_DOCUMENTS
+    )
+    plan = small_plan(**{"model.architecture": "mamba", "model.config": {"vocab_size": 256}})
+    assert [note["rule"] for note in plan.notes] == ["data.documents_mixed"]
+    assert not small_plan(
+        **{"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.mask_documents": False}
+    ).notes

@@ -5,6 +5,7 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.plan.families import FAMILIES
+from llmtrain.plan.flops import attention_flops
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
 
@@ -213,3 +214,10 @@ def test_arithmetic_counts_each_layer(family):
         assert counted.layer_parameters == built.layer_parameters, config
         assert counted.layer_idle_parameters == built.layer_idle_parameters, config
         assert len(counted.layer_parameters) == counted.layers
+
+
+def test_a_model_without_attention_has_facts_as_well():
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    facts = model_facts(ModelConfig(architecture="mamba", config=config), None)
+    assert (facts.heads, facts.kv_heads, facts.layers) == (0, 0, 2)
+    assert attention_flops(facts, 128) == 0

@@ -9,6 +9,40 @@ from llmtrain.plan.kernels import needs_whole_loss
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.recipe import TrainedTokenizer
 
+MIXES_DOCUMENTS = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "biogpt",
+        "cpmant",
+        "deepseek_v4",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "openai-gpt",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+"""Families whose recurrences, convolutions or own masks let packed documents influence each other
+(`docs/families_documents.md`)."""
 EXPERT_ROW_BYTES = 16
 """Rows of experts' matrices are multiples of this."""
 
@@ -57,6 +91,20 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
     if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
         message = f"{length} is beyond max_position_embeddings = {facts.max_positions}, which the export will declare"
         yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
+
+
+@rule(
+    "data.documents_mixed",
+    "A recurrence or a convolution goes on from one packed document to the next, whatever the attention.",
+    "run",
+    refuses=False,
+)
+def documents_mixed(draft: Draft) -> Iterator[Fault]:
+    """Notes families in which documents are not kept apart, though the recipe says so."""
+    facts = draft.facts
+    if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.mask_documents:
+        message = f"'{facts.model_type}' goes on from each packed document to the next, whatever its attention does"
+        yield Fault("data.mask_documents", message, assignment(data__mask_documents="false"))
 
 
 @rule(
@@ -112,6 +160,7 @@ RULES = (
     pretrained_tokenizer,
     positions,
     rotary_length,
+    documents_mixed,
     attention_device,
     attention_precision,
     experts_aligned,
