@@ -156,6 +156,7 @@ def test_to_other_engines_and_back(tmp_path):
     _compare(_pairs(plans, 6, seed=2), plans, {}, tmp_path)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_experts_are_spread_and_gathered(tmp_path):
     plans = EXPERTS | PLAIN

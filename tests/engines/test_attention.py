@@ -68,7 +68,7 @@ def _compare(ranks: int, cases: dict, **fields) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [SHARED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["each way", "all others"]
+    "cases", [SHARED, pytest.param(OTHERS, marks=pytest.mark.breadth)], ids=["each way", "all others"]
 )
 def test_documents_by_their_bounds_are_the_plain_loop(cases):
     _compare(2, cases)

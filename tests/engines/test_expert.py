@@ -43,7 +43,10 @@ def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) 
             assert_same(run, expected[key], (architecture, rank, fields))
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.breadth)])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("qwen3_moe", marks=pytest.mark.breadth)],
+)
 def test_fp32_is_the_plain_loop(architecture):
     """Untied and tied embeddings; with a dense layer between; four micro-batches, and one."""
     stages = [{"parallel.zero_stage": stage, **SGD} for stage in range(4)]

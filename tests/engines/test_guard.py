@@ -293,10 +293,10 @@ def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path)
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16", "pipeline", "fsdp2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16", "pipeline")),
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2_sgd")
+            for name in ("zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2", "fsdp2_sgd")
         ),
     ],
 )

@@ -75,8 +75,7 @@ def _compare(ranks: int, cases: dict, fields: dict) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        *({name: case} for name, case in CASES.items()),
-        *(pytest.param({n: c}, marks=pytest.mark.breadth) for n, c in MORE.items()),
+        *(pytest.param({n: c}, marks=() if n == "stages" else pytest.mark.breadth) for n, c in (CASES | MORE).items()),
     ],
     ids=lambda one: [*one][-1],
 )

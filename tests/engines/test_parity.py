@@ -65,7 +65,7 @@ def reference() -> Trace:
     return _reference()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), 2])
 def test_fp32_is_the_plain_loop(ranks, reference):
     for name, run in _runs(ranks, _cases(range(4))):
         assert worst(run.losses, reference.losses) < FP32, name

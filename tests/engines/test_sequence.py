@@ -91,7 +91,7 @@ PAIR = [
 
 @pytest.mark.parametrize(
     "cases",
-    [PAIR[::3], pytest.param([one for one in PAIR if one not in PAIR[::3]], marks=pytest.mark.slow)],
+    [PAIR[::3], pytest.param([one for one in PAIR if one not in PAIR[::3]], marks=pytest.mark.breadth)],
     ids=["some", "others"],
 )
 def test_two_slices_are_the_plain_loop(cases):

@@ -179,11 +179,13 @@ def submit(cluster, workers_environment, tmp_path):
         cluster.run("scancel", job.number, check=False)
 
 
+@pytest.mark.breadth
 def test_data_are_prepared(prepared, workers_environment):
     assert "tokens" in prepared
     assert list(Path(workers_environment["LLMTRAIN_CACHE"]).iterdir())
 
 
+@pytest.mark.breadth
 def test_a_node_verifies_a_recipe(cluster, prepared, workers_environment, tmp_path):
     told = one_node(
         cluster, workers_environment, "verify", tmp_path, "--plans", "dp1-zero1-acc1", "--steps", "1", "--json"
@@ -289,6 +291,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, unint
     assert logged(job.run_dir) == uninterrupted
 
 
+@pytest.mark.breadth
 def test_a_run_that_dies_twice_in_one_place_ends(cluster, prepared, workers_environment, tmp_path):
     path = f"{REPOSITORY / 'tests' / 'run' / 'faulty'}:{REPOSITORY}"
     environment = {**workers_environment, "PYTHONPATH": path, "FAULT": "abort:1:6"}

@@ -62,6 +62,11 @@ def one(workers_environment, tmp_path_factory):
     return run_dir
 
 
+LINES = commands("A hostfile", "recipes/tiny.py")
+QUICK = [line for line in LINES if line.startswith("llmtrain")][:1] + [
+    line for line in LINES if line.startswith("deepspeed")
+][:1]
+"""Ours, and that of DeepSpeed's users."""
 STAGES = ("parallel.pipeline=2", "parallel.zero_stage=1")
 
 
@@ -84,7 +89,9 @@ def _chose_the_cable(run_dir: Path, ranks: int) -> None:
     assert json.loads((run_dir / "environment.json").read_text())["variables"]["GLOO_SOCKET_IFNAME"] == INTERFACE
 
 
-@pytest.mark.parametrize("line", commands("A hostfile", "recipes/tiny.py"))
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=() if line in QUICK else pytest.mark.breadth) for line in LINES]
+)
 def test_a_pipeline_over_two_hosts_trains_as_one_process(hosts, workers_environment, one, tmp_path, line):
     """By the documented lines, given on the first host; ours hand on what is set here, and folders with any name."""
     by_us = line.startswith("llmtrain")

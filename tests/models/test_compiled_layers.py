@@ -193,7 +193,7 @@ def _is_empty(leader: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "is_killed", [pytest.param(False, marks=pytest.mark.breadth), pytest.param(True, marks=pytest.mark.slow)]
+    "is_killed", [pytest.param(False, marks=pytest.mark.breadth), pytest.param(True, marks=pytest.mark.breadth)]
 )
 def test_processes_that_compile_end_with_their_rank_and_by_no_signal_to_stop(is_killed):
     command = [sys.executable, "-c", RANK]

@@ -27,6 +27,7 @@ def test_rules_and_engine_agree_on_more_drawn_plans():
     assert not (found := _disagreements(2, 60, [1, 2, 4])), "\n".join(found)
 
 
+@pytest.mark.slow
 def test_draws_repeat_and_reach_the_rules():
     drawn = cases(3, 300, [1, 2, 4])
     again = cases(3, 300, [1, 2, 4])

@@ -67,10 +67,6 @@ def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_pa
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-QUICK = "deepspeed"
-"""The launcher that differs most from our own."""
-
-
 def test_every_launcher_is_documented():
     assert OURS.startswith("llmtrain train")
     assert [line.split()[0] for line in OTHERS] == [
@@ -81,7 +77,7 @@ def test_every_launcher_is_documented():
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=() if line.startswith(QUICK) else pytest.mark.slow) for line in OTHERS],
+    [pytest.param(line, marks=pytest.mark.breadth if "--launcher" in line else pytest.mark.slow) for line in OTHERS],
 )
 def test_every_launcher_trains_the_same_losses(line, small_recipe, two_workers, tmp_path):
     run_dir, _ = _launch(line, small_recipe, tmp_path / "run")

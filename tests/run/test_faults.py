@@ -123,6 +123,7 @@ def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
     assert "died twice in step 6, with step_00000004" in result.stderr
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path):
     pauses = {when: tmp_path / when for when in ("1", "evaluating", "saving")}

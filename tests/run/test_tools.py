@@ -43,6 +43,7 @@ def by_us(small_recipe, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.breadth
 @BY_FIRST
 def test_a_run_that_is_stopped_and_continued_is_that_of_our_own_launcher(small_recipe, by_us, tmp_path, tool):
     run_dir = tmp_path / "a run"

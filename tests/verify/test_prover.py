@@ -94,7 +94,11 @@ def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [MOE, GPT2, {"model.config.tie_word_embeddings": False}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [MOE, *(pytest.param(one, marks=BREADTH) for one in (GPT2, {"model.config.tie_word_embeddings": False}))],
+    ids=str,
+)
 def test_other_models_are_certified(fields, verify_corpus, tmp_path):
     """Experts with a router's loss, dropout and biases, a head of its own."""
     names = ["dp2-zero0-acc2", "dp2-zero1-acc2", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
@@ -105,7 +109,7 @@ def test_other_models_are_certified(fields, verify_corpus, tmp_path):
     ("precision", "every"),
     [
         pytest.param("fp32", 4, marks=SLOW),
-        pytest.param("bf16", 8, marks=SLOW),
+        pytest.param("bf16", 8, marks=BREADTH),
         pytest.param("fp32", 1, marks=BREADTH),
         pytest.param("bf16", 1, marks=BREADTH),
         pytest.param("autocast_bf16", 1, marks=BREADTH),
