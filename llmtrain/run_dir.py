@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -314,10 +314,10 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that a run's numbers may depend on, as far as they are installed."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Versions of packages, those that a run's numbers may depend on, as far as they are installed."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.pairs import Case, Side
 from benchmarks.question import Question, Result, Verdict, median_of
+from benchmarks.questions import trainer, wrapper
 
 LEAST_MFU = 0.55
 LEAST_SPEEDUP, MOST_MEMORY = 1.5, 0.6
-MOST_MS, MOST = 1.0, 0.005
 DATA = {
     "data.sources": json.dumps([{"name": "stdlib"}]),
     "data.tokenizer": json.dumps({"vocab_size": 32000}),
@@ -31,6 +31,7 @@ RUNGS: Mapping[str, Mapping[str, str]] = {
 }
 AUTO = "as measured (auto)"
 ACCUMULATION = 4
+PEAK = ("peak memory, GiB", ".2f")
 
 
 def _fields(sequence: int, micro: int) -> dict[str, str]:
@@ -96,12 +97,7 @@ MFU = Question(
         "process for each; medians of the windows of ten steps after the first."
     ),
     cases=mfu_cases,
-    columns={
-        "mfu": ("MFU", ".1%"),
-        "tokens_per_second": ("tokens/s", ",.0f"),
-        "step_ms": ("ms a step", ".1f"),
-        "peak_gib": ("peak memory, GiB", ".2f"),
-    },
+    columns={"mfu": ("MFU", ".1%"), **trainer.QUESTION.columns, "peak_gib": PEAK},
     verdicts=mfu_verdicts,
     minutes=25,
     pairs=1,
@@ -117,21 +113,6 @@ def wrapper_cases(quick: bool) -> Sequence[Case]:
     return [Case("DeepSpeed, ZeRO-1, 1B", [Side("ours − bare", command)])]
 
 
-def wrapper_verdicts(result: Result) -> Sequence[Verdict]:
-    """As on a CPU."""
-    case = result["cases"][0]
-    side = case["sides"][0]["name"]
-    more, peer = median_of(case, side, "more_ms"), median_of(case, side, "peer_ms")
-    error = median_of(case, side, "error_ms") / result["pairs"] ** 0.5
-    return [
-        Verdict(
-            f"at most {MOST:.1%} and {MOST_MS:g} ms a step",
-            f"{more:+.2f} ± {error:.2f} ms, {more / peer:+.2%} of {peer:.1f} ms",
-            more + error <= min(MOST_MS, MOST * peer),
-        )
-    ]
-
-
 WRAPPER = Question(
     name="wrapper_gpu",
     title="What the wrapper costs on a GPU",
@@ -140,14 +121,8 @@ WRAPPER = Question(
         "DeepSpeed loop with the same model, kernels, tokens and configuration, in turn in one process."
     ),
     cases=wrapper_cases,
-    columns={
-        "ours_ms": ("ours, ms a step", ".2f"),
-        "peer_ms": ("bare, ms a step", ".2f"),
-        "more_ms": ("more, ms", "+.2f"),
-        "error_ms": ("± ms", ".2f"),
-        "more_cpu_ms": ("more, cpu ms", "+.2f"),
-    },
-    verdicts=wrapper_verdicts,
+    columns=wrapper.QUESTION.columns,
+    verdicts=wrapper.verdicts,
     minutes=10,
     pairs=3,
     needs_gpu=True,
@@ -189,11 +164,7 @@ TRAINER = Question(
         "device. Whole commands in turn; the speed of the steps after the first ten."
     ),
     cases=trainer_cases,
-    columns={
-        "tokens_per_second": ("tokens/s", ",.0f"),
-        "step_ms": ("ms a step", ".1f"),
-        "peak_gib": ("peak memory, GiB", ".2f"),
-    },
+    columns={**trainer.QUESTION.columns, "peak_gib": PEAK},
     verdicts=trainer_verdicts,
     minutes=20,
     pairs=5,

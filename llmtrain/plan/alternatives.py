@@ -42,7 +42,7 @@ def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]
     # The logits are held at once only where the plan's memory has room for them.
     losses = ("chunked",) if chunks_loss(plan) else ("whole", "chunked")
     return {
-        THREADS: [threads, *_halves(threads)] if on_cpu else [AUTO],
+        **({THREADS: [threads, *_halves(threads)]} if on_cpu else {}),
         ATTENTION: [plan.recipe.model.attention_kernel, *attention],
         BLOCKS: ["eager", *blocks],
         LOSS: [*losses, "compiled", *(() if on_cpu else ("liger",))],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -14,8 +13,9 @@ from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.durable import write_atomically
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.recipe import DataConfig
+from llmtrain.run_dir import versions
 
-PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "torchao")
+PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
 """Whose versions decide what a kernel is and how fast."""
 
 
@@ -47,7 +47,7 @@ def key_of_run(plan: Plan, device: str) -> str:
     data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.mask_documents}
     return key_of(
         device,
-        _versions(),
+        versions(PACKAGES),
         recipe.model.model_dump(mode="json"),
         recipe.vocab_size,
         data,
@@ -55,16 +55,6 @@ def key_of_run(plan: Plan, device: str) -> str:
         recipe.parallel.model_dump(mode="json"),
         recipe.kernels.model_dump(mode="json"),
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def cached_file(data: DataConfig, key: str) -> Path:

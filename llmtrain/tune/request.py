@@ -1,7 +1,8 @@
-"""Has a process of its own measure, and keeps what it found."""
+"""Has a process of its own measure, which ends with this one, and keeps what it found."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.local import die_with
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.tune.choice import write_cached
 
@@ -52,7 +55,13 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
         file.write_text(json.dumps(asdict(request)))
         command = [sys.executable, "-m", "llmtrain.tune.process", str(file)]
         with subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
         ) as process:
             assert process.stdout is not None
             try:
