@@ -5,6 +5,7 @@ import pytest
 
 from llmtrain.durable import write_atomically
 from llmtrain.errors import RecipeError
+from llmtrain.plan import KernelChoice
 from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, identity_of
 
 DS_CONFIG = {"train_batch_size": 8}
@@ -95,6 +96,15 @@ def test_a_run_is_continued_elsewhere_and_longer(run, plan):
     changed = plan.model_copy(update={"recipe": plan.recipe.with_(**changes)})
     run.create(changed, DS_CONFIG)
     assert run.read_plan().recipe.train.max_steps == 300
+
+
+def test_a_run_that_is_continued_keeps_its_kernels(run, plan):
+    run.create(plan, DS_CONFIG)
+    assert run.read_plan().kernels is None
+    kernels = KernelChoice(key="k", device="d", why="measured", values={"kernels.loss": "chunked"})
+    run.write_plan(plan.model_copy(update={"kernels": kernels}))
+    run.create(plan, DS_CONFIG)
+    assert run.read_plan().kernels == kernels
 
 
 def test_what_may_change_is_decided_field_by_field(plan):
