@@ -71,6 +71,7 @@ def _rank_main(
         from llmtrain.launch.discovery import Rank
 
         torch.set_num_threads(1)
+        torch.manual_seed(rank)  # what imports have drawn differs from one server to the next
         init_process_group(
             Rank(
                 rank=rank,

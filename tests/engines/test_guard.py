@@ -69,12 +69,16 @@ def _recipe(name: str) -> Recipe:
 
 
 class Spoiler:
-    """Multiplies what the first matrix of a rank's model gives, in the steps where that is asked for."""
+    """Multiplies what one matrix of a rank's model gives, in the steps where that is asked for.
 
-    def __init__(self, engine) -> None:
+    which: 0 for the first one, where NaN passes through all the others; -1 for that of the logits, whose loss grows
+    with the factor. With larger queries each token would only look at one other: loss and gradient may stay as usual.
+    """
+
+    def __init__(self, engine, which: int = 0) -> None:
         model = engine.module.stage.model if hasattr(engine, "module") else engine.model
         self.factor = 1.0
-        matrix = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        matrix = [module for module in model.modules() if isinstance(module, nn.Linear)][which]
         matrix.register_forward_hook(lambda _, __, output: output * self.factor if self.factor != 1.0 else output)
 
 
@@ -245,7 +249,7 @@ def _interrupted(rank: int, names: list[str], folder):
     for name in names:
         plan = plan_of(_recipe_of_a_spike(name), 2)
         first = engine_of(plan)
-        spoiler = Spoiler(first)
+        spoiler = Spoiler(first, -1)
         _steps(first, plan, spoiler, range(STOP))
         Saver(folder / name, plan, first).save(TrainerState(step=STOP, data="key"))
         runs = [_steps(first, plan, spoiler, range(STOP, END))]
@@ -257,7 +261,7 @@ def _interrupted(rank: int, names: list[str], folder):
         weights.append(_weights(first))
         second = engine_of(plan)
         load(newest(folder / name), second, plan, "key")
-        runs.append(_steps(second, plan, Spoiler(second), range(STOP, END)))
+        runs.append(_steps(second, plan, Spoiler(second, -1), range(STOP, END)))
         skipped.append(str(second.guard.read()))
         weights.append(_weights(second))
         other_plan = plan_of(_recipe_of_a_spike("zero2").with_(**{"optim.name": plan.recipe.optim.name}), 2)
