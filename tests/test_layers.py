@@ -14,7 +14,7 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "heartbeat", "recipe", "cluster"},
+    {"errors", "durable", "heartbeat", "host", "recipe", "cluster"},
     {"plan"},
     {"ds_config", "run_dir", "launch"},
     {"models", "data"},
@@ -32,6 +32,7 @@ PURE = {
     "errors",
     "durable",
     "heartbeat",
+    "host",
     "recipe",
     "cluster",
     "plan",

@@ -1,29 +1,19 @@
 """Forward and backward passes of a recipe's first layers and head, as `llmtrain tune` takes them: one line of JSON.
 
-python -m benchmarks.programs.passes --set kernels.blocks=compiled [--transposed] [--keep-memory]
+python -m benchmarks.programs.passes --set kernels.blocks=compiled [--transposed]
 
---transposed: the matrices of linear layers lie column by column. --keep-memory: glibc gives no freed memory back to the
-system (mallopt), so that no page is cleared twice.
+--transposed: the matrices of linear layers lie column by column.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import resource
 import statistics
 
 RECIPE = "recipes/tiny.py"
 TURNS = 15
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # <malloc.h>
-
-
-def keep_memory() -> None:
-    """No mapping of its own for a large tensor, and no trimming of the heap."""
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(M_MMAP_MAX, 0)
-    assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def main() -> None:
@@ -32,10 +22,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="fields")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--transposed", action="store_true")
-    parser.add_argument("--keep-memory", action="store_true")
     options = parser.parse_args()
-    if options.keep_memory:
-        keep_memory()
     import torch
 
     from llmtrain.cluster import Cluster

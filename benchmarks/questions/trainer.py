@@ -12,7 +12,7 @@ SAME_KERNELS = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=wh
 
 
 def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
-    steps = "20" if quick else "80"
+    steps = "20" if quick else "60"
     fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
     if zero is None and ranks > 1:
         fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
@@ -84,5 +84,5 @@ QUESTION = Question(
         "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
     },
     verdicts=verdicts,
-    minutes=30,
+    minutes=35,
 )

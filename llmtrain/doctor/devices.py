@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmtrain.doctor.finding import Finding, fault, ok, size, warning
 from llmtrain.doctor.scene import Scene, ask
+from llmtrain.host import memory_bytes, memory_limit
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -37,8 +38,7 @@ def host(scene: Scene) -> Iterator[Finding]:
     quota = _cpu_quota()
     if quota is not None and quota < cpus:
         text += f", of which a limit leaves the time of {quota:.1f}"
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _memory_limit()
+    total, limit = memory_bytes(), memory_limit()
     limited = f", limited to {size(limit)}" if limit is not None and limit < total else ""
     yield ok("devices.host", f"{text}; {size(total)} of host memory{limited}")
 
@@ -178,12 +178,3 @@ def _cpu_quota() -> float | None:
     except (OSError, ValueError):
         return None
     return None if quota == "max" else int(quota) / int(period)
-
-
-def _memory_limit() -> int | None:
-    """Bytes that the control group grants; None without a limit."""
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(limit) if limit.isdecimal() else None

@@ -11,6 +11,7 @@ from llmtrain.engines.deepspeed import DeepSpeedDataParallel
 from llmtrain.engines.expert import DeepSpeedExpertParallel
 from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
 from llmtrain.engines.groups import forget_groups
+from llmtrain.engines.host_memory import keep_freed_memory
 from llmtrain.engines.pipeline import DeepSpeedPipeline
 from llmtrain.engines.seam import Engine
 from llmtrain.engines.sequence import (
@@ -33,8 +34,10 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     """
     check_runnable(plan)
     forget_groups()
-    if isinstance(threads := plan.recipe.kernels.threads, int) and device.type == "cpu":
-        torch.set_num_threads(threads)
+    if device.type == "cpu":
+        keep_freed_memory(plan)
+        if isinstance(threads := plan.recipe.kernels.threads, int):
+            torch.set_num_threads(threads)
     backend = plan.recipe.parallel.backend
     if backend == "accelerate":
         return _accelerated_engine(plan, ds_config, device)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
+from llmtrain.engines.host_memory import keep_freed_memory
 from llmtrain.models.build import model_configuration
 from llmtrain.models.tiny import with_layers
 from llmtrain.plan import Plan
@@ -37,6 +38,8 @@ class Trial:
     def __init__(self, plan: Plan, batch: MicroBatch, device: torch.device, threads: int | None = None) -> None:
         """threads: of the process while it computes; None to leave them. Raises RecipeError as the engines do."""
         recipe = plan.recipe
+        if device.type == "cpu":
+            keep_freed_memory(plan)  # as the engine will
         self.batch, self.device, self.threads = batch, device, threads
         self.autocast_dtype = AUTOCAST.get(recipe.parallel.precision)
         config = with_layers(model_configuration(recipe), LAYERS)
