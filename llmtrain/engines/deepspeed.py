@@ -24,6 +24,7 @@ from llmtrain.engines.host_checks import no_host_checks
 from llmtrain.engines.leaves import gather_experts_together, gather_layers_together
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
+from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.writer import Writer
@@ -52,6 +53,7 @@ class DeepSpeedDataParallel:
         self.model = model
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(model, ds_config)
+        reduce_among_several(self.engine)
         # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
         self.engine.clip_fp32_gradients = self._clip
         self.guard = Guard(recipe.guard, device)

@@ -31,6 +31,7 @@ from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
+from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.sequence import sequence_group
 from llmtrain.engines.sequence_check import check_sequence
@@ -157,6 +158,7 @@ class DeepSpeedPipeline:
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
+        reduce_among_several(self.engine)
         self._awaited: Iterator[MicroBatch] = iter(())
         self.module.stage.register_forward_pre_hook(lambda *_: self._tell_documents())
         self.ulysses: Ulysses | None = None

@@ -1,0 +1,57 @@
+"""At ZeRO-0 gradients are copied together where somebody shares in their sum, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from batches import step_batch, tiny_recipe
+from harness import run_ranks
+from torch import distributed as dist
+from traces import engine_of, plan_of
+
+from llmtrain.engines.reduction import reduce_among_several
+
+
+def _buffers(rank: int, ranks: int, fields: dict[str, object]) -> int:
+    """How many buffers of gradients a step has filled."""
+    plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 2, **fields}), ranks)
+    engine = engine_of(plan)
+    own, filled = engine.engine.allreduce_bucket, []
+
+    def noting(bucket, *arguments, **named):
+        filled.append(bucket)
+        return own(bucket, *arguments, **named)
+
+    engine.engine.allreduce_bucket = noting
+    shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+    engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.layout.dp))
+    return len(filled)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "expected"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (2, {"parallel.tensor": 2}, False),
+        (2, {"parallel.pipeline": 2, "optim.clip_grad_norm": 0.0}, False),
+        (2, {"parallel.sequence": 2}, True),
+    ],
+    ids=["alone", "data", "tensor", "pipeline", "sequence"],
+)
+def test_a_buffer_is_filled_where_somebody_shares_in_it(ranks, fields, expected):
+    assert [bool(found) for found in run_ranks(ranks, _buffers, ranks, fields)] == [expected] * ranks
+
+
+def _divided(rank: int) -> list[int | None]:
+    taken = []
+    engine = SimpleNamespace(allreduce_no_retain=lambda bucket, group, dp_world_size=None: taken.append(dp_world_size))
+    reduce_among_several(engine)
+    for size in (None, 1, 2):
+        engine.allreduce_no_retain([], dist.group.WORLD, dp_world_size=size)
+    return taken
+
+
+def test_a_rank_alone_with_its_experts_still_divides_by_all_that_have_tokens():
+    assert run_ranks(1, _divided) == [[None, 2]]
