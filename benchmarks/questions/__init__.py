@@ -1,13 +1,14 @@
 """All questions, in the order in which they are shown."""
 
 from benchmarks.question import Question, Script
-from benchmarks.questions import cpu, data, gpu, scale, scripts, startup, trainer, wrapper
+from benchmarks.questions import cpu, data, gpu, litgpt, scale, scripts, startup, trainer, wrapper
 
 QUESTIONS: dict[str, Question | Script] = {
     one.name: one
     for one in (
         wrapper.QUESTION,
         trainer.QUESTION,
+        litgpt.QUESTION,
         cpu.QUESTION,
         data.QUESTION,
         data.WHOLE,

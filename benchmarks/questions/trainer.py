@@ -9,6 +9,12 @@ FIELDS = ("data.packing=concat", "data.mask_documents=false")
 """What the Trainer's users do: one stream of tokens, cut; attention across documents."""
 SAME_KERNELS = ("model.attention=sdpa", "kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=auto")
 """The Trainer's defaults."""
+SPEED = {
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "step_ms": ("ms a step", ".1f"),
+    "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
+}
+"""Columns."""
 
 
 def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
@@ -16,11 +22,11 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
     fields = [*FIELDS, f"parallel.zero_stage={zero or 0}"]
     if zero is None and ranks > 1:
         fields += ["parallel.backend=accelerate", "parallel.accelerate=ddp"]
-    sets = _sets(fields)
+    options = sets(fields)
     folder = f"{{work}}/{ranks}-{zero}"
     start = ["python"] if ranks == 1 else ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     peer = [*start, "benchmarks/programs/hf_trainer.py", folder, "--steps", steps]
-    common = ["--ranks", str(ranks), "--steps", steps, *sets]
+    common = ["--ranks", str(ranks), "--steps", steps, *options]
     return Case(
         name,
         [
@@ -28,17 +34,18 @@ def _case(name: str, ranks: int, quick: bool, zero: int | None) -> Case:
             Side("Trainer", [*peer, *(["--zero", str(zero)] if zero is not None else [])]),
             Side(
                 "llmtrain, the same kernels",
-                ["python", "-m", "benchmarks.programs.ours", *common, *_sets(SAME_KERNELS)],
+                ["python", "-m", "benchmarks.programs.ours", *common, *sets(SAME_KERNELS)],
             ),
         ],
         setup=[
             Side("batches", ["python", "-m", "benchmarks.programs.subject", folder, *common]),
-            Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", str(ranks), *sets]),
+            Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", str(ranks), *options]),
         ],
     )
 
 
-def _sets(fields: Sequence[str]) -> list[str]:
+def sets(fields: Sequence[str]) -> list[str]:
+    """Options of a command."""
     return [part for field in fields for part in ("--set", field)]
 
 
@@ -53,10 +60,15 @@ def cases(quick: bool) -> Sequence[Case]:
 
 
 def verdicts(result: Result) -> Sequence[Verdict]:
-    """Ahead everywhere, pair by pair."""
+    """Ahead everywhere."""
+    return ahead(result, "Trainer")
+
+
+def ahead(result: Result, peer: str) -> Sequence[Verdict]:
+    """Of a peer in each case, pair by pair."""
     found = []
     for case in result["cases"]:
-        ratio = case["against"]["Trainer"]["tokens_per_second"]
+        ratio = case["against"][peer]["tokens_per_second"]
         found.append(
             Verdict(
                 f"{case['name']}: ahead in tokens/s",
@@ -78,11 +90,7 @@ QUESTION = Question(
         "first ten."
     ),
     cases=cases,
-    columns={
-        "tokens_per_second": ("tokens/s", ",.0f"),
-        "step_ms": ("ms a step", ".1f"),
-        "peak_gib": ("peak memory of rank 0, GiB", ".2f"),
-    },
+    columns=SPEED,
     verdicts=verdicts,
     minutes=35,
 )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from select import select
 
 import pytest
 import torch
@@ -188,6 +192,32 @@ def test_a_measuring_process_that_dies_costs_the_measurement_alone(tmp_path, mon
     found = settle._choose(plan, CPU, 1, print)
     assert found.values == {}
     assert "exit code 1" in found.why
+
+
+RANK = """
+import sys
+from llmtrain.plan import Plan
+from llmtrain.tune.request import measure
+sys.executable = sys.argv[1]
+measure(Plan.model_validate_json(sys.stdin.read()), "cpu", 1, True, print)
+"""
+
+
+def test_the_measuring_process_ends_with_its_rank(tmp_path):
+    measuring, told = tmp_path / "python", tmp_path / "told"
+    os.mkfifo(told)
+    measuring.write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 300\n")
+    measuring.chmod(0o755)
+    rank = subprocess.Popen([sys.executable, "-c", RANK, measuring], stdin=subprocess.PIPE)
+    rank.stdin.write(small_plan().model_dump_json().encode())
+    rank.stdin.close()
+    reader = os.open(told, os.O_RDWR)
+    assert select([reader], [], [], 60)[0]
+    process = os.pidfd_open(int(os.read(reader, 100)))
+    assert not select([process], [], [], 0)[0]
+    rank.kill()
+    rank.wait()
+    assert select([process], [], [], 10)[0]  # readable: it has ended
 
 
 def test_what_the_process_tells():

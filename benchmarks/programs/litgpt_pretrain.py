@@ -1,0 +1,129 @@
+"""`litgpt pretrain`, by the function that its command calls: `python litgpt_pretrain.py FOLDER --steps 60`.
+
+FOLDER is what `subject` has written: the same sequences in the same batches, and the model's sizes. What is not the
+model, the batch or the optimizer's numbers has litgpt's default: it compiles the whole model. It runs in an environment
+of its own (`other_environment`) and imports nothing of ours. A step's time is told by when its batches are asked for.
+Prints one line of JSON.
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from litgpt import pretrain
+from litgpt.args import EvalArgs, LogArgs, TrainArgs
+from litgpt.config import Config
+from litgpt.data import DataModule
+from torch.utils.data import DataLoader
+
+WARM = 10
+
+
+class Rows(DataModule):
+    """The sequences, in order, each with its next token at the end; notes when each is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads them."""
+        super().__init__()
+        self.rows = []
+        self.asked: list[float] = []
+        for step in torch.load(folder / "batches_0.pt"):
+            for inputs, _, labels in step:
+                self.rows += list(torch.cat([inputs, labels[:, -1:]], dim=1))
+
+    def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
+        """Called by litgpt."""
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        """All of it, once."""
+        return DataLoader(self, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader:
+        """litgpt wants one, and tries two batches of it."""
+        return DataLoader(self.rows[: 2 * self.batch_size], batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(time.perf_counter())
+        return self.rows[index]
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    sys.argv = ["litgpt", "pretrain", "tiny"]  # read once more when it saves
+    model = SimpleNamespace(**json.loads((options.folder / "model.json").read_text()))
+    train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
+    rows = Rows(options.folder)
+    batch_size = train.micro_batch_size * train.accumulation
+    pretrain.setup(
+        model_name="tiny",
+        model_config=_config(model, train.sequence_length),
+        out_dir=options.folder / "litgpt",
+        precision="32-true",
+        data=rows,
+        train=TrainArgs(
+            save_interval=None,
+            log_interval=train.log_every,
+            global_batch_size=batch_size,
+            micro_batch_size=train.micro_batch_size,
+            max_tokens=options.steps * batch_size * train.sequence_length,
+            max_norm=train.clip_grad_norm,
+            min_lr=train.lr / 10,
+            lr_warmup_steps=train.warmup_steps,
+            tie_embeddings=model.tie_word_embeddings,
+        ),
+        eval=EvalArgs(interval=10**9, max_iters=1, final_validation=False),
+        log=LogArgs(),
+        optimizer={
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": train.lr, "weight_decay": train.weight_decay, "betas": train.betas},
+        },
+        devices=1,
+        logger_name="csv",
+    )
+    steps = rows.asked[::batch_size][: options.steps]
+    lengths = [after - before for before, after in itertools.pairwise(steps)][WARM:]
+    windows = [lengths[at : at + train.log_every] for at in range(0, len(lengths), train.log_every)]
+    step_s = statistics.median(statistics.fmean(window) for window in windows)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    tokens = batch_size * train.sequence_length
+    print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))
+
+
+def _config(model: SimpleNamespace, sequence_length: int) -> Config:
+    """litgpt's words for a Llama."""
+    return Config(
+        name="tiny",
+        block_size=sequence_length,
+        vocab_size=model.vocab_size,
+        padded_vocab_size=model.vocab_size,
+        n_layer=model.num_hidden_layers,
+        n_head=model.num_attention_heads,
+        n_query_groups=model.num_key_value_heads,
+        n_embd=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        norm_class_name="RMSNorm",
+        norm_eps=model.rms_norm_eps,
+        mlp_class_name="LLaMAMLP",
+        parallel_residual=False,
+        bias=False,
+        rotary_percentage=1.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Against litgpt."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict
+from benchmarks.questions.trainer import FIELDS, SPEED, ahead, sets
+
+VERSION = "0.5.13"
+FOLDER = "{work}/subject"
+ENVIRONMENT = "{work}/litgpt"
+PACKAGES = (f"litgpt=={VERSION}", "requests")  # the second one it imports without asking for it
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """One rank: with several it takes FSDP, which needs GPUs."""
+    common = ["--ranks", "1", "--steps", "20" if quick else "60", *sets(FIELDS)]
+    return [
+        Case(
+            "1 rank",
+            [
+                Side("llmtrain", ["python", "-m", "benchmarks.programs.ours", *common]),
+                Side(
+                    "litgpt",
+                    [f"{ENVIRONMENT}/bin/python", "benchmarks/programs/litgpt_pretrain.py", FOLDER, *common[2:4]],
+                ),
+            ],
+            setup=[
+                Side(
+                    "environment",
+                    ["python", "-m", "benchmarks.programs.other_environment", ENVIRONMENT, *PACKAGES],
+                ),
+                Side("batches", ["python", "-m", "benchmarks.programs.subject", FOLDER, *common]),
+                Side("tune", ["python", "-m", "llmtrain", "tune", "recipes/tiny.py", "--nproc", "1", *sets(FIELDS)]),
+            ],
+        )
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """Ahead."""
+    return ahead(result, "litgpt")
+
+
+QUESTION = Question(
+    name="litgpt",
+    title="Against litgpt, on a CPU",
+    asks=(
+        "`llmtrain train recipes/tiny.py` with the kernels that `llmtrain tune` found before, against `litgpt "
+        f"pretrain` of litgpt {VERSION}, which compiles its model as a whole: a Llama of the same sizes with its own "
+        "weights, the same sequences, batch and optimizer, in fp32. With several ranks litgpt takes FSDP, which it has "
+        "for GPUs only. torchtitan is not compared here: it trains on GPUs."
+    ),
+    cases=cases,
+    columns=SPEED,
+    verdicts=verdicts,
+    minutes=8,
+)
