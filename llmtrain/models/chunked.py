@@ -42,6 +42,8 @@ class NoChunksError(Exception):
 
 LAYERS = 4
 """Of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
+ALL = 2**31
+"""Tokens of a chunk that has all of them."""
 TOLERANCE = 1e-5
 """Largest deviation in fp32 of a loss, and of a gradient relative to the largest: sums in another order."""
 
@@ -132,7 +134,7 @@ class ChunkedLoss:
         hidden: [batch, T, width], what the backbone returned; targets: [batch, T].
         """
         hidden, targets = hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
             return self._sum(self._parts(hidden, targets), self._part)
         if self.recomputed:
             return self._sum(self._parts(hidden, targets), partial(checkpoint, self._part, use_reentrant=False))
@@ -233,6 +235,6 @@ def _deviation(config: PreTrainedConfig) -> float:
     comparison = Comparison(model, config)
     chunked = ChunkedLoss(model, tokens=5, recomputed=False)
     worst = 0.0
-    for chunked.recomputed in (False, True):
+    for chunked.recomputed, chunked.tokens in ((False, 5), (True, 5), (False, ALL)):
         worst = max(worst, comparison.deviation(takes_targets=True))
     return worst

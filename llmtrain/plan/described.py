@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import described as described_stages
 
@@ -52,7 +52,8 @@ def _loss(plan: Plan) -> str:
     if plan.recipe.kernels.loss == "liger":
         return "Liger's fused loss"
     how = ", compiled" if plan.recipe.kernels.loss == "compiled" else ""
-    twice = ", the head's product made again in the backward pass" if recomputes_loss(plan.recipe) else ""
+    is_twice = recomputes_loss(plan.recipe) and not is_one_chunk(plan)
+    twice = ", the head's product made again in the backward pass" if is_twice else ""
     return f"loss in chunks of {CHUNK_TOKENS:,} tokens{how}{twice}"
 
 

@@ -31,10 +31,19 @@ def chunks_loss(plan: Plan) -> bool:
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
         return recipe.kernels.loss != "whole"
-    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.layout.sp
-    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens <= LARGE_LOSS:
+    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens_of_loss(plan) <= LARGE_LOSS:
         return False
     return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
+
+
+def is_one_chunk(plan: Plan) -> bool:
+    """Whether a micro-batch's tokens are no more than a chunk, which autograd takes as it takes a whole loss."""
+    return plan.recipe.kernels.loss != "liger" and tokens_of_loss(plan) <= CHUNK_TOKENS
+
+
+def tokens_of_loss(plan: Plan) -> int:
+    """Of a micro-batch, on one rank."""
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
 
 
 def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:

@@ -9,7 +9,7 @@ from llmtrain.cluster import Device
 from llmtrain.plan.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.flops import head_parameters
-from llmtrain.plan.kernels import chunks_loss, recomputes_loss
+from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -90,7 +90,7 @@ class Worker:
         self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
         self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
         self.checkpointing = recipe.parallel.activation_checkpointing == "full"
-        self.loss_twice = chunks_loss(plan) and recomputes_loss(recipe)
+        self.loss_twice = chunks_loss(plan) and recomputes_loss(recipe) and not is_one_chunk(plan)
         self.attention_share, attention_reached = _attention(plan, assumed, reached)
         self.attention_rate = peak * attention_reached
         self.optimizer = recipe.optim.name

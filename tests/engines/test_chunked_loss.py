@@ -10,7 +10,7 @@ from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, 
 
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
-from llmtrain.plan.kernels import recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, recomputes_loss
 
 STEPS = 6
 CHUNK = 24
@@ -39,9 +39,11 @@ MORE_RANKS = {
 }
 
 
-def _train(rank: int, recipes: dict, ranks: int, recomputed: bool = False, steps: int = STEPS) -> dict[str, Trace]:
+def _train(
+    rank: int, recipes: dict, ranks: int, recomputed: bool = False, steps: int = STEPS, chunk: int = CHUNK
+) -> dict[str, Trace]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "CHUNK_TOKENS", CHUNK)
+        patch.setattr(forward, "CHUNK_TOKENS", chunk)
         if recomputed:
             patch.setattr(forward, "recomputes_loss", lambda recipe: True)
         return {name: _trace(plan_of(recipe, ranks), steps) for name, recipe in recipes.items()}
@@ -61,10 +63,15 @@ def test_chunks_are_the_plain_loop(cases, tied):
     _compare(2, cases, {"model.config.tie_word_embeddings": tied})
 
 
-def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False) -> None:
+def test_one_chunk_is_the_plain_loop():
+    of_all = {name: ZERO[name] for name in ("ZeRO-0", "ZeRO-3")} | {"stages": STAGES, "DDP": OTHERS["DDP"]}
+    _compare(2, of_all, {}, chunk=CHUNK_TOKENS)
+
+
+def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False, chunk: int = CHUNK) -> None:
     expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
     recipes = {name: tiny_recipe(**fields, **CHUNKED, **case) for name, case in cases.items()}
-    for runs in run_ranks(ranks, _train, recipes, ranks, recomputed):
+    for runs in run_ranks(ranks, _train, recipes, ranks, recomputed, STEPS, chunk):
         for name, run in runs.items():
             assert_same(run, expected, name)
 

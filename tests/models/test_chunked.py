@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import ChunkedLoss, chunked_loss, target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
 
 VOCABULARY = 97
@@ -82,6 +82,18 @@ def test_bf16_sums_the_heads_gradient_in_fp32():
     chunks = _gradients(model(tokens, targets=labels).loss_sum, model)
     for name, gradient in whole.items():
         assert (chunks[name] - gradient).abs().max() <= 2**-7 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_tokens_of_one_chunk_are_left_to_autograd(recomputed, monkeypatch):
+    for name in ("_Fused", "checkpoint"):
+        monkeypatch.setattr(chunked, name, None)
+    tokens, labels = _batch()
+    model = _model()
+    whole = _gradients(target_loss_sum(model(tokens).logits, labels), model)
+    ChunkedLoss(model, tokens=tokens.numel(), recomputed=recomputed)
+    for name, gradient in _gradients(model(tokens, targets=labels).loss_sum, model).items():
+        assert torch.equal(gradient, whole[name]), name
 
 
 def test_without_gradients_it_is_the_same_sum():

@@ -14,6 +14,7 @@ from llmtrain.plan.memory import memory_of
 from llmtrain.plan.time import predict
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
+LONGER = LARGE | {"data.sequence_length": 1024}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 WIDE = {"model.config.hidden_size": 512, "model.config.num_hidden_layers": 64}
 """Enough layers for the head to be a small part of the model."""
@@ -46,13 +47,11 @@ def test_a_small_head_is_worth_its_product_twice():
 
 
 def test_chunks_take_the_memory_of_a_chunk():
-    whole, fused = (logits_of(**LARGE, **{"kernels.loss": loss}) for loss in ("whole", "chunked"))
-    assert whole == 12 * 128_000 * 8 * 128
-    assert fused == whole + 8 * 128_000 * 64 + 4 * 64 * 8 * 128  # 1,024 tokens are one chunk here
-    longer = LARGE | {"data.sequence_length": 1024}
-    assert logits_of(**longer, **{"kernels.loss": "whole"}) == 8 * whole
-    assert logits_of(**longer) < 1.1 * whole
-    assert logits_of(**longer, **{"kernels.loss": "chunked", "parallel.zero_stage": 3}) == whole
+    whole, one_chunk = (logits_of(**LARGE, **{"kernels.loss": loss}) for loss in ("whole", "chunked"))
+    assert whole == one_chunk == 12 * 128_000 * 8 * 128  # 1,024 tokens are left to autograd
+    assert logits_of(**LONGER, **{"kernels.loss": "whole"}) == 8 * whole
+    assert logits_of(**LONGER) == whole + 8 * 128_000 * 64 + 4 * 64 * 8 * 1024
+    assert logits_of(**LONGER, **{"kernels.loss": "chunked", "parallel.zero_stage": 3}) == whole
 
 
 def test_a_last_stage_keeps_no_logits_of_what_has_passed():
@@ -63,11 +62,12 @@ def test_a_last_stage_keeps_no_logits_of_what_has_passed():
 
 
 def test_a_product_made_twice_takes_its_time():
-    def seconds(loss: str) -> float:
-        recipe = small_plan(**LARGE, **{"kernels.loss": loss, "parallel.zero_stage": 3}).recipe
+    def seconds(loss: str, fields: dict[str, object]) -> float:
+        recipe = small_plan(**fields, **{"kernels.loss": loss, "parallel.zero_stage": 3}).recipe
         return predict(resolve(recipe, Cluster(devices_per_node=2, device="h100"))).step_s
 
-    assert seconds("chunked") > seconds("whole")
+    assert seconds("chunked", LONGER) > seconds("whole", LONGER)
+    assert seconds("chunked", LARGE) == seconds("whole", LARGE)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmtrain.plan.flops import head_parameters
-from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, liger_chunk, recomputes_loss
+from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
 from llmtrain.plan.memory.flat import sliced
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weight, Weights
@@ -94,7 +94,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
 
 def _loss(plan: Plan, tokens: int) -> int:
     """Of the logits of so many tokens and what the loss makes of them, where they are most."""
-    if not chunks_loss(plan):
+    if not chunks_loss(plan) or is_one_chunk(plan):
         return LOGIT_BYTES * plan.model.vocab_size * tokens
     widths = WIDTHS[plan.recipe.parallel.precision]
     logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
