@@ -10,6 +10,7 @@ QUESTIONS: dict[str, Question | Script] = {
         trainer.QUESTION,
         litgpt.QUESTION,
         cpu.QUESTION,
+        cpu.HOST,
         data.QUESTION,
         data.WHOLE,
         startup.QUESTION,

@@ -21,7 +21,7 @@ def keep_freed_memory(plan: Plan) -> None:
 
     By default each tensor above 32 MiB, as logits are, has a mapping of its own, whose pages the system clears anew in
     every step (mallopt(3)). That was a tenth of a pass of small tensors, half of one of large tensors
-    (benchmarks/README.md, question `cpu`). Nothing is done without glibc, and where a user has set how it allocates.
+    (benchmarks/README.md, question `host`). Nothing is done without glibc, and where a user has set how it allocates.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ) or not _has_room(plan):
         return
