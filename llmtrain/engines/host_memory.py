@@ -20,7 +20,7 @@ def keep_freed_memory(plan: Plan) -> None:
     """Has glibc give no freed memory back to the system, where the host has room for that.
 
     By default each tensor above 32 MiB, as logits are, has a mapping of its own, whose pages the system clears anew in
-    every step (mallopt(3)). That was a tenth of a pass of small tensors, half of one of large tensors
+    every step (mallopt(3)). That was a twentieth of a pass with logits of 8 MiB, a third of one with 250 MiB
     (benchmarks/README.md, question `host`). Nothing is done without glibc, and where a user has set how it allocates.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ) or not _has_room(plan):
