@@ -6,16 +6,14 @@ prints one line of JSON.
 """
 
 import argparse
-import itertools
 import json
 import os
 import resource
-import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-WARM = 10
+from benchmarks.programs.windows import step_seconds
 
 
 def main() -> None:
@@ -86,10 +84,7 @@ def main() -> None:
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     if rank == 0:
-        lengths = [after - before for before, after in itertools.pairwise(times)][WARM:]
-        # The mean of windows as long as ours: each logged one.
-        windows = [lengths[at : at + train.log_every] for at in range(0, len(lengths), train.log_every)]
-        step_s = statistics.median(statistics.fmean(window) for window in windows)
+        step_s = step_seconds(times, train.log_every)
         tokens = train.micro_batch_size * train.accumulation * world * train.sequence_length
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if options.gpu:

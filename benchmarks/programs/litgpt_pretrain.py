@@ -2,15 +2,13 @@
 
 FOLDER is what `subject` has written: the same sequences in the same batches, and the model's sizes. What is not the
 model, the batch or the optimizer's numbers has litgpt's default: it compiles the whole model. It runs in an environment
-of its own (`other_environment`) and imports nothing of ours. A step's time is told by when its batches are asked for.
+of its own (`other_environment`). A step's time is told by when its batches are asked for.
 Prints one line of JSON.
 """
 
 import argparse
-import itertools
 import json
 import resource
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,7 +21,7 @@ from litgpt.config import Config
 from litgpt.data import DataModule
 from torch.utils.data import DataLoader
 
-WARM = 10
+from benchmarks.programs.windows import step_seconds
 
 
 class Rows(DataModule):
@@ -82,7 +80,7 @@ def main() -> None:
             micro_batch_size=train.micro_batch_size,
             max_tokens=options.steps * batch_size * train.sequence_length,
             max_norm=train.clip_grad_norm,
-            min_lr=train.lr / 10,
+            min_lr=train.lr * train.min_lr_ratio,
             lr_warmup_steps=train.warmup_steps,
             tie_embeddings=model.tie_word_embeddings,
         ),
@@ -95,10 +93,7 @@ def main() -> None:
         devices=1,
         logger_name="csv",
     )
-    steps = rows.asked[::batch_size][: options.steps]
-    lengths = [after - before for before, after in itertools.pairwise(steps)][WARM:]
-    windows = [lengths[at : at + train.log_every] for at in range(0, len(lengths), train.log_every)]
-    step_s = statistics.median(statistics.fmean(window) for window in windows)
+    step_s = step_seconds(rows.asked[::batch_size][: options.steps], train.log_every)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     tokens = batch_size * train.sequence_length
     print(json.dumps({"step_ms": step_s * 1000, "tokens_per_second": tokens / step_s, "peak_gib": peak}))

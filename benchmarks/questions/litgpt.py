@@ -54,5 +54,5 @@ QUESTION = Question(
     cases=cases,
     columns=SPEED,
     verdicts=verdicts,
-    minutes=8,
+    minutes=6,
 )

@@ -92,5 +92,5 @@ QUESTION = Question(
     cases=cases,
     columns=SPEED,
     verdicts=verdicts,
-    minutes=35,
+    minutes=26,
 )

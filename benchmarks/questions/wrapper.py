@@ -89,5 +89,5 @@ QUESTION = Question(
         "step_ms": ("ms a step", ".2f"),
     },
     verdicts=verdicts,
-    minutes=45,
+    minutes=65,
 )

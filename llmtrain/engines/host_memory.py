@@ -36,4 +36,5 @@ def _has_room(plan: Plan) -> bool:
     if memory is None:
         return False
     available = min(memory_bytes(), memory_limit() or memory_bytes())
-    return ROOM * plan.cluster.devices_per_node * memory.needed <= available
+    of_host = max(stage.host + stage.host_copies for stage in memory.stages)  # what is offloaded lies in it, too
+    return ROOM * plan.cluster.devices_per_node * (memory.needed + of_host) <= available

@@ -12,8 +12,8 @@ from torch import distributed as dist
 def reduce_among_several(engine: DeepSpeedEngine) -> None:
     """Has gradients stay where they are in a group of one rank.
 
-    DeepSpeed 0.19.8 copies all of them into a buffer and back: as much memory again, and
-    time. Where a group of one is told to divide by more, as experts that every rank has once, it goes on.
+    DeepSpeed 0.19.8 copies all of them into a buffer and back, which takes time and as much memory again. Where a group
+    of one is told to divide by more, as for experts that only one rank has, it goes on.
     """
     own = engine.allreduce_no_retain
 

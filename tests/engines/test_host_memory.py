@@ -66,13 +66,15 @@ def test_a_host_without_room_gets_its_memory_back(bytes_of, granted, monkeypatch
 
 
 def test_all_ranks_of_a_host_need_room(monkeypatch):
-    plan = plan_of(tiny_recipe(), 2)
+    plan = plan_of(tiny_recipe(**{"parallel.zero_stage": 1, "parallel.offload_optimizer": "cpu"}), 2)
     memory = memory_of(plan)
     assert memory
+    assert memory.stages[0].host
+    needed = memory.needed + memory.stages[0].host + memory.stages[0].host_copies
     told = []
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *values: told.append(values)))
     for missing in (1, 0):
-        monkeypatch.setattr(host_memory, "memory_bytes", lambda: 6 * memory.needed - missing)  # noqa: B023
+        monkeypatch.setattr(host_memory, "memory_bytes", lambda: 6 * needed - missing)  # noqa: B023
         keep_freed_memory(plan)
         assert bool(told) is not bool(missing)
 
