@@ -3,6 +3,7 @@
 Importing it loads neither `torch`, `transformers` nor `datasets`; each is imported where it is used.
 """
 
+from llmtrain.data.documents import Documents
 from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import report, summary
@@ -10,6 +11,7 @@ from llmtrain.data.sampler import MicroBatch, Schedule, StepBatch
 from llmtrain.data.store import TokenStore
 
 __all__ = [
+    "Documents",
     "MicroBatch",
     "Prepared",
     "PreparedSource",

@@ -8,13 +8,15 @@ constant time.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import count
+from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.documents import Documents
 from llmtrain.data.evaluation import EvalOrder
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.permutation import permutation_key, permute
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 Index = NDArray[np.int64]
+READ_TOKENS = 1 << 14
+"""Of a rank, of the steps that are read together; of one step where that has more."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class MicroBatch:
     """They start again at 0 at each document where documents are masked."""
     labels: torch.Tensor
     """The target of the input at the same place: already shifted. -100 where there is none."""
+
+    @cached_property
+    def documents(self) -> Documents | None:
+        """Where they begin and end in `position_ids`; None where these lie on a device, which is not asked."""
+        return Documents.of(self.position_ids) if self.position_ids.device.type == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -119,14 +128,13 @@ class Schedule:
 
     def train_batch(self, cursor: int) -> StepBatch:
         """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
-        sources, sequences = self.sample_ids(cursor, self._global)
-        _announce(self._train, sources, sequences)  # the disk reads it while this rank's rows are put together
-        micro_batches = self._micro_batches(self._train, sources, sequences, self._steps)
-        return StepBatch(micro_batches, _targets(self._train, sources, sequences), self._global, cursor)
+        return self._train_steps(cursor, 1)[0]
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
         """Batch after batch from sample `cursor` on, without end, made ahead in a thread; close it to stop."""
-        return prefetched(self.train_batch(start) for start in count(cursor, self._global))
+        with closing(prefetched(self._reads(cursor))) as reads:
+            for steps in reads:
+                yield from steps
 
     def eval_batches(self, max_sequences: int | None = None) -> Iterator[StepBatch]:
         """The first `max_sequences` held-out sequences (default all), one micro batch per rank and step.
@@ -142,13 +150,41 @@ class Schedule:
         sources, sequences = order.sources[first:end], order.index[first:end]
         _announce(self._eval, sources, sequences)
         micro_batches = self._micro_batches(self._eval, sources, sequences, steps=1)
-        return StepBatch(micro_batches, _targets(self._eval, sources, sequences), end - first, first)
+        return StepBatch(micro_batches, int(_targets(self._eval, sources, sequences).sum()), end - first, first)
+
+    def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
+        """Batch after batch, those of several steps read together; the first, which is waited for, alone.
+
+        The thread that reads is not woken in every step: it would take the interpreter's lock from the training.
+        """
+        own_tokens = self._steps * self._micro * self._prepared.sequence_length
+        steps, most = 1, max(1, READ_TOKENS // own_tokens)
+        while True:
+            yield self._train_steps(cursor, steps)
+            cursor += steps * self._global
+            steps = min(2 * steps, most)
+
+    def _train_steps(self, cursor: int, steps: int) -> list[StepBatch]:
+        """The batches of `steps` steps from sample `cursor` on.
+
+        All at once: what a call of numpy costs, and the interpreter's lock that it holds meanwhile, is paid once.
+        """
+        sources, sequences = self.sample_ids(cursor, steps * self._global)
+        _announce(self._train, sources, sequences)  # the disk reads it while this rank's rows are put together
+        micro_batches = self._micro_batches(self._train, sources, sequences, steps * self._steps)
+        targets = _targets(self._train, sources, sequences).reshape(steps, self._global).sum(axis=1).tolist()
+        return [
+            StepBatch(
+                micro_batches[step * self._steps : (step + 1) * self._steps],
+                targets[step],
+                self._global,
+                cursor + step * self._global,
+            )
+            for step in range(steps)
+        ]
 
     def _micro_batches(self, views: list[Samples], sources: Index, sequences: Index, steps: int) -> list[MicroBatch]:
-        """Reads this rank's sequences of a global batch of `steps` micro steps; rows that are lacking are padding.
-
-        All at once: what a call of numpy costs, and the interpreter's lock meanwhile, is paid once a step.
-        """
+        """Reads this rank's sequences of `steps` micro steps; rows that are lacking are padding."""
         numbers = np.arange(len(sources))
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
@@ -158,8 +194,7 @@ class Schedule:
             if mine.size:
                 for target, values in zip(batch, view.read(sequences[mine]), strict=True):
                     target[mine] = values
-        parts = zip(*(np.split(values, steps) for values in batch), strict=True)
-        return [_tensors(Rows(*part)) for part in parts]
+        return _tensors(batch, steps)
 
     def _check_sizes(self) -> None:
         problems = []
@@ -192,12 +227,22 @@ def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
         view.announce(sequences[sources == number])
 
 
-def _targets(views: list[Samples], sources: Index, sequences: Index) -> int:
-    return sum(view.targets(sequences[sources == number]) for number, view in enumerate(views))
+def _targets(views: list[Samples], sources: Index, sequences: Index) -> Index:
+    """Labels other than -100 of each sequence."""
+    found = np.zeros(len(sequences), np.int64)
+    for number, view in enumerate(views):
+        mine = sources == number
+        found[mine] = view.targets(sequences[mine])
+    return found
 
 
-def _tensors(rows: Rows) -> MicroBatch:
+def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
+    """The rows of `steps` micro steps, as many in each."""
     # Here and not above: preparing data, in a launcher, must not load torch.
     import torch
 
-    return MicroBatch(*(torch.from_numpy(values) for values in rows))
+    parts = zip(*(torch.from_numpy(values).chunk(steps) for values in rows), strict=True)
+    found = [MicroBatch(*part) for part in parts]
+    for batch in found:
+        _ = batch.documents  # found now, in the thread that reads: between kernels it would take ten times as long
+    return found

@@ -37,8 +37,8 @@ class Samples(Protocol):
     def announce(self, index: NDArray[np.int64]) -> None:
         """Has the disk read what `targets` of `index` will take, and does not wait for it."""
 
-    def targets(self, index: NDArray[np.int64]) -> int:
-        """Labels other than `NO_TARGET` in the sequences of `index` together."""
+    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Labels other than `NO_TARGET` in each sequence of `index`."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """The sequences of `index`."""
@@ -68,9 +68,9 @@ class ConcatSamples:
     def announce(self, index: NDArray[np.int64]) -> None:
         """Nothing is read to count targets."""
 
-    def targets(self, index: NDArray[np.int64]) -> int:
+    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Every position has a target."""
-        return len(index) * self.sequence_length
+        return np.full(len(index), self.sequence_length)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """The sequences of `index`; with `mask_documents`, positions start again at each document."""
@@ -121,9 +121,9 @@ class PackedSamples:
         """A page for each of them, in a large corpus."""
         will_need(self.target_counts, index, index + 1)
 
-    def targets(self, index: NDArray[np.int64]) -> int:
+    def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Every input that is not padding has a target."""
-        return int(self.target_counts[index].sum(dtype=np.int64))
+        return self.target_counts[index].astype(np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """The sequences of `index`; with `mask_documents`, positions start again at each piece."""
@@ -137,7 +137,7 @@ class PackedSamples:
         will_need(self.stream.tokens, starts, starts + lengths + 1)
         token = _runs(starts, lengths)
         # A row's pieces fill it from the left.
-        filled = np.arange(self.sequence_length) < self.target_counts[index].astype(np.int64)[:, None]
+        filled = np.arange(self.sequence_length) < self.targets(index)[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)
         inputs[filled] = self.stream.tokens[token]
@@ -169,7 +169,7 @@ def packed_samples(
 def fill(samples: Samples) -> float:
     """Share of the slots that hold an input with a target; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
-    return samples.targets(np.arange(len(samples))) / slots if slots else 0.0
+    return int(samples.targets(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
 from llmtrain.engines.forward import forward, install_kernels
-from llmtrain.engines.guard import Guard, Measured, over_ranks
+from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
 from llmtrain.engines.leaves import gather_experts_together, gather_layers_together
+from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.writer import Writer
+from llmtrain.engines.zero_norm import NormWithLoss
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
 
@@ -56,6 +58,7 @@ class DeepSpeedDataParallel:
         reduce_among_several(self.engine)
         # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
         self.engine.clip_fp32_gradients = self._clip
+        self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
         self.guard = Guard(recipe.guard, device)
         self.guard.watch(self.engine.basic_optimizer)
 
@@ -103,7 +106,10 @@ class DeepSpeedDataParallel:
                 if auxiliary is not None:
                     loss = loss + auxiliary / len(batch.micro_batches)
                 total += loss_sum.detach()
-                self._backward(loss, is_last=index == len(batch.micro_batches))
+                is_last = index == len(batch.micro_batches)
+                if is_last and self._norm_with_loss is not None:
+                    self._norm_with_loss.share = total / batch.target_tokens
+                self._backward(loss, is_last)
         measured = self.guard.end()
         return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
@@ -175,6 +181,8 @@ class DeepSpeedDataParallel:
     def _measure(self, loss: Tensor) -> Measured:
         """Of all ranks, from this one's share of the loss, when the optimizer is about to begin."""
         norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
+        if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
+            return Measured(known, finite_or_infinite(norm))
         return over_ranks(loss, norm, copies=dist.get_world_size() // self.averaged_ranks)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
@@ -204,11 +212,11 @@ class DeepSpeedDataParallel:
         for parameter in self.model.parameters():
             # A rank without a gradient joins the sum all the same.
             held.setdefault(self._holders(parameter), []).extend(gradients_of([parameter]))
-        squares = {group: nn.utils.get_total_norm(found).to(self.device) ** 2 for group, found in held.items()}
+        squares = {group: squared_norm(found, self.device) for group, found in held.items()}
         for group, square in squares.items():
             if group is not None:
                 dist.all_reduce(square, group=group)
-        return torch.stack(list(squares.values())).sum().sqrt()
+        return torch.stack(list(squares.values())).sum().sqrt().float()
 
     def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """The ranks that hold other parts of a weight than this one; None where it lies here whole, ZeRO aside."""
@@ -252,11 +260,6 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     """Of a parameter that ZeRO-3 may have partitioned."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
-
-
-def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _build(

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from llmtrain.models import Documents, takes_bounds
+from llmtrain.data import Documents, MicroBatch
+from llmtrain.models import takes_bounds
 
 _own = masking_utils.find_packed_sequence_indices
 _known: Documents | None = None
@@ -24,20 +25,20 @@ _known: Documents | None = None
 
 
 @contextmanager
-def documents_known(position_ids: Tensor) -> Iterator[Documents | None]:
+def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
     """Within it, all masks keep documents apart, and are made for rows of which is known whether they have several.
 
-    position_ids: [batch, T], of whole sequences, as the data gave them. On a device nothing is known of them, and
-    what is known already stands: slices of a sequence have the mask of the whole one, and its bounds.
+    batch: of whole sequences, as the data gave them. On a device nothing is known of them, and what is known already
+    stands: slices of a sequence have the mask of the whole one, and its bounds.
     """
     global _known
-    if _known is not None or position_ids.device.type != "cpu":
+    if _known is not None or batch.documents is None:
         yield _known
         return
-    _known = Documents.of(position_ids)
+    _known = batch.documents
     arguments = masking_utils._preprocess_mask_arguments
     masking_utils.find_packed_sequence_indices = _find
-    masking_utils._preprocess_mask_arguments = partial(_with_positions, arguments, position_ids)
+    masking_utils._preprocess_mask_arguments = partial(_with_positions, arguments, batch.position_ids)
     try:
         yield _known
     finally:
@@ -46,15 +47,15 @@ def documents_known(position_ids: Tensor) -> Iterator[Documents | None]:
 
 
 def bounds_for(
-    model: PreTrainedModel, position_ids: Tensor, device: torch.device, known: Documents | None = None
+    model: PreTrainedModel, batch: MicroBatch, device: torch.device, known: Documents | None = None
 ) -> dict[str, Any]:
     """Arguments of a model's forward pass by which its attention keeps documents apart; none where a mask does.
 
-    position_ids: [batch, T], of whole sequences; a device is asked for its own, where nothing is `known` of them.
+    batch: of whole sequences; a device is asked for its own, where nothing is `known` of them.
     """
     if not takes_bounds(model.config._attn_implementation):
         return {}
-    return (known or Documents.of(position_ids.cpu())).arguments(device)
+    return (known or batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
 
 
 def _with_positions(

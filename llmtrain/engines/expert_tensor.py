@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.expert import DeepSpeedExpertParallel, is_expert
+from llmtrain.engines.norm import squared_norm
 from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.plan import Plan
 
@@ -47,6 +48,6 @@ class DeepSpeedExpertTensor(DeepSpeedTensorParallel, DeepSpeedExpertParallel):
         optimizer = self.engine.optimizer
         for index, has_experts in enumerate(optimizer.is_moe_param_group):
             if has_experts:
-                square = nn.utils.get_total_norm(optimizer.averaged_gradients[index]).float() ** 2
+                square = squared_norm(optimizer.averaged_gradients[index], self.device)
                 dist.all_reduce(square)
-                norms[index] = square.sqrt()
+                norms[index] = square.sqrt().float()

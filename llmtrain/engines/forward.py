@@ -96,8 +96,8 @@ def forward(
     }
     if chunked_loss(model):
         inputs["targets"] = labels
-    with documents_known(batch.position_ids) as documents:
-        output = call(**inputs, **bounds_for(model, batch.position_ids, device, documents))
+    with documents_known(batch) as documents:
+        output = call(**inputs, **bounds_for(model, batch, device, documents))
     loss_sum = output.loss_sum if "targets" in inputs else target_loss_sum(output.logits, labels)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:

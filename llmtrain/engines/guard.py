@@ -8,6 +8,7 @@ verdict is written there by the device itself; the host learns of it when a step
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from llmtrain.recipe import GuardConfig
 SMALLEST_SIGMA = 1e-3
 """Standard deviation, relative to the mean, that counts at least: numbers that hardly move would else be judged by
 the rounding of the next one."""
+LARGEST = sys.float_info.max
+"""The largest number."""
 COLUMNS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
 """What is kept of each of the last steps."""
 
@@ -87,7 +90,6 @@ class Guard:
         self._taken = torch.full((window, 2), math.nan, dtype=torch.float64, device=device)
         self._steps = torch.zeros((window, len(COLUMNS)), dtype=torch.float64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        self._never = torch.zeros((), dtype=torch.bool, device=device)
         self._measure: Callable[[], Measured] | None = None
         self._measured: Measured | None = None
         self._verdict = torch.zeros((), device=device)
@@ -110,7 +112,7 @@ class Guard:
     def end(self) -> Measured:
         """Ends a step. Where no update was tried, a loss scaler has dropped it: no fault of the run."""
         if self._measured is None:
-            self._judge(~self._never)
+            self._judge(torch.ones((), dtype=torch.bool, device=self._device))
         assert self._measured is not None
         return self._measured
 
@@ -145,26 +147,33 @@ class Guard:
         """Tells the optimizer, which with ZeRO begins more than once in a step."""
         scaled = hasattr(optimizer, "grad_scale")  # torch's scaler is here, and has looked for its own overflow
         if self._measured is None:
-            self._judge(optimizer.found_inf.to(self._device).bool() if scaled else self._never)  # type: ignore[attr-defined]
+            self._judge(optimizer.found_inf.to(self._device).bool() if scaled else None)  # type: ignore[attr-defined]
         if isinstance(optimizer, torch.optim.SGD):
             _make_momentum(optimizer)
         # Blocking, where the optimizer runs on the host: its kernels would not wait for a copy that is under way.
         optimizer.found_inf = self._verdict.to(_device_of(optimizer) or self._device)  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _judge(self, overflowed: Tensor) -> None:
-        """Takes the verdict of this step. overflowed: whether a loss scaler drops the step by itself."""
+    def _judge(self, overflowed: Tensor | None) -> None:
+        """Takes the verdict of this step, in few operations: on a small model each is seen.
+
+        overflowed: whether a loss scaler drops the step by itself; None where there is none.
+        """
         assert self._measure is not None, "a step that was not begun"
         self._measured = self._measure()
         values = torch.stack([self._measured.loss, self._measured.grad_norm]).double()
         limits = self._limits()
-        infinite, above = ~torch.isfinite(values), values > limits
-        # Of gradients that were scaled too far nothing is learned but that; the loss itself is never scaled.
-        skipped = infinite[0] | ((infinite | above).any() & ~overflowed)
-        dropped = skipped | overflowed
+        # Nothing that is not finite is within the largest number, which stands for a limit that is not known.
+        bad = ~(values <= limits.nan_to_num(nan=LARGEST)).all()
+        if overflowed is None:
+            dropped = skipped = bad
+        else:
+            # Of gradients that were scaled too far nothing is learned but that; the loss itself is never scaled.
+            skipped = ~torch.isfinite(values[0]) | (bad & ~overflowed)
+            dropped = skipped | overflowed
         taken = torch.cat([self._taken[1:], values[None]])
         self._taken = torch.where(dropped, self._taken, taken)
-        self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped.double()[None]])[None]])
+        self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped[None]])[None]])
         self._total = self._total + skipped
         self._verdict = dropped.float()
 
@@ -183,10 +192,13 @@ def over_ranks(loss: Tensor, grad_norm: Tensor, copies: int = 1) -> Measured:
     same bits on all of them, whatever a norm that each took for itself has.
     """
     world = dist.get_world_size()
-    both = torch.stack([loss.double() / copies, finite_or_infinite(grad_norm).double() / world])
+    both = torch.stack([loss, finite_or_infinite(grad_norm)])
     if world > 1:
+        both = both.double()
+        both[0] /= copies
+        both[1] /= world
         dist.all_reduce(both)
-    return Measured(both[0].float(), both[1].float())
+    return Measured(*both.float().unbind())
 
 
 def finite_or_infinite(grad_norm: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ three-dimensional topology: its AutoTP cannot be joined with its pipelines. Rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from llmtrain.engines.forward import check_kernels, use_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
+from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.reduction import reduce_among_several
@@ -278,15 +279,11 @@ class DeepSpeedPipeline:
     def _gradient_norm(self) -> Tensor:
         """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
         own = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        square = self._square(weight for weight in own if shard_of(weight))
+        square = squared_norm(gradients_of(weight for weight in own if shard_of(weight)), self.device)
         dist.all_reduce(square, group=self.engine.grid.get_slice_parallel_group())
-        square += self._square(weight for weight in own if not shard_of(weight))
+        square += squared_norm(gradients_of(weight for weight in own if not shard_of(weight)), self.device)
         dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
-        return square.sqrt()
-
-    def _square(self, weights: Iterable[nn.Parameter]) -> Tensor:
-        norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-        return norm.to(self.device).square()
+        return square.sqrt().float()
 
     def _sharing_attention(self) -> AbstractContextManager[None]:
         return self.ulysses.active() if self.ulysses else nullcontext()
@@ -297,9 +294,9 @@ class DeepSpeedPipeline:
 
     def _tell_documents(self) -> None:
         """Every stage runs the micro-batches of its replica in their order, whose positions all its ranks have."""
-        stage, positions = self.module.stage, next(self._awaited).position_ids
-        stage.context = documents_known(positions)
-        stage.bounds = bounds_for(stage.model, positions, self.device)
+        stage, batch = self.module.stage, next(self._awaited)
+        stage.context = documents_known(batch)
+        stage.bounds = bounds_for(stage.model, batch, self.device)
 
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:

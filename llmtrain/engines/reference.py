@@ -16,6 +16,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.forward import forward
 from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.held import held
+from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
@@ -25,7 +26,7 @@ from llmtrain.recipe import Recipe
 
 
 class ReferenceEngine:
-    """A loop over micro-batches, `clip_grad_norm_`, `optimizer.step()`; nothing else.
+    """A loop over micro-batches, a clipped gradient, `optimizer.step()`; nothing else.
 
     A model in fp32 is trained as it is, or under autocast. For one in a lower type the loop keeps
     fp32 master weights, as mixed precision does (arXiv 1710.03740): they start from the rounded
@@ -74,7 +75,8 @@ class ReferenceEngine:
         self._fill_gradients()
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         self._reduce_gradients()
-        grad_norm = nn.utils.clip_grad_norm_(self.trained, limit)
+        grad_norm = squared_norm(gradients_of(self.trained), self.device).sqrt().float()
+        nn.utils.clip_grads_with_norm_(self.trained, limit, grad_norm)
         self.guard.begin(lambda: self._measure(total / batch.target_tokens, grad_norm))
         self._update()
         measured = self.guard.end()

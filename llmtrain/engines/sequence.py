@@ -58,7 +58,7 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
             return super().eval_step(batch)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        with documents_known(micro_batch.position_ids):
+        with documents_known(micro_batch):
             return super()._forward(self.ulysses.slice(micro_batch))
 
 

@@ -114,13 +114,13 @@ def compare(config: PreTrainedConfig, attention: str, group: Group, batch: Micro
         whole = reference(config, attention).train()
         batch = batch or _packed_batch(config)
         split = copy.deepcopy(whole)
-        with documents_known(batch.position_ids):
+        with documents_known(batch):
             expected = _forward(whole, batch)
         _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
     except STUMBLES as error:
         return f"its tiny copy does not run ({type(error).__name__}: {error})"
     try:
-        with documents_known(batch.position_ids):
+        with documents_known(batch):
             return _deviation(split, whole, expected, batch, Ulysses(split, group))
     except STUMBLES as error:
         # Whatever a foreign forward stumbles over with a slice is the reason to refuse it.

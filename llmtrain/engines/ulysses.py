@@ -73,8 +73,10 @@ class Ulysses:
         Positions stay those of the whole sequence.
         """
         self._positions = batch.position_ids
-        parts = (batch.input_ids, batch.position_ids, batch.labels)
-        return MicroBatch(*(part.view(len(part), self.size, -1)[:, self.rank].contiguous() for part in parts))
+        return MicroBatch(self._part(batch.input_ids), self._part(batch.position_ids), self._part(batch.labels))
+
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole.view(len(whole), self.size, -1)[:, self.rank].contiguous()
 
     def receive(self, position_ids: Tensor) -> None:
         """As `slice`, where the slices, each [batch, T / size], are cut already and micro-batches interleave."""

@@ -4,12 +4,11 @@ from llmtrain.models.build import build_model, find_stages, model_configuration,
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
-from llmtrain.models.varlen import Documents, takes_bounds
+from llmtrain.models.varlen import takes_bounds
 
 __all__ = [
     "IGNORE",
     "ChunkedLoss",
-    "Documents",
     "Refused",
     "Stage",
     "build_model",

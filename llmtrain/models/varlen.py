@@ -1,17 +1,15 @@
 """Attention over packed documents by their bounds, without a mask: the kernel that torch has, or document by document.
 
-The names of the arguments, `cu_seq_lens_q` and so on, are those that `transformers` hands through its models to a
-flash kernel; so the bounds reach an attention the same way whichever of the two it is, and recomputed layers have those
-of their own micro-batch.
+The names of the arguments (`Documents.arguments`) are those that `transformers` hands through its models to a flash
+kernel; so the bounds reach an attention the same way whichever of the two it is, and recomputed layers have those of
+their own micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,35 +31,6 @@ _UNSUPPORTED = {
     "cache": "reads a cache",
 }
 """Arguments of an attention function that neither way computes, and what a model with them does."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Where the documents of a micro-batch begin and end, its rows joined to one; on the host."""
-
-    NAMES: ClassVar = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    """Of the arguments."""
-
-    bounds: Tensor
-    """int32 [documents + 1]: 0, the end of each document, and so the number of all tokens at last."""
-    longest: int
-    """Tokens of the longest document."""
-    several: bool
-    """Whether any row has more than one."""
-
-    @classmethod
-    def of(cls, position_ids: Tensor) -> Documents:
-        """position_ids: [batch, T], of whole sequences, on the host; within a document each is one more."""
-        positions = position_ids.numpy()
-        begins = np.ones(positions.shape, dtype=bool)
-        begins[:, 1:] = np.diff(positions, axis=1) != 1
-        bounds = np.append(np.flatnonzero(begins), positions.size).astype(np.int32)
-        return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), several=len(bounds) - 1 > len(positions))
-
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of a model's forward pass."""
-        bounds = self.bounds.to(device, non_blocking=True)
-        return dict(zip(self.NAMES, (bounds, bounds, self.longest, self.longest), strict=True))
 
 
 def takes_bounds(attention: str) -> bool:

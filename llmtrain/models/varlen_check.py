@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.tiny import shrink
-from llmtrain.models.varlen import VARLEN, Documents, takes_bounds
+from llmtrain.models.varlen import VARLEN, takes_bounds
 
 LAYERS = 4
 """Of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""

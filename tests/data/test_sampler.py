@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_corpora import MakeRecipe, make_texts, write_jsonl
 
-from llmtrain.data import Prepared, Schedule, StepBatch, prepare
+from llmtrain.data import Documents, Prepared, Schedule, StepBatch, prepare, sampler
 from llmtrain.errors import DataError, Exit
 
 
@@ -97,6 +97,33 @@ def test_batches_follow_each_other_from_the_cursor(prepared: Prepared) -> None:
         assert batch.first_sample == cursor
         assert torch.equal(torch.stack(rows([batch])), torch.stack(rows([plan.train_batch(cursor)])))
     batches.close()  # type: ignore[attr-defined]
+
+
+def test_steps_that_are_read_together_are_those_read_alone(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = schedule(prepared, rank=1, size=2)
+    own_tokens = 2 * 4 * prepared.sequence_length
+    monkeypatch.setattr(sampler, "READ_TOKENS", 5 * own_tokens)
+    asked: list[int] = []
+    own = Schedule.sample_ids
+
+    def sample_ids(self: Schedule, cursor: int, samples: int) -> Any:
+        asked.append(samples)
+        return own(self, cursor, samples)
+
+    monkeypatch.setattr(Schedule, "sample_ids", sample_ids)
+    batches = plan.train_batches(16)
+    together = [next(batches) for _ in range(14)]
+    batches.close()  # type: ignore[attr-defined]
+    assert asked[:5] == [16, 32, 64, 80, 80]  # the first alone, since it is waited for
+    for number, batch in enumerate(together):
+        alone = plan.train_batch(16 + 16 * number)
+        assert (batch.first_sample, batch.samples) == (alone.first_sample, 16)
+        assert batch.target_tokens == alone.target_tokens
+        for field in ("input_ids", "position_ids", "labels"):
+            assert torch.equal(torch.stack(rows([batch], field)), torch.stack(rows([alone], field)))
+        for micro in batch.micro_batches:
+            assert micro.documents is not None
+            assert micro.documents.bounds.tolist() == Documents.of(micro.position_ids).bounds.tolist()
 
 
 def test_tensors_are_as_promised(prepared: Prepared) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise, product
 
 import flash_stand_in
@@ -13,10 +14,9 @@ from torch.nn.attention import flex_attention
 from transformers import AutoConfig, masking_utils
 from transformers.integrations import flex_attention as integration
 
-from llmtrain.data import MicroBatch
+from llmtrain.data import Documents, MicroBatch
 from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.engines.forward import forward
-from llmtrain.models import Documents
 from llmtrain.models.cut import reference
 from llmtrain.models.tiny import shrink
 
@@ -60,6 +60,11 @@ def _make_runnable(attention: str, patch: pytest.MonkeyPatch) -> list[list[int]]
 
 def _positions() -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+
+
+def _batch(positions: torch.Tensor | None = None) -> MicroBatch:
+    positions = _positions() if positions is None else positions
+    return MicroBatch(positions, positions, positions)
 
 
 def _documents() -> list[tuple[int, slice]]:
@@ -147,10 +152,20 @@ def test_bounds_are_those_of_all_rows():
 
 
 def test_slices_have_the_bounds_of_the_whole():
-    with documents_known(_positions()) as whole, documents_known(_positions()[:, 12:]) as again:
+    with documents_known(_batch()) as whole, documents_known(_batch(_positions()[:, 12:])) as again:
         assert again is whole
+
+
+def test_other_positions_have_other_documents():
+    """What was found of a micro-batch does not go along to one that is made from it."""
+    batch = _batch()
+    with documents_known(batch) as known:
+        assert known is batch.documents
+    alone = torch.arange(sum(LENGTHS[0])).expand(len(LENGTHS), -1)
+    with documents_known(replace(batch, position_ids=alone)) as known:
+        assert known.bounds.tolist() == [0, 24, 48, 72]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_with_a_mask_gets_no_bounds(attention):
-    assert bounds_for(_model("llama", attention), _positions(), CPU) == {}
+    assert bounds_for(_model("llama", attention), _batch(), CPU) == {}

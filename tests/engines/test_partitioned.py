@@ -89,7 +89,7 @@ def test_a_new_run_seeds_each_rank_its_own_way():
 
 def _joined_as_if_alone(rank: int):
     from llmtrain.engines.distributed import init_process_group
-    from llmtrain.launch.discovery import Rank
+    from llmtrain.launch.rank import Rank
 
     # The group of this process is there already, with one member, as accelerate makes it on a CPU.
     told = Rank(

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.models import Documents, varlen
+from llmtrain.data import Documents
+from llmtrain.models import varlen
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.models.varlen_check import AttentionRefused, check_attention
 from llmtrain.plan.rules.model import MIXES_DOCUMENTS

@@ -1,0 +1,102 @@
+"""Norms of gradients, and ZeRO's, which is summed over the ranks together with the loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import step_batch, tiny_recipe
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from harness import run_ranks
+from torch import distributed as dist
+from traces import engine_of, plan_of
+
+from llmtrain.engines.norm import PIECE, squared_norm
+
+CPU = torch.device("cpu")
+
+
+def test_a_large_tensor_is_summed_exactly():
+    """Each sum of squares of 2⁻⁵ is a number of fp64; torch's own norm in fp32 is off on a CPU."""
+    large = torch.full((30_000_000,), 2.0**-5)
+    assert squared_norm([large], CPU).sqrt().item() == pytest.approx((len(large) / 1024) ** 0.5, rel=1e-9)
+
+
+def test_what_a_norm_of_many_numbers_is_rounded_by():
+    """Sums of n numbers in fp32 are off by about √n roundings: those of a piece, and not of the whole tensor."""
+    drawn = torch.randn(6_000_000, generator=torch.Generator().manual_seed(0))
+    exact = drawn.double().square().sum().item()
+    assert squared_norm([drawn.view(2000, 3000).t()], CPU).item() == pytest.approx(exact, rel=PIECE**0.5 * 2**-24)
+    assert squared_norm([drawn.bfloat16()], CPU).item() == pytest.approx(
+        drawn.bfloat16().double().square().sum().item(), rel=PIECE**0.5 * 2**-24
+    )
+
+
+def test_no_gradients_have_no_norm():
+    assert squared_norm([], CPU) == 0
+
+
+def _norms(rank: int, ranks: int, fields: dict[str, object]) -> list[tuple[float, float, int]]:
+    """Of each of two steps: our norm, DeepSpeed's own, and how many sums over the ranks ours took."""
+    plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": 2, **fields}), ranks)
+    engine = engine_of(plan)
+    optimizer, kind = engine.engine.optimizer, type(engine.engine.optimizer)
+    taken, reduce, sums, found = engine._norm_with_loss._take, dist.all_reduce, [], []
+
+    def counted(*arguments, **options):
+        sums.append(arguments)
+        return reduce(*arguments, **options)
+
+    def both():
+        own = combine_grad_norm_groups(kind._get_norm_groups(optimizer)) if of_3 else kind.scaled_global_norm(optimizer)
+        sums.clear()
+        dist.all_reduce = counted
+        norm = taken()
+        dist.all_reduce = reduce
+        found.append((norm.item(), own.item(), len(sums)))
+        return norm
+
+    if of_3 := plan.layout.zero_stage == 3:
+        optimizer._get_norm_groups = lambda: [both()]
+    else:
+        optimizer.scaled_global_norm = both
+    shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+    for step in range(2):
+        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+        assert result.grad_norm.item() == found[-1][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [
+        (1, {"parallel.zero_stage": 1}),
+        (2, {"parallel.zero_stage": 1}),
+        (2, {"parallel.zero_stage": 2, "parallel.precision": "bf16"}),
+        (2, {"parallel.zero_stage": 3}),
+        (2, {"parallel.zero_stage": 1, "parallel.sequence": 2}),
+    ],
+    ids=["alone", "zero1", "zero2_bf16", "zero3", "sequence"],
+)
+def test_zeros_norm_is_deepspeeds_and_is_summed_once(ranks, fields):
+    for steps in run_ranks(ranks, _norms, ranks, fields):
+        for ours, own, sums in steps:
+            assert ours == pytest.approx(own, rel=2**-22)  # DeepSpeed rounds the norm of each group to fp32
+            assert sums == (ranks > 1)
+
+
+def _is_ours(rank: int, fields: dict[str, object]) -> bool:
+    return engine_of(plan_of(tiny_recipe(**{"batch.micro_batch_size": 2, **fields}), 2))._norm_with_loss is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel.zero_stage": 0},
+        {"parallel.zero_stage": 1, "parallel.tensor": 2},
+        {"parallel.zero_stage": 1, "parallel.offload_optimizer": "cpu"},
+        {"parallel.zero_stage": 3, "parallel.offload_optimizer": "cpu"},
+    ],
+    ids=["zero0", "tensor", "offload", "zero3_offload"],
+)
+def test_elsewhere_deepspeeds_norm_stays(fields):
+    assert run_ranks(2, _is_ours, fields) == [False, False]
