@@ -17,7 +17,8 @@ from llmtrain.models.loss import target_loss_sum
 class Computed:
     """A loss, and the gradients of all trained parameters in their order."""
 
-    loss_sum: Tensor
+    loss: Tensor
+    """Sum of the cross-entropies, and the auxiliary loss of a router."""
     gradients: list[Tensor | None]
     """None where the loss does not depend on a parameter."""
 
@@ -39,7 +40,7 @@ class Comparison:
         a number is no number.
         """
         found, expected = self._compute(takes_targets), self._expected
-        worst = _larger(0.0, abs(float(found.loss_sum.detach()) / float(expected.loss_sum.detach()) - 1))
+        worst = _larger(0.0, abs(float(found.loss.detach()) / float(expected.loss.detach()) - 1))
         largest = max(float(one.abs().max()) for one in expected.gradients if one is not None)
         for one, other in zip(found.gradients, expected.gradients, strict=True):
             if one is not None and other is not None:
@@ -51,10 +52,15 @@ class Comparison:
     def _compute(self, takes_targets: bool) -> Computed:
         inputs = {"input_ids": self._tokens, "position_ids": self._positions, "use_cache": False}
         if takes_targets:
-            loss_sum = self._model(**inputs, targets=self._tokens).loss_sum
+            output = self._model(**inputs, targets=self._tokens)
+            loss = output.loss_sum
         else:
-            loss_sum = target_loss_sum(self._model(**inputs).logits, self._tokens)
-        return Computed(loss_sum, list(torch.autograd.grad(loss_sum, self._trained, allow_unused=True)))
+            output = self._model(**inputs)
+            loss = target_loss_sum(output.logits, self._tokens)
+        auxiliary = getattr(output, "aux_loss", None)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        return Computed(loss, list(torch.autograd.grad(loss, self._trained, allow_unused=True)))
 
 
 def _larger(one: float, other: float) -> float:

@@ -9,6 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import ChunkedLoss, chunked, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
+from llmtrain.models.cut import reference
+from llmtrain.models.tiny import shrink
 
 VOCABULARY = 97
 FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -53,6 +55,24 @@ def _gradients(loss, model) -> dict[str, torch.Tensor]:
 def test_families_come_apart(family):
     """Tied and untied heads, capped and scaled logits, a decoder within a backbone, a router's loss."""
     check_chunks(AutoConfig.for_model(family))
+
+
+def test_a_routers_loss_that_is_lost_is_seen(monkeypatch):
+    config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
+    check_chunks(config)
+    own = chunked.Losses
+    monkeypatch.setattr(chunked, "Losses", lambda loss_sum, aux_loss: own(loss_sum=loss_sum))
+    with pytest.raises(RecipeError, match="deviate by"):
+        check_chunks(config)
+
+
+@pytest.mark.parametrize("tokens", [5, chunked.ALL])
+def test_a_routers_loss_is_the_models_own(tokens):
+    config = AutoConfig.for_model("qwen3_moe", output_router_logits=True)
+    model, (inputs, labels) = reference(shrink(config, chunked.LAYERS), "eager"), _batch()
+    expected = model(inputs, use_cache=False).aux_loss
+    ChunkedLoss(model, tokens, recomputed=False)
+    assert torch.equal(model(inputs, use_cache=False, targets=labels).aux_loss, expected)
 
 
 def test_a_family_whose_head_looks_elsewhere_is_refused(monkeypatch):
