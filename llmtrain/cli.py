@@ -99,7 +99,7 @@ def train(
     --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
     default; with --nproc a dry run is of so many workers on this machine.
     """
-    from llmtrain.commands.train import TrainRequest
+    from llmtrain.commands.request import TrainRequest
     from llmtrain.commands.train import train as start
 
     start(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-from llmtrain.commands.options import named_cluster
+from llmtrain.commands.request import TrainRequest
 from llmtrain.errors import Problem, RecipeError, UserError
 
 
-def check_dry_run(dry_run: bool, is_worker: bool, nproc: int | None, *cluster: int | str | bool | None) -> None:
+def check_dry_run(request: TrainRequest, is_worker: bool) -> None:
     """Raises RecipeError for options of a dry run without one, and for those that exclude each other."""
-    nodes, per_node, device, as_json = cluster
-    given = {"--nodes": nodes, "--gpus-per-node": per_node, "--device": device, "--json": as_json}
-    named = [name for name, value in given.items() if value]
+    dry_run = request.dry_run
+    of_cluster = [name for name, value in request.of_cluster.items() if value]
+    named = [*of_cluster, *(["--json"] if request.as_json else [])]
     problems = []
     if named and not dry_run:
         message = "is given without --dry-run: a run takes its devices from this machine, or from its launcher"
@@ -23,44 +22,37 @@ def check_dry_run(dry_run: bool, is_worker: bool, nproc: int | None, *cluster: i
     if dry_run and is_worker:
         message = "starts its own ranks, and a launcher has started this process"
         problems.append(Problem("train.dry_run", "--dry-run", message, "llmtrain train RECIPE --dry-run"))
-    if dry_run and nproc and (nodes or per_node or device):
+    if dry_run and request.nproc and of_cluster:
         message = "says workers of this machine, and --nodes, --gpus-per-node and --device another cluster"
         problems.append(Problem("train.dry_run", "--nproc", message, "leave one of them out"))
     if problems:
         raise RecipeError(problems)
 
 
-def run_small(
-    recipe: str,
-    assignments: list[str],
-    nproc: int | None,
-    cluster: tuple[int | None, int | None, str | None],
-    run_dir: Path | None,
-    as_json: bool,
-) -> None:
+def run_small(request: TrainRequest) -> None:
     """Runs the plan made small, and prints the report, which lies beside where the run itself would."""
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
     from llmtrain.dry_run.run import REPORT, dry_run
-    from llmtrain.plan.load import load_recipe
     from llmtrain.precheck import check_stages, runnable_plan
-    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.run_dir import RunDir
 
     try:
-        declared, written_for = load_recipe(recipe, assignments)
-        beside = run_dir or default_run_dir(declared, recipe.partition(":")[2] or None).path
+        declared, written_for = request.load()
+        beside = request.folder(declared).path
         beside = beside if beside.name else beside.resolve()
         folder = RunDir(beside.parent / f"{beside.name}-dry-run")
-        plan = runnable_plan(declared, local_cluster(nproc) if nproc else named_cluster(written_for, *cluster))
+        cluster = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+        plan = runnable_plan(declared, cluster)
         check_stages(plan)
         report = dry_run(plan, folder)
     except UserError as error:
-        if as_json:
+        if request.as_json:
             print(json.dumps({"passed": False} | error.as_dict(), indent=2))
             sys.exit(error.exit_code)
         raise
-    if as_json:
+    if request.as_json:
         print(json.dumps(report.document(), indent=2))
         print(f"report {folder.path / REPORT}", file=sys.stderr)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,15 +22,6 @@ NodesOption = Annotated[int | None, typer.Option(help="Machines; default those t
 PerNodeOption = Annotated[int | None, typer.Option(help="Devices on each.", min=1)]
 DeviceOption = Annotated[str | None, typer.Option(help="a100, h100, h200, b200, mi300x, cpu, or the recipe's own.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-
-def script_of(recipe: str, assignments: list[str], resume: str, max_steps: int | None) -> tuple[str, ...]:
-    """A recipe's script and its arguments, as a worker of a launcher runs it, but for the run directory."""
-    path, _, variant = recipe.partition(":")
-    named = ("--variant", variant) if variant else ()
-    sets = (part for assignment in assignments for part in ("--set", assignment))
-    steps = ("--max-steps", str(max_steps)) if max_steps else ()
-    return (str(Path(path).absolute()), *named, *sets, "--resume", resume, *steps)
 
 
 def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.commands.request import TrainRequest
 from llmtrain.commands.shown import print_plan
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
 
@@ -15,46 +16,32 @@ if TYPE_CHECKING:
     from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
-    from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
 
 
-def train_here(
-    recipe: str,
-    assignments: list[str],
-    rank: Rank | None,
-    nproc: int | None,
-    run_dir: Path | None,
-    resume: str,
-    max_steps: int | None,
-    max_restarts: int,
-    tool: Tool | None = None,
-) -> None:
-    """Becomes the worker `rank` of the launcher that started this process, or starts `nproc` workers.
+def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = None) -> None:
+    """Becomes the worker `rank` of the launcher that started this process, or starts workers.
 
     tool: what starts them, in place of this process.
     """
     if rank is None:
-        _as_launcher(recipe, assignments, nproc, run_dir, resume, max_steps, max_restarts, tool)
+        _as_launcher(request, tool)
     else:
-        _as_worker(recipe, assignments, rank, run_dir, resume, max_steps)
+        _as_worker(request, rank)
 
 
-def _as_worker(
-    recipe: str, assignments: list[str], rank: Rank, run_dir: Path | None, resume: str, max_steps: int | None
-) -> None:
+def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
-    from llmtrain.plan.load import load_recipe
     from llmtrain.precheck import check_machine
     from llmtrain.worker import work
 
-    declared, _ = load_recipe(recipe, assignments)
+    declared, _ = request.load()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
-    folder = _folder(run_dir, recipe, declared)
+    folder = request.folder(declared)
     try:
-        plan = startable(declared, cluster, folder, resume, rank.world_size)
+        plan = startable(declared, cluster, folder, request.resume, rank.world_size)
         check_machine(plan)
     except UserError as error:
         if not _speaks(rank, error):
@@ -64,45 +51,29 @@ def _as_worker(
     if rank.is_main:
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
-    work(rank, folder, plan, ds_config, resume, max_steps)
+    work(rank, folder, plan, ds_config, request.resume, request.max_steps)
 
 
-def _as_launcher(
-    recipe: str,
-    assignments: list[str],
-    nproc: int | None,
-    run_dir: Path | None,
-    resume: str,
-    max_steps: int | None,
-    max_restarts: int,
-    tool: Tool | None,
-) -> None:
+def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
     from llmtrain.cluster import local_cluster
     from llmtrain.launch.accelerate import processes_asked
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.template import Template
 
-    cluster = local_cluster(nproc or processes_asked())
+    cluster = local_cluster(request.nproc or processes_asked())
     with Template() as template:
         forked_from = template if cluster.spec.on_cpu and not tool else None
         if forked_from:
             # It imports while the recipe is checked and the data are prepared: that takes longest of all.
             forked_from.start(common_environment(cluster.world_size))
         from llmtrain.ds_config import render
-        from llmtrain.plan.load import load_recipe
         from llmtrain.precheck import check_machine
 
-        declared, _ = load_recipe(recipe, assignments)
-        folder = _folder(run_dir, recipe, declared)
-        plan = startable(declared, cluster, folder, resume, None)
+        declared, _ = request.load()
+        folder = request.folder(declared)
+        plan = startable(declared, cluster, folder, request.resume, None)
         check_machine(plan)
-        sys.exit(_launch(plan, render(plan), folder, resume, max_steps, max_restarts, tool, forked_from))
-
-
-def _folder(run_dir: Path | None, recipe: str, declared: Recipe) -> RunDir:
-    from llmtrain.run_dir import RunDir, default_run_dir
-
-    return RunDir(run_dir) if run_dir else default_run_dir(declared, recipe.partition(":")[2] or None)
+        sys.exit(_launch(request, plan, render(plan), folder, tool, forked_from))
 
 
 def _speaks(rank: Rank, error: UserError) -> bool:
@@ -144,8 +115,9 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
 
 
-def check_restarts(max_restarts: int, dry_run: bool, rank: Rank | None) -> None:
+def check_restarts(request: TrainRequest, rank: Rank | None) -> None:
     """Raises RecipeError where nobody is there to start a job again."""
+    max_restarts, dry_run = request.max_restarts, request.dry_run
     if not max_restarts or (rank is None and not dry_run):
         return
     message = "a dry run is over when it ends" if dry_run else "only who has started the workers can start them again"
@@ -156,12 +128,10 @@ def check_restarts(max_restarts: int, dry_run: bool, rank: Rank | None) -> None:
 
 
 def _launch(
+    request: TrainRequest,
     plan: Plan,
     ds_config: dict[str, Any],
     folder: RunDir,
-    resume: str,
-    max_steps: int | None,
-    max_restarts: int,
     tool: Tool | None,
     forked_from: Template | None,
 ) -> int:
@@ -181,10 +151,10 @@ def _launch(
     if tool:
         check_tool(tool, plan)
     print_plan(plan, console, memory_of(plan))
-    if resume == "auto" and _is_finished(plan, folder):
+    if request.resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
-    checkpoint = check_resume(plan, folder, resume, is_local=True)
+    checkpoint = check_resume(plan, folder, request.resume, is_local=True)
     if forked_from:
         forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
     check_stages(plan)
@@ -194,14 +164,15 @@ def _launch(
         check_data(checkpoint, prepared.key)
     Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
     folder.create(plan, ds_config)
-    arguments = [str(folder.path), *(["--max-steps", str(max_steps)] if max_steps else [])]
+    arguments = [str(folder.path), *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
     console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
     with caught_signals():
         # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
         if tool:
-            leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", resume))))
+            leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume))))
         command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-        code = train_with_restarts(command, plan.workers, folder, resume, max_restarts, console, forked_from)
+        restarts = request.max_restarts
+        code = train_with_restarts(command, plan.workers, folder, request.resume, restarts, console, forked_from)
         if forked_from:
             forked_from.close()
         leave(code)

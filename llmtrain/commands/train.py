@@ -5,43 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from llmtrain.commands.request import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError
-
-LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"]
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """What the command line says."""
-
-    recipe: str
-    assignments: list[str]
-    launcher: LauncherName
-    nproc: int | None
-    run_dir: Path | None
-    resume: str
-    max_steps: int | None
-    max_restarts: int
-    dry_run: bool
-    as_json: bool
-    nodes: int | None
-    per_node: int | None
-    device: str | None
-    hostfile: Path | None
-    include: str
-    exclude: str
-    runner: Literal["pdsh", "openmpi"] | None
-    slurm: list[str]
-    kubernetes: list[str]
-
-    @property
-    def cluster(self) -> dict[str, int | str | None]:
-        """Option → what was given, of those that name a cluster."""
-        return {"--nodes": self.nodes, "--gpus-per-node": self.per_node, "--device": self.device}
 
 
 def train(request: TrainRequest) -> None:
@@ -70,41 +37,24 @@ def _check_launcher(request: TrainRequest) -> None:
 
 
 def _on_hosts(request: TrainRequest) -> None:
-    from llmtrain.commands.on_hosts import HostsRequest, check_hosts, train_on_hosts
+    from llmtrain.commands.on_hosts import check_hosts, train_on_hosts
 
-    others = {"--nproc": request.nproc, **request.cluster, "--dry-run": request.dry_run, "--json": request.as_json}
-    check_hosts({**others, "--max-restarts": request.max_restarts})
-    train_on_hosts(
-        HostsRequest(
-            *(request.recipe, request.assignments, request.hostfile, request.include, request.exclude),
-            *(request.runner or "pdsh", request.run_dir, request.resume, request.max_steps),
-        )
-    )
+    check_hosts(request)
+    train_on_hosts(request)
 
 
 def _as_job(request: TrainRequest) -> None:
-    from llmtrain.commands.job import JobRequest, check_job, enqueue
+    from llmtrain.commands.job import check_job, enqueue
 
-    check_job(request.nproc, request.as_json, request.max_restarts)
-    enqueue(
-        JobRequest(
-            *(request.recipe, request.assignments, request.nodes, request.per_node, request.device, request.slurm),
-            *(request.run_dir, request.resume, request.max_steps, request.dry_run),
-        )
-    )
+    check_job(request)
+    enqueue(request)
 
 
 def _as_manifest(request: TrainRequest) -> None:
-    from llmtrain.commands.manifest import ManifestRequest, check_manifest, print_manifest
+    from llmtrain.commands.manifest import check_manifest, print_manifest
 
-    others = {"--nproc": request.nproc, "--json": request.as_json, "--max-restarts": request.max_restarts}
-    check_manifest(request.dry_run, others)
-    print_manifest(
-        ManifestRequest(
-            *(request.recipe, request.assignments, request.nodes, request.per_node, request.device),
-            *(request.kubernetes, request.run_dir, request.resume, request.max_steps),
-        )
-    )
+    check_manifest(request)
+    print_manifest(request)
 
 
 def _by_tool(request: TrainRequest) -> None:
@@ -113,14 +63,11 @@ def _by_tool(request: TrainRequest) -> None:
     from llmtrain.launch import discover
 
     tool: Literal["torchrun", "accelerate"] = "torchrun" if request.launcher == "torchrun" else "accelerate"
-    others = {"--json": request.as_json, "--max-restarts": request.max_restarts}
-    check_by_tool(tool, discover(os.environ, sys.argv), request.dry_run, others, request.cluster)
-    what = (request.recipe, request.assignments)
+    check_by_tool(tool, discover(os.environ, sys.argv), request)
     if request.dry_run:
-        shape = (request.nodes, request.per_node, request.device)
-        print_lines(tool, *what, request.nproc, shape, request.run_dir, request.resume, request.max_steps)
+        print_lines(tool, request)
     else:
-        train_here(*what, None, request.nproc, request.run_dir, request.resume, request.max_steps, 0, tool)
+        train_here(request, rank=None, tool=tool)
 
 
 def _here(request: TrainRequest) -> None:
@@ -129,12 +76,9 @@ def _here(request: TrainRequest) -> None:
     from llmtrain.launch import discover
 
     rank = discover(os.environ, sys.argv)
-    shape = (request.nodes, request.per_node, request.device)
-    check_dry_run(request.dry_run, rank is not None, request.nproc, *shape, request.as_json)
-    check_restarts(request.max_restarts, request.dry_run, rank)
-    what = (request.recipe, request.assignments)
+    check_dry_run(request, is_worker=rank is not None)
+    check_restarts(request, rank)
     if request.dry_run:
-        run_small(*what, request.nproc, shape, request.run_dir, request.as_json)
+        run_small(request)
     else:
-        run_dir, resume, max_steps = request.run_dir, request.resume, request.max_steps
-        train_here(*what, rank, request.nproc, run_dir, resume, max_steps, request.max_restarts)
+        train_here(request, rank)
