@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,8 @@ DUMP_S = 2.0
 END_S = 3.0
 """A rank that does not end so soon is killed."""
 _POLL_S = 0.05
+_tgkill: Callable[[int, int, int], int] | None = getattr(ctypes.CDLL(None), "tgkill", None)
+"""Since glibc 2.30."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
@@ -73,15 +76,19 @@ class Target:
     def end(self) -> None:
         """Ends it with exit code 5. It is this process's parent, so this does not return."""
         if self.state in ("T", "t"):
-            self._send(DUMP)  # both are waiting when it goes on, and the stacks come first
+            self._send(DUMP)  # both are waiting when it goes on, and its main thread writes its stacks first
         self._send(END)
         self._send(signal.SIGCONT)
         time.sleep(END_S)
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
+        """To the main thread: of two that wait for any thread, one could take the end while another writes."""
         with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            if _tgkill is None or number in (signal.SIGCONT, signal.SIGKILL):
+                os.kill(self.pid, number)
+            else:
+                _tgkill(self.pid, self.pid, number)
 
 
 def innermost(dump: str) -> str:
