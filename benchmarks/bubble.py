@@ -142,7 +142,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(work, args=(port,), nprocs=WORLD)
+    torch.multiprocessing.spawn(work, args=(port,), nprocs=WORLD)  # type: ignore[attr-defined]
     print(RESULT.read_text())
 
 

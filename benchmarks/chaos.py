@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,15 @@ def _campaigns(folder: Path, runs: int, seed: int) -> list[tuple[str, Callable[[
             found.append(
                 (
                     f"one rank, {what}{', over an older checkpoint' if back else ''}",
-                    lambda kind=kind, back=back: killing.at_every_call(folder / f"{kind}{back}", kind, back),
+                    partial(killing.at_every_call, folder / f"{kind}{back}", kind, back),
                 )
             )
     for ranks, kills in ((2, 40), (4, 20)):
-        found.append((f"{ranks} ranks", lambda r=ranks, k=kills: killing.of_ranks(folder / f"s{r}", r, k, seed)))
+        found.append((f"{ranks} ranks", partial(killing.of_ranks, folder / f"s{ranks}", ranks, kills, seed)))
         found.append(
             (
                 f"{ranks} ranks of DeepSpeed",
-                lambda r=ranks, k=kills: killing.of_ranks(folder / f"z{r}", r, k // 4, seed, real=True),
+                partial(killing.of_ranks, folder / f"z{ranks}", ranks, kills // 4, seed, real=True),
             )
         )
     found.append(("whole runs of 2 ranks", lambda: _runs(folder / "runs", runs, seed)))

@@ -160,7 +160,7 @@ def train(plan: Plan, device: torch.device) -> None:
 def measure(name: str) -> None:
     """Prints what one configuration took, as the last line."""
     from llmtrain.engines.distributed import init_process_group
-    from llmtrain.launch.discovery import Rank
+    from llmtrain.launch.rank import Rank
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -113,9 +113,9 @@ def wrong_gradients(whole: PreTrainedModel, cut: Cut, inputs: tuple[Tensor, Tens
     whole.train()
     output = _seeded(lambda: whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False))
     auxiliary = getattr(output, "aux_loss", None)
-    _loss(output.logits, *(() if auxiliary is None else (auxiliary,))).backward()
+    _loss(output.logits, *(() if auxiliary is None else (auxiliary,))).backward()  # type: ignore[no-untyped-call]
     stages = build_chain(whole, cut, "eager")
-    _loss(*_seeded(lambda: run_chain(stages, inputs))[-1]).backward()
+    _loss(*_seeded(lambda: run_chain(stages, inputs))[-1]).backward()  # type: ignore[no-untyped-call]
     gradients: dict[str, Tensor] = {}
     for stage in stages:
         for own, name in stage.hf_names().items():

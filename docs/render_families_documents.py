@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, one_line, out_of_scope, render, tiny_config
 
+from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import documents_known
 from llmtrain.models.cut import TOLERANCE, packed_input, reference
 from llmtrain.models.varlen_check import AttentionRefused, check_attention
@@ -70,7 +71,7 @@ def influences(config: PreTrainedConfig) -> bool:
 
 @torch.no_grad()
 def _logits(config: PreTrainedConfig, tokens: Tensor, positions: Tensor) -> Tensor:
-    with documents_known(positions):
+    with documents_known(MicroBatch(tokens, positions, labels=tokens)):
         logits: Tensor = reference(config, "eager").eval()(tokens, position_ids=positions, use_cache=False).logits
     return logits
 

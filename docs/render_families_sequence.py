@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import transformers
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmtrain.data import MicroBatch
 from llmtrain.engines.distributed import init_process_group
 from llmtrain.engines.sequence_check import compare, told
-from llmtrain.launch.discovery import Rank
+from llmtrain.launch.rank import Rank
 from llmtrain.models.cut import packed_input, reference
 
 WAIT = timedelta(seconds=30)
@@ -55,7 +56,7 @@ families = _load("render_families")
 Verdict = families.Verdict
 
 
-def judge(family: str) -> object:
+def judge(family: str) -> Any:
     """Builds a family and compares, on both ranks alike."""
     outside = families.out_of_scope(family)
     if outside:
@@ -103,7 +104,7 @@ def _of_either(reason: str) -> str:
     return told(reasons)
 
 
-def walk() -> list[object]:
+def walk() -> list[Any]:
     """The verdict on every type of the mapping, from a pair of processes."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
@@ -114,7 +115,7 @@ def walk() -> list[object]:
     for process in processes:
         process.start()
     sender.close()
-    verdicts: list[object] = receiver.recv()
+    verdicts = [Verdict(*fields) for fields in receiver.recv()]
     for process in processes:
         process.join()
     return verdicts
@@ -122,7 +123,7 @@ def walk() -> list[object]:
 
 def _rank(rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    here = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2}
+    here: dict[str, Any] = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2}
     init_process_group(Rank(**here, master_addr="127.0.0.1", master_port=port, launcher="families"), on_cpu=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -135,4 +136,4 @@ def _rank(rank: int, port: int, pipe: Connection) -> None:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("families_sequence.md")
-    target.write_text(families.render([Verdict(*fields) for fields in walk()], HEAD), encoding="utf-8")
+    target.write_text(families.render(walk(), HEAD), encoding="utf-8")

@@ -57,7 +57,8 @@ def judge(family: str) -> Verdict:
 def _share(model: transformers.PreTrainedModel, split: Split) -> float:
     """Part of the parameters of the decoder layers that is split."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if re.search(r"\.\d+\.", name)}
-    return sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())
+    share: float = sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())
+    return share
 
 
 def render(verdicts: list[Verdict]) -> str:

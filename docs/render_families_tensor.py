@@ -26,7 +26,7 @@ from render_families import KINDS, Verdict, one_line, out_of_scope, section, tin
 from llmtrain.engines.distributed import init_process_group
 from llmtrain.engines.groups import make_tensor_groups
 from llmtrain.engines.tensor_check import CannotSplit, compare_split
-from llmtrain.launch.discovery import Rank
+from llmtrain.launch.rank import Rank
 from llmtrain.models.cut import packed_input, reference
 
 RANKS = 2

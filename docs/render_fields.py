@@ -27,7 +27,7 @@ A value is read as JSON where it is JSON, else as text.
 def render() -> str:
     """The whole document."""
     parts = [part for part in vars(recipe).values() if isinstance(part, type) and issubclass(part, Part)]
-    ordered = [Recipe, *(part for part in parts if part not in (Part, Recipe))]
+    ordered: list[type[Part]] = [Recipe, *(part for part in parts if part not in (Part, Recipe))]
     return HEAD + "".join(_section(part) for part in ordered)
 
 
@@ -48,7 +48,12 @@ def _type(annotation: Any) -> str:
     )
     text = re.sub(r"typing\.Literal\[(.*?)\]", lambda match: match[1].replace(", ", " \\| "), text)
     text = re.sub(r"typing\.Annotated\[(\w+),.*?\)\]", r"\1", text)
-    text = text.replace("llmtrain.recipe.", "").replace(" | ", " \\| ").replace("typing.", "")
+    text = (
+        text.replace("llmtrain.recipe.", "")
+        .replace("collections.abc.Sequence", "list")
+        .replace(" | ", " \\| ")
+        .replace("typing.", "")
+    )
     return f"`{text}`".replace("`'", "`").replace("'", "")
 
 

@@ -7,19 +7,16 @@ steps follow from the cluster (`llmtrain.plan.resolve`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmtrain.errors import Problem, RecipeError, nearest
 
 T = TypeVar("T")
-Many = Annotated[
-    tuple[T, ...],
-    # A recipe may write [...] where the frozen model keeps a tuple.
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+Many = Annotated[Sequence[T], AfterValidator(tuple)]
+"""A recipe may write [...]; the frozen model keeps a tuple."""
 LARGEST = 10**12
 """Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
 LONGEST_WINDOW = 65_536
@@ -435,7 +432,7 @@ def _fields_of(path: str) -> list[str]:
 
 
 def _part_in(annotation: Any) -> Any:
-    """The `Part` inside an annotation such as `tuple[Source, ...]` or `str | TrainedTokenizer`."""
+    """The `Part` inside an annotation such as `Sequence[Source]` or `str | TrainedTokenizer`."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return annotation
     return next((found for argument in getattr(annotation, "__args__", ()) if (found := _part_in(argument))), None)

@@ -43,11 +43,11 @@ def opened(folder: Path, sequences: int) -> Any:
         "train": {"sequences": sequences, "pieces": sequences * len(PIECES)},
         "eval": {"sequences": 0, "pieces": 0},
     }
-    views = [
+    train, held_out = (
         packed_samples(folder, pieces, split, store.streams[split], LENGTH, mask=True, pad_id=0)
         for split in ("train", "eval")
-    ]
-    source = PreparedSource("large", 1.0, "large", store, *views, made=False)
+    )
+    source = PreparedSource("large", 1.0, "large", store, train, held_out, made=False)
     tokenizer = PreparedTokenizer(folder, "none", 2**16, eos_id=0, bos_id=None, made=False)
     return Prepared(tokenizer, (source,), LENGTH, made=False, seconds=0.0)
 
