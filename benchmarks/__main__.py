@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import BUSY_CORES, busy_cores, facts
+from benchmarks.machine import busy_cores, facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
 from benchmarks.question import Question, Script
 from benchmarks.questions import QUESTIONS
 from llmtrain.cluster import visible_gpus
+from llmtrain.host import most_cores_of_others, own_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -86,10 +87,10 @@ def measure(question: Question, pairs: int, short: bool, only: str | None = None
 
 
 def _refuse_busy() -> None:
-    busy = busy_cores()
-    if busy > BUSY_CORES:
+    busy, most = busy_cores(), most_cores_of_others(own_cores())
+    if busy > most:
         sys.exit(
-            f"this machine is busy: others use {busy:.2f} cores, where {BUSY_CORES} may be used; "
+            f"this machine is busy: others use {busy:.2f} cores, where {most:.2f} may be used; "
             "wait, or measure all the same with --force"
         )
 

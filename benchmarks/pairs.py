@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Meter
+from llmtrain.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
 OTHERS = "cores_of_others"
@@ -72,7 +72,7 @@ def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> 
 
 def measured(side: Side, work: Path) -> Numbers:
     """One run of a side. Raises SideFailedError."""
-    meter = Meter()
+    meter = CoreMeter()
     lines = _run(side, work).strip().splitlines()
     try:
         numbers: Numbers = json.loads(lines[-1])

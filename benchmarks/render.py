@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import BUSY_CORES
 from benchmarks.pairs import OTHERS
 from benchmarks.question import Question, Result, Script
 from benchmarks.questions import QUESTIONS
+from llmtrain.host import most_cores_of_others
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -103,7 +103,7 @@ def _taken(result: Result) -> str:
     if commit:
         said.append(f"commit {commit[:12]}" + (" with changes" if result.get("modified") else ""))
     text = "Measured by " + "; ".join(part for part in said if part) + "."
-    if result.get(OTHERS, 0.0) > BUSY_CORES:
+    if OTHERS in result and result[OTHERS] > most_cores_of_others(result["hardware"]["cores"]):
         text += f" **The machine was busy**: others used up to {result[OTHERS]:.2f} cores."
     return text
 

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from llmtrain.durable import write_atomically
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.host import own_cores
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.recipe import Recipe, parse_recipe
 
@@ -306,7 +307,7 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": own_cores(),
         "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "git": _git(),
         "variables": {

@@ -58,5 +58,5 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
         try:
             return plan, measure(plan, device, threads_of_a_rank(cluster.world_size), always=True, say=status.update)
         except NotMeasuredError as error:
-            message = f"the measuring process died: {error}"
-            raise RecipeError(Problem("kernels.measure", "kernels", message, "name the kernels instead")) from None
+            fix = "measure again when nothing else runs, or name the kernels"
+            raise RecipeError(Problem("kernels.measure", "kernels", f"cannot be measured: {error}", fix)) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmtrain.doctor.finding import Finding, fault, ok, size, warning
 from llmtrain.doctor.scene import Scene, ask
-from llmtrain.host import memory_bytes, memory_limit
+from llmtrain.host import memory_bytes, memory_limit, own_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
@@ -33,7 +33,7 @@ class Gpu:
 
 def host(scene: Scene) -> Iterator[Finding]:
     """Processors and memory that this process may use."""
-    cpus = len(os.sched_getaffinity(0))
+    cpus = own_cores()
     text = f"{cpus} of {os.cpu_count()} CPUs"
     quota = _cpu_quota()
     if quota is not None and quota < cpus:
@@ -73,7 +73,7 @@ def slots(scene: Scene) -> Iterator[Finding]:
     if not scene.devices:
         return
     seen, _ = seen_by_torch()
-    asked, cpus = max(scene.devices) + 1, len(os.sched_getaffinity(0))
+    asked, cpus = max(scene.devices) + 1, own_cores()
     if seen and asked > len(seen):
         text = f"the hostfile gives {asked} slots, torch sees {len(seen)} GPUs"
         yield fault("devices.slots", text, f"write slots={len(seen)}")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import Exit, Problem, WorkerError
 from llmtrain.heartbeat import Board
+from llmtrain.host import own_cores
 from llmtrain.launch.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
 from llmtrain.run_dir import RunDir
@@ -113,7 +114,7 @@ def reserved_port() -> Iterator[int]:
 def common_environment(world_size: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """What the workers of a machine have in common. env: variables over those of this process."""
     # Left alone, every worker would start as many threads as there are cores.
-    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    threads = max(1, own_cores() // world_size)
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
 
 

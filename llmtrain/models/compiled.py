@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.host import own_cores
 from llmtrain.launch.local import STOPS
 from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.loss import target_loss_sum
@@ -86,7 +87,7 @@ def share_processors(ranks: int) -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
 
-        config.compile_threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+        config.compile_threads = max(1, min(MOST_THREADS, own_cores() // ranks))
 
 
 @cache

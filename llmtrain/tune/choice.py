@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.durable import write_atomically
+from llmtrain.host import own_cores
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.recipe import DataConfig
 from llmtrain.run_dir import versions
@@ -38,7 +38,7 @@ def _cpuinfo() -> str:
 
 def threads_of_a_rank(local_world_size: int) -> int:
     """Cores that a rank may use where so many share this process's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    return max(1, own_cores() // local_world_size)
 
 
 def key_of_run(plan: Plan, device: str) -> str:

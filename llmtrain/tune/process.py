@@ -1,7 +1,7 @@
 """The process that measures: `python -m llmtrain.tune.process REQUEST`.
 
 One of its own: a kernel that crashes ends it and not a rank, and what it has compiled and allocated is gone with it. It
-tells lines of JSON: {"trying": "FIELD=VALUE"}, and at last {"choice": ...} or {"problems": [...]}.
+tells lines of JSON: {"trying": "FIELD=VALUE"}, and at last {"choice": ...}, {"problems": [...]} or {"busy": MESSAGE}.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ def _answer(request: Request, told: TextIO) -> None:
     from llmtrain.data import Schedule, prepare
     from llmtrain.plan import Plan
     from llmtrain.tune.search import tune
+    from llmtrain.tune.trial import BusyError
 
     plan = Plan.model_validate_json(request.plan)
     device = torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     batch = Schedule.of(plan, prepare(plan.recipe), dp_rank=0).train_batch(0).micro_batches[0]
-    choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(told, trying=one))
-    _tell(told, choice=choice.model_dump(mode="json"))
+    try:
+        choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(told, trying=one))
+    except BusyError as error:
+        _tell(told, busy=str(error))
+    else:
+        _tell(told, choice=choice.model_dump(mode="json"))
 
 
 def _tell(told: TextIO, **line: object) -> None:

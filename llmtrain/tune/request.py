@@ -38,14 +38,15 @@ class Request:
 
 
 class NotMeasuredError(Exception):
-    """The measuring process ended without an answer."""
+    """The measuring process died, or others used the cores meanwhile."""
 
 
 def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[str], None]) -> KernelChoice:
     """What was found to be fastest, in a minute or more.
 
     device: as torch names it. threads: that a rank has. always: for a short run, too. say: takes what is tried.
-    Raises RecipeError where the model cannot be computed, NotMeasuredError where the process dies.
+    Raises RecipeError where the model cannot be computed, NotMeasuredError where the process dies or
+    others use the cores.
     """
     request = Request(plan.model_dump_json(), device, threads, always)
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
@@ -72,7 +73,7 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
         if answer is None:
             errors.seek(0)
             last = errors.read().strip().splitlines()[-1:]
-            raise NotMeasuredError(f"exit code {process.returncode}: {' '.join(last)}")
+            raise NotMeasuredError(f"the measuring process died, exit code {process.returncode}: {' '.join(last)}")
     if answer.milliseconds or answer.failed:
         write_cached(plan.recipe.data, answer)
     return answer
@@ -85,6 +86,8 @@ def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
             say(f"measuring kernels: {told['trying']}")
         elif "problems" in told:
             raise RecipeError(Problem(**problem) for problem in told["problems"])
+        elif "busy" in told:
+            raise NotMeasuredError(told["busy"])
         else:
             return KernelChoice.model_validate_json(json.dumps(told["choice"]))
     return None

@@ -14,7 +14,7 @@ from llmtrain.models.fp8 import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.alternatives import alternatives
 from llmtrain.tune.choice import device_name, key_of_run
-from llmtrain.tune.trial import LAYERS, Trial, in_turn, with_threads
+from llmtrain.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
 
 LEAST_GAIN = 0.02
 """Part of the time of a pass that another kernel must save to be chosen: less may be chance."""
@@ -50,7 +50,8 @@ def tune(
     """Measures each value that no rule refuses, field by field, the others as chosen before.
 
     batch: a micro-batch of the run. always: for a short run, too. say: takes FIELD=VALUE before it is tried.
-    Raises RecipeError where not even what holds without a measurement can be computed, or fp8 is slower than bf16.
+    Raises RecipeError where not even what holds without a measurement can be computed, or fp8 is slower than bf16;
+    BusyError where others use the cores meanwhile.
     """
     on_cpu = device.type == "cpu"
     name = device_name(device, threads)
@@ -93,6 +94,8 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
         trial = Trial.of(plan, tuning.current.batch, device)
         _check(trial.warm(), tuning.loss, plan)
         before, now, is_faster = in_turn(tuning.current, trial)
+    except BusyError:
+        raise
     except RecipeError as error:
         tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
     except Exception as error:  # of any library below, out of memory among them

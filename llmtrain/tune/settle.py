@@ -52,4 +52,4 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
     try:
         return measure(plan, str(device), threads, always=False, say=say)
     except NotMeasuredError as error:
-        return KernelChoice(key=key, device=name, why=f"by the rules: measuring failed, {error}", values={})
+        return KernelChoice(key=key, device=name, why=f"by the rules, as nothing could be measured: {error}", values={})

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.host_memory import keep_freed_memory
+from llmtrain.host import CoreMeter, most_cores_of_others, own_cores
 from llmtrain.models.build import model_configuration
 from llmtrain.models.tiny import with_layers
 from llmtrain.plan import Plan
@@ -25,6 +26,8 @@ WARM_PASSES = 3
 LEAST_S = 0.4
 """Of one side's passes, before it is the other's turn."""
 TURNS = 5
+QUIET_TRIES = 3
+"""Of a comparison: what others do may be over soon."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 
@@ -102,18 +105,34 @@ class Trial:
             torch.cuda.synchronize(self.device)
 
 
+class BusyError(Exception):
+    """Others use the cores that are measured."""
+
+
 def in_turn(one: Trial, other: Trial) -> tuple[float, float, bool]:
     """Seconds of a pass of both, medians of turns, and whether the other was faster in nearly all of them.
 
-    A device's speed drifts, and within a turn both drift alike.
+    A device's speed drifts, and within a turn both drift alike. What others use of the cores of a CPU is no drift: a
+    pass with all threads waits for the one whose core is shared. Raises BusyError where they do not let off.
     """
-    taken = [(one.seconds(), other.seconds()) for _ in range(TURNS)]
+    taken = _turns(one, other)
     won = sum(second < first for first, second in taken)
     return (
         statistics.median(first for first, _ in taken),
         statistics.median(second for _, second in taken),
         won >= TURNS - 1,
     )
+
+
+def _turns(one: Trial, other: Trial) -> list[tuple[float, float]]:
+    cores = own_cores()
+    for _ in range(QUIET_TRIES):
+        meter = CoreMeter()
+        taken = [(one.seconds(), other.seconds()) for _ in range(TURNS)]
+        of_others = meter.cores_of_others()
+        if one.device.type != "cpu" or of_others <= most_cores_of_others(cores):
+            return taken
+    raise BusyError(f"others use {of_others:.2f} of {cores} cores")
 
 
 def with_threads(plan: Plan, threads: int) -> Plan:

@@ -19,8 +19,33 @@ def test_nothing_is_left_to_be_measured(tmp_path):
     assert "names all of its kernels" in done.stderr
 
 
+BESIDE = """
+from llmtrain import host
+host.CoreMeter.cores_of_others = lambda meter: {cores}
+"""
+"""For a `sitecustomize`: others are the tests beside this one."""
+
+
+def _beside(folder, monkeypatch, cores):
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(BESIDE.format(cores=cores))
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
+
+
 @pytest.mark.slow
-def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path):
+def test_on_a_busy_machine_nothing_is_measured(tmp_path, monkeypatch):
+    _beside(tmp_path, monkeypatch, cores=0.9)
+    named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
+    done = llmtrain("tune", write_small_recipe(tmp_path), *named)
+    assert done.returncode == 2
+    assert "cannot be measured: others use 0.90 of" in done.stderr
+    assert "measure again when nothing else runs" in done.stderr
+    assert not (tmp_path / "cache" / "kernels").exists()
+
+
+@pytest.mark.slow
+def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
+    _beside(tmp_path, monkeypatch, cores=0)
     recipe = write_small_recipe(tmp_path)
     named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
     done = llmtrain("tune", recipe, *named, "--json")

@@ -194,6 +194,56 @@ def test_a_measuring_process_that_dies_costs_the_measurement_alone(tmp_path, mon
     assert "exit code 1" in found.why
 
 
+class Cores:
+    """A stand-in for what others use of the cores: so much in one comparison after the other."""
+
+    def __init__(self, monkeypatch, *used):
+        self.used = iter(used)
+        monkeypatch.setattr(trial, "CoreMeter", lambda: self)
+        monkeypatch.setattr(trial, "own_cores", lambda: 2)
+
+    def cores_of_others(self):
+        return next(self.used)
+
+
+class Passes:
+    """A trial whose passes all take as long."""
+
+    def __init__(self, seconds, device="cpu"):
+        self.device, self.seconds = torch.device(device), lambda: seconds
+
+
+def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch):
+    cores = Cores(monkeypatch, 0.9, 0.16, 0.1, 0.7)
+    assert trial.in_turn(Passes(2.0), Passes(1.0)) == (2.0, 1.0, True)
+    assert next(cores.used) == 0.7  # three were made
+
+
+def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch):
+    Cores(monkeypatch, *[0.9] * 3)
+    monkeypatch.setattr(trial, "WARM_PASSES", 1)
+    monkeypatch.setattr(trial, "LEAST_S", 0.001)
+    with pytest.raises(trial.BusyError, match=r"^others use 0\.90 of 2 cores$"):
+        _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
+
+
+def test_who_uses_cores_beside_a_gpu_does_not_matter(monkeypatch):
+    Cores(monkeypatch, 0.9)
+    assert trial.in_turn(Passes(2.0, "cuda"), Passes(1.0, "cuda")) == (2.0, 1.0, True)
+
+
+def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monkeypatch):
+    plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
+    busy = tmp_path / "python"
+    busy.write_text("""#!/bin/sh\necho '{"busy": "others use 0.90 of 2 cores"}'\n""")
+    busy.chmod(0o755)
+    monkeypatch.setattr(request.sys, "executable", str(busy))
+    found = settle._choose(plan, CPU, 1, print)
+    assert found.values == {}
+    assert found.why == "by the rules, as nothing could be measured: others use 0.90 of 2 cores"
+    assert choice.read_cached(plan.recipe.data, found.key) is None
+
+
 RANK = """
 import sys
 from llmtrain.plan import Plan
