@@ -29,7 +29,7 @@ def main() -> None:
     from llmtrain.data import Schedule, prepare
     from llmtrain.plan import resolve
     from llmtrain.plan.load import load_recipe
-    from llmtrain.tune.trial import LEAST_S, Trial
+    from llmtrain.tune.trial import ALONE_S, Trial
 
     recipe, _ = load_recipe(RECIPE, options.fields)
     plan = resolve(recipe, Cluster())
@@ -43,7 +43,7 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     taken = [trial.seconds() for _ in range(TURNS)]
     used = resource.getrusage(resource.RUSAGE_SELF)
-    passes = sum(LEAST_S / seconds for seconds in taken)
+    passes = sum(ALONE_S / seconds for seconds in taken)
     found = {"pass_ms": 1000 * statistics.median(taken), "page_faults": (used.ru_minflt - before) / passes}
     print(json.dumps({**found, "peak_gib": used.ru_maxrss / 2**20}))
 

@@ -93,7 +93,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
     try:
         trial = Trial.of(plan, tuning.current.batch, device)
         _check(trial.warm(), tuning.loss, plan)
-        before, now, is_faster = in_turn(tuning.current, trial)
+        before, now, saved = in_turn(tuning.current, trial)
     except BusyError:
         raise
     except RecipeError as error:
@@ -104,7 +104,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
         found = tuning.milliseconds.setdefault(dotted, {})
         found.setdefault(str(tuning.values[dotted]), round(before * 1000, 3))
         found[str(value)] = round(now * 1000, 3)
-        if is_faster and now < before * (1 - LEAST_GAIN):
+        if saved >= LEAST_GAIN:
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
     gc.collect()

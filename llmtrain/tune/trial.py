@@ -23,9 +23,14 @@ LAYERS = 2
 """Of the model: one of each kind in families that alternate two; their kernels are the same in all others."""
 WARM_PASSES = 3
 """The first compiles, the second may again, where a size has turned out to vary."""
-LEAST_S = 0.4
-"""Of one side's passes, before it is the other's turn."""
+ALONE_S = 0.4
+"""Of passes that are compared with no others."""
+TURN_S = 0.1
+"""Of one side's passes, before it is the other's turn: a machine's speed drifts within seconds."""
 TURNS = 5
+"""At least."""
+COMPARE_S = 6.0
+"""Of a comparison, at least."""
 QUIET_TRIES = 3
 """Of a comparison: what others do may be over soon."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,12 +78,12 @@ class Trial:
             loss = self._pass()
         return float(loss)
 
-    def seconds(self) -> float:
-        """Of one forward and backward pass, the mean over `LEAST_S`."""
+    def seconds(self, least_s: float = ALONE_S) -> float:
+        """Of one forward and backward pass, the mean over at least `least_s`."""
         self._set_threads()
         self._wait()
         started, passes = time.perf_counter(), 0
-        while time.perf_counter() - started < LEAST_S:
+        while time.perf_counter() - started < least_s:
             self._pass()
             self._wait()
             passes += 1
@@ -109,18 +114,20 @@ class BusyError(Exception):
     """Others use the cores that are measured."""
 
 
-def in_turn(one: Trial, other: Trial) -> tuple[float, float, bool]:
-    """Seconds of a pass of both, medians of turns, and whether the other was faster in nearly all of them.
+def in_turn(one: Trial, other: Trial) -> tuple[float, float, float]:
+    """Seconds of a pass of both, and the part of one's that the other saves, medians of turns; 0 if that may be chance.
 
-    A device's speed drifts, and within a turn both drift alike. What others use of the cores of a CPU is no drift: a
+    A device's speed drifts, and within a turn both drift alike. It is no chance where the other wins by two standard
+    deviations of a fair coin: 5 turns of 5, 15 of 20. What others use of the cores of a CPU is no drift: a
     pass with all threads waits for the one whose core is shared. Raises BusyError where they do not let off.
     """
     taken = _turns(one, other)
     won = sum(second < first for first, second in taken)
+    saved = statistics.median(1 - second / first for first, second in taken)
     return (
         statistics.median(first for first, _ in taken),
         statistics.median(second for _, second in taken),
-        won >= TURNS - 1,
+        saved if won >= len(taken) / 2 + len(taken) ** 0.5 else 0.0,
     )
 
 
@@ -128,7 +135,10 @@ def _turns(one: Trial, other: Trial) -> list[tuple[float, float]]:
     cores = own_cores()
     for _ in range(QUIET_TRIES):
         meter = CoreMeter()
-        taken = [(one.seconds(), other.seconds()) for _ in range(TURNS)]
+        taken: list[tuple[float, float]] = []
+        started = time.perf_counter()
+        while len(taken) < TURNS or time.perf_counter() - started < COMPARE_S:
+            taken.append((one.seconds(TURN_S), other.seconds(TURN_S)))
         of_others = meter.cores_of_others()
         if one.device.type != "cpu" or of_others <= most_cores_of_others(cores):
             return taken

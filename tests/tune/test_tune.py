@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import cycle
 from select import select
 
 import pytest
@@ -36,8 +37,8 @@ class Timed:
 
     def __init__(self, monkeypatch, seconds):
         self.seconds = seconds
-        monkeypatch.setattr(search, "in_turn", lambda one, other: (self(one), self(other), self(other) < self(one)))
-        monkeypatch.setattr(search.Trial, "seconds", lambda one: self(one))
+        monkeypatch.setattr(search, "in_turn", lambda one, other: (self(one), self(other), 1 - self(other) / self(one)))
+        monkeypatch.setattr(search.Trial, "seconds", lambda one, least_s=0: self(one))
         monkeypatch.setattr(search.Trial, "of", classmethod(_of))
         monkeypatch.setattr(trial, "WARM_PASSES", 1)
 
@@ -207,29 +208,51 @@ class Cores:
 
 
 class Passes:
-    """A trial whose passes all take as long."""
+    """A trial whose passes take so long, in turn."""
 
-    def __init__(self, seconds, device="cpu"):
-        self.device, self.seconds = torch.device(device), lambda: seconds
+    def __init__(self, *seconds, device="cpu"):
+        taken = cycle(seconds)
+        self.device, self.seconds = torch.device(device), lambda least_s: next(taken)
 
 
-def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch):
+@pytest.fixture
+def five_turns(monkeypatch):
+    monkeypatch.setattr(trial, "COMPARE_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "saved"),
+    [((0.9, 0.8, 0.9, 0.7, 0.9), 0.1), ((0.9, 0.8, 0.9, 0.7, 1.1), 0.0), ((1.1, 1.2, 1.3, 1.2, 1.4), 0.0)],
+    ids=["always", "once slower", "slower"],
+)
+def test_what_may_be_chance_saves_nothing(monkeypatch, five_turns, others, saved):
+    Cores(monkeypatch, 0.0)
+    assert trial.in_turn(Passes(1.0), Passes(*others))[2] == pytest.approx(saved)
+
+
+def test_turns_that_drift_are_compared_one_by_one(monkeypatch, five_turns):
+    Cores(monkeypatch, 0.0)
+    drift = (1.0, 5.0, 2.0, 4.0, 3.0)
+    assert trial.in_turn(Passes(*drift), Passes(*(0.9 * one for one in drift)))[2] == pytest.approx(0.1)
+
+
+def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch, five_turns):
     cores = Cores(monkeypatch, 0.9, 0.16, 0.1, 0.7)
-    assert trial.in_turn(Passes(2.0), Passes(1.0)) == (2.0, 1.0, True)
+    assert trial.in_turn(Passes(2.0), Passes(1.0)) == (2.0, 1.0, 0.5)
     assert next(cores.used) == 0.7  # three were made
 
 
-def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch):
+def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch, five_turns):
     Cores(monkeypatch, *[0.9] * 3)
     monkeypatch.setattr(trial, "WARM_PASSES", 1)
-    monkeypatch.setattr(trial, "LEAST_S", 0.001)
+    monkeypatch.setattr(trial, "TURN_S", 0.001)
     with pytest.raises(trial.BusyError, match=r"^others use 0\.90 of 2 cores$"):
         _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
 
 
-def test_who_uses_cores_beside_a_gpu_does_not_matter(monkeypatch):
+def test_who_uses_cores_beside_a_gpu_does_not_matter(monkeypatch, five_turns):
     Cores(monkeypatch, 0.9)
-    assert trial.in_turn(Passes(2.0, "cuda"), Passes(1.0, "cuda")) == (2.0, 1.0, True)
+    assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == (2.0, 1.0, 0.5)
 
 
 def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monkeypatch):
