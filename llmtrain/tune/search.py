@@ -93,7 +93,7 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
     try:
         trial = Trial.of(plan, tuning.current.batch, device)
         _check(trial.warm(), tuning.loss, plan)
-        before, now, saved = in_turn(tuning.current, trial)
+        compared = in_turn(tuning.current, trial)
     except BusyError:
         raise
     except RecipeError as error:
@@ -102,9 +102,10 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
         tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
         found = tuning.milliseconds.setdefault(dotted, {})
-        found.setdefault(str(tuning.values[dotted]), round(before * 1000, 3))
-        found[str(value)] = round(now * 1000, 3)
-        if saved >= LEAST_GAIN:
+        # Each comparison finds the device at another speed: what is told of a field is told at that of its first.
+        own = found.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
+        found[str(value)] = round(own * compared.ratio, 3)
+        if compared.is_faster and compared.ratio <= 1 - LEAST_GAIN:
             tuning.values[dotted], tuning.current = value, trial
     trial = None  # type: ignore[assignment]
     gc.collect()
@@ -141,7 +142,8 @@ def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
     recipe = tuning.plan.recipe.with_(**tuning.values | {FP8: "off"})
     plain = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
     plain.warm()
-    bf16, in_fp8, _ = in_turn(plain, tuning.current)
+    compared = in_turn(plain, tuning.current)
+    bf16, in_fp8 = compared.seconds, compared.seconds * compared.ratio
     tuning.milliseconds[FP8] = {"off": round(bf16 * 1000, 3), kind: round(in_fp8 * 1000, 3)}
     refuse_slower(kind, bf16, in_fp8)
 

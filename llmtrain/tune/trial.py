@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -114,20 +115,31 @@ class BusyError(Exception):
     """Others use the cores that are measured."""
 
 
-def in_turn(one: Trial, other: Trial) -> tuple[float, float, float]:
-    """Seconds of a pass of both, and the part of one's that the other saves, medians of turns; 0 if that may be chance.
+@dataclass(frozen=True)
+class Compared:
+    """Two trials, by medians of turns."""
 
-    A device's speed drifts, and within a turn both drift alike. It is no chance where the other wins by two standard
-    deviations of a fair coin: 5 turns of 5, 15 of 20. What others use of the cores of a CPU is no drift: a
+    seconds: float
+    """Of a pass of the first."""
+    ratio: float
+    """Of the other's to that."""
+    is_faster: bool
+    """Whether the other is, and by no chance: it won by two standard deviations of a fair coin, 5 turns of 5, 15 of
+    20."""
+
+
+def in_turn(one: Trial, other: Trial) -> Compared:
+    """Compares turn by turn.
+
+    A device's speed drifts, and within a turn both drift alike. What others use of the cores of a CPU is no drift: a
     pass with all threads waits for the one whose core is shared. Raises BusyError where they do not let off.
     """
     taken = _turns(one, other)
     won = sum(second < first for first, second in taken)
-    saved = statistics.median(1 - second / first for first, second in taken)
-    return (
-        statistics.median(first for first, _ in taken),
-        statistics.median(second for _, second in taken),
-        saved if won >= len(taken) / 2 + len(taken) ** 0.5 else 0.0,
+    return Compared(
+        seconds=statistics.median(first for first, _ in taken),
+        ratio=statistics.median(second / first for first, second in taken),
+        is_faster=won >= len(taken) / 2 + len(taken) ** 0.5,
     )
 
 

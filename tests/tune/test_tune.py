@@ -20,6 +20,7 @@ from llmtrain.models import fp8
 from llmtrain.plan import KernelChoice, resolve
 from llmtrain.plan.alternatives import KERNELS, alternatives, open_kernels
 from llmtrain.tune import choice, request, search, settle, trial
+from llmtrain.tune.trial import Compared
 
 CPU = torch.device("cpu")
 T = 128
@@ -37,13 +38,16 @@ class Timed:
 
     def __init__(self, monkeypatch, seconds):
         self.seconds = seconds
-        monkeypatch.setattr(search, "in_turn", lambda one, other: (self(one), self(other), 1 - self(other) / self(one)))
+        monkeypatch.setattr(search, "in_turn", self.in_turn)
         monkeypatch.setattr(search.Trial, "seconds", lambda one, least_s=0: self(one))
         monkeypatch.setattr(search.Trial, "of", classmethod(_of))
         monkeypatch.setattr(trial, "WARM_PASSES", 1)
 
     def __call__(self, one):
         return self.seconds(one.plan.recipe)
+
+    def in_turn(self, one, other):
+        return Compared(self(one), self(other) / self(one), self(other) < self(one))
 
 
 def _of(kind, plan, batch, device):
@@ -104,6 +108,16 @@ def test_people_are_told_what_a_precision_takes(monkeypatch, batch):
     found, _ = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
     assert found.milliseconds["parallel.precision"] == {"fp32": 1000, "bf16": 500, "autocast_bf16": 700}
     assert "parallel.precision" not in found.values
+
+
+def test_a_field_is_told_at_one_speed_of_the_device(monkeypatch, batch):
+    """Which drifts from one comparison to the next."""
+    speeds = iter([1.0, 2.0, 4.0])
+    Timed(monkeypatch, lambda recipe: 1.0)
+    monkeypatch.setattr(search, "in_turn", lambda one, other: Compared(next(speeds), 1.1, False))
+    monkeypatch.setattr(search, "alternatives", lambda *_: [("model.attention", ["sdpa", "eager", "varlen"])])
+    found, _ = _tune(small_plan(), batch)
+    assert found.milliseconds["model.attention"] == {"sdpa": 1000, "eager": 1100, "varlen": 1100}
 
 
 def test_a_small_gain_may_be_chance(monkeypatch, batch):
@@ -221,24 +235,28 @@ def five_turns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("others", "saved"),
-    [((0.9, 0.8, 0.9, 0.7, 0.9), 0.1), ((0.9, 0.8, 0.9, 0.7, 1.1), 0.0), ((1.1, 1.2, 1.3, 1.2, 1.4), 0.0)],
+    ("others", "ratio", "is_faster"),
+    [
+        ((0.9, 0.8, 0.9, 0.7, 0.9), 0.9, True),
+        ((0.9, 0.8, 0.9, 0.7, 1.1), 0.9, False),
+        ((1.1, 1.2, 1.3, 1.2, 1.4), 1.2, False),
+    ],
     ids=["always", "once slower", "slower"],
 )
-def test_what_may_be_chance_saves_nothing(monkeypatch, five_turns, others, saved):
+def test_who_may_have_won_by_chance_is_not_faster(monkeypatch, five_turns, others, ratio, is_faster):
     Cores(monkeypatch, 0.0)
-    assert trial.in_turn(Passes(1.0), Passes(*others))[2] == pytest.approx(saved)
+    assert trial.in_turn(Passes(2.0), Passes(*(2 * one for one in others))) == Compared(2.0, ratio, is_faster)
 
 
 def test_turns_that_drift_are_compared_one_by_one(monkeypatch, five_turns):
     Cores(monkeypatch, 0.0)
     drift = (1.0, 5.0, 2.0, 4.0, 3.0)
-    assert trial.in_turn(Passes(*drift), Passes(*(0.9 * one for one in drift)))[2] == pytest.approx(0.1)
+    assert trial.in_turn(Passes(*drift), Passes(*(0.5 * one for one in drift))) == Compared(3.0, 0.5, True)
 
 
 def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch, five_turns):
     cores = Cores(monkeypatch, 0.9, 0.16, 0.1, 0.7)
-    assert trial.in_turn(Passes(2.0), Passes(1.0)) == (2.0, 1.0, 0.5)
+    assert trial.in_turn(Passes(2.0), Passes(1.0)) == Compared(2.0, 0.5, True)
     assert next(cores.used) == 0.7  # three were made
 
 
@@ -252,7 +270,7 @@ def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch, five_turns):
 
 def test_who_uses_cores_beside_a_gpu_does_not_matter(monkeypatch, five_turns):
     Cores(monkeypatch, 0.9)
-    assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == (2.0, 1.0, 0.5)
+    assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == Compared(2.0, 0.5, True)
 
 
 def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monkeypatch):
