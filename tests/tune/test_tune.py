@@ -250,8 +250,8 @@ def test_who_may_have_won_by_chance_is_not_faster(monkeypatch, five_turns, other
 
 def test_turns_that_drift_are_compared_one_by_one(monkeypatch, five_turns):
     Cores(monkeypatch, 0.0)
-    drift = (1.0, 5.0, 2.0, 4.0, 3.0)
-    assert trial.in_turn(Passes(*drift), Passes(*(0.5 * one for one in drift))) == Compared(3.0, 0.5, True)
+    drift, others = (1.0, 5.0, 2.0, 4.0, 3.0), (0.75, 2.5, 1.5, 2.0, 2.25)  # of which the medians are 3 and 2
+    assert trial.in_turn(Passes(*drift), Passes(*others)) == Compared(3.0, 0.75, True)
 
 
 def test_a_comparison_is_made_again_where_others_used_the_cores(monkeypatch, five_turns):
