@@ -24,6 +24,7 @@ from llmtrain.launch.interfaces import settle
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of
+from llmtrain.run_lock import RunLock
 from llmtrain.signals import StopSignals, leave
 
 if TYPE_CHECKING:
@@ -47,11 +48,18 @@ def main(run_dir: Path, resume: str = "auto", max_steps: Annotated[int | None, t
 
 
 def work(
-    rank: Rank, run_dir: RunDir, plan: Plan, ds_config: dict[str, object], resume: str, max_steps: int | None
+    rank: Rank,
+    run_dir: RunDir,
+    plan: Plan,
+    ds_config: dict[str, object],
+    resume: str,
+    max_steps: int | None,
+    lock: RunLock | None = None,
 ) -> None:
     """Trains as `rank`; leaves the process with the exit code of its failure, or 75 where a signal stopped it.
 
-    resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after.
+    resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after. lock: of the
+    run directory, where this process holds it; released in the end.
     """
     signals = StopSignals()
     output = take_over_output(run_dir, rank)
@@ -63,9 +71,13 @@ def work(
     except BaseException as error:
         failed = output.report_failure(error)
         watch.stop()
+        if lock:
+            lock.release()
         # Not sys.exit: a process group whose other ranks wait in a collective cannot be torn down.
         os._exit(failed)
     watch.stop()
+    if lock:
+        lock.release()
     if code != Exit.DONE:
         leave(code)
 

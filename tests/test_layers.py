@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 LAYERS = (
     {"errors", "durable", "heartbeat", "host", "recipe", "cluster"},
     {"plan"},
-    {"ds_config", "run_dir", "launch"},
+    {"ds_config", "run_dir", "run_lock", "launch"},
     {"models", "data"},
     {"engines", "metrics", "console", "signals", "watchdog"},
     {"checkpoint"},
@@ -39,6 +39,7 @@ PURE = {
     "ds_config",
     "launch",
     "run_dir",
+    "run_lock",
     "precheck",
     "doctor",
     "commands",

@@ -11,6 +11,8 @@ from llmtrain.commands.shown import print_plan
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from llmtrain.cluster import Cluster
     from llmtrain.launch import Rank
     from llmtrain.launch.template import Template
@@ -34,6 +36,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.ds_config import render
     from llmtrain.precheck import check_machine
+    from llmtrain.run_lock import RunLock
     from llmtrain.worker import work
 
     declared, _ = request.load()
@@ -48,10 +51,16 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
             sys.exit(error.exit_code)
         raise
     ds_config = render(plan)
+    lock = None
     if rank.is_main:
+        lock = RunLock.take(folder.path, _say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
-    work(rank, folder, plan, ds_config, request.resume, request.max_steps)
+    work(rank, folder, plan, ds_config, request.resume, request.max_steps, lock)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
@@ -141,10 +150,10 @@ def _launch(
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch.local import caught_signals, common_environment
-    from llmtrain.launch.tools import ToolJob, check_tool, run_by_tool
+    from llmtrain.launch.tools import check_tool
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
-    from llmtrain.restart import train_with_restarts
+    from llmtrain.run_lock import RunLock
     from llmtrain.signals import leave
 
     console = Console()
@@ -154,28 +163,47 @@ def _launch(
     if request.resume == "auto" and _is_finished(plan, folder):
         console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
         return Exit.DONE
-    checkpoint = check_resume(plan, folder, request.resume, is_local=True)
-    if forked_from:
-        forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
-    check_stages(plan)
-    prepared = prepare(plan.recipe, Progress(console))
-    console.print(report(prepared))
-    if checkpoint:
-        check_data(checkpoint, prepared.key)
-    Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
-    folder.create(plan, ds_config)
-    arguments = [str(folder.path), *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
-    console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
-    with caught_signals():
-        # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
-        if tool:
-            leave(run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume))))
-        command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-        restarts = request.max_restarts
-        code = train_with_restarts(command, plan.workers, folder, request.resume, restarts, console, forked_from)
+    with RunLock.take(folder.path, _say) as lock:
+        checkpoint = check_resume(plan, folder, request.resume, is_local=True)
         if forked_from:
-            forked_from.close()
-        leave(code)
+            forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
+        check_stages(plan)
+        prepared = prepare(plan.recipe, Progress(console))
+        console.print(report(prepared))
+        if checkpoint:
+            check_data(checkpoint, prepared.key)
+        Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
+        folder.create(plan, ds_config)
+        console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
+        with caught_signals():
+            # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
+            code = _run(request, plan, folder, tool, forked_from, console)
+            lock.release()
+            leave(code)
+
+
+def _run(
+    request: TrainRequest,
+    plan: Plan,
+    folder: RunDir,
+    tool: Tool | None,
+    forked_from: Template | None,
+    console: Console,
+) -> int:
+    """Runs the workers; returns the exit code."""
+    from llmtrain.launch.tools import ToolJob, run_by_tool
+    from llmtrain.restart import train_with_restarts
+
+    arguments = [str(folder.path), *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
+    if tool:
+        return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
+    command = [sys.executable, "-m", "llmtrain.worker", *arguments]
+    code = train_with_restarts(
+        command, plan.workers, folder, request.resume, request.max_restarts, console, forked_from
+    )
+    if forked_from:
+        forked_from.close()
+    return code
 
 
 def _is_finished(plan: Plan, folder: RunDir) -> bool:

@@ -12,6 +12,7 @@ from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.template import Template
 from llmtrain.plan.enumerate import NamedPlan, Refused
 from llmtrain.run_dir import RunDir, environment, write_json
+from llmtrain.run_lock import RunLock
 from llmtrain.verify.job import (
     Certificate,
     Job,
@@ -35,18 +36,19 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
     holds something else, and what a worker raises outside of a plan.
     """
     folder = run_dir.path
-    _clear(folder)
-    run_dir.logs.mkdir(parents=True, exist_ok=True)
-    job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
-    job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
-    # One worker first, which makes the reference.
-    with Template() as template:
-        forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
-        for world_size in sorted({1, *(one.plan.workers for one in plans)}):
-            _run(job, world_size, run_dir, forked_from)
-    certificate = _collect(job, refused, folder)
-    write_json(folder / "certificate.json", certificate.document())
-    return certificate
+    with RunLock.take(folder, lambda line: _say(f"{line}\n")):
+        _clear(folder)
+        run_dir.logs.mkdir(parents=True, exist_ok=True)
+        job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
+        job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
+        # One worker first, which makes the reference.
+        with Template() as template:
+            forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
+            for world_size in sorted({1, *(one.plan.workers for one in plans)}):
+                _run(job, world_size, run_dir, forked_from)
+        certificate = _collect(job, refused, folder)
+        write_json(folder / "certificate.json", certificate.document())
+        return certificate
 
 
 def _run(job: Job, world_size: int, run_dir: RunDir, template: Template | None) -> None:
@@ -98,7 +100,7 @@ def _say(text: str) -> None:
 
 def _clear(folder: Path) -> None:
     """Forgets an earlier verification in this folder."""
-    if folder.exists() and any(folder.iterdir()) and not job_file(folder).is_file():
+    if any(folder.glob("[!.]*")) and not job_file(folder).is_file():
         message = f"{folder} is not empty and holds no verification"
         raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "name a new folder"))
     for pattern in ("certificate.json", "reference-*", "verdicts.jsonl", "current", "initial.safetensors"):

@@ -1,0 +1,273 @@
+"""The lock of a run directory: one run at a time, also where several hosts share the disk.
+
+The lock is the folder `.lock`. It holds one file, which describes the owner and has a name that no other owner has. The
+lock relies on two operations that every filesystem does atomically. A folder cannot be renamed to one that has content:
+to take the lock, a run makes a folder with its file in it and renames that to `.lock`. A file is removed by its name:
+to take over from an owner that is gone, a run removes the owner's file, and then takes the lock as above. So when two
+runs take over at once, neither can remove the file of the other.
+
+An owner on the same machine is alive while its process exists. An owner elsewhere is alive while it touches its file,
+which the new run watches; it compares the file's times with each other, and never with a clock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event, Thread
+from typing import Annotated, BinaryIO, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from llmtrain.errors import Exit, Problem, RecipeError
+
+BEAT_S = 10.0
+"""Seconds after which an owner touches its file again."""
+STALE_S = 120.0
+"""An owner on another machine that has not touched its file for so many seconds is gone."""
+LOOK_S = 0.5
+"""Seconds between two looks at another owner's file."""
+MOST_BYTES = 4096
+"""Of an owner's file."""
+ENDED = -1
+"""In place of its start, for a process that has ended."""
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_PRINTABLE = r"^[\x20-\x7e]{1,255}$"
+
+
+class Owner(BaseModel):
+    """Who holds a lock."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    host: Annotated[str, Field(pattern=_PRINTABLE)]
+    machine: Annotated[str, Field(pattern=_PRINTABLE)]
+    """What its process id counts in: a boot of a kernel, and a container in it."""
+    pid: Annotated[int, Field(gt=0)]
+    start: int
+    """When its process began, in the kernel's clock: ids are used again."""
+    since: Annotated[str, Field(pattern=_PRINTABLE)]
+
+    @classmethod
+    def here(cls) -> Self:
+        """This process."""
+        return cls(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            start=_start_of(os.getpid()) or 0,
+            since=datetime.now(UTC).isoformat(sep=" ", timespec="seconds"),
+        )
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether its process can be looked at from here."""
+        return self.machine == _machine()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is alive. Only for one of this machine."""
+        start = _start_of(self.pid)
+        return start == self.start or (start is None and _exists(self.pid))
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass
+class RunLock:
+    """A run directory that is this process's own until `release`, or until the process ends."""
+
+    folder: Path
+    file: Path
+    _released: Event
+    _thread: Thread | None = None
+
+    @classmethod
+    def take(cls, folder: Path, say: Callable[[str], None]) -> Self:
+        """Takes the lock of a run directory, which is made where it is not there.
+
+        say: is told of an owner that is gone, and of a wait for one on another machine. Raises RecipeError where
+        another run holds the lock, or the folder cannot be written.
+        """
+        identity = uuid.uuid4().hex
+        lock, staged = folder / ".lock", folder / f".lock-{identity}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            staged.mkdir()
+            (staged / identity).write_text(Owner.here().model_dump_json())
+            while not _renamed(staged, lock):
+                _remove_dead_owner(lock, say)
+        except OSError as error:
+            message = f"cannot write {error.filename or folder}: {error.strerror}"
+            problem = Problem("run_dir.write", "--run-dir", message, "name another folder, or make this one writable")
+            raise RecipeError(problem) from None
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        held = cls(folder, lock / identity, Event())
+        held._thread = Thread(target=held._keep, name="run lock", daemon=True)
+        held._thread.start()
+        return held
+
+    def release(self) -> None:
+        """Lets others take the folder, which goes where nothing was written to it."""
+        self._released.set()
+        if self._thread is not None:
+            self._thread.join()
+        with suppress(OSError):
+            self.file.unlink()
+            self.file.parent.rmdir()
+            self.folder.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _keep(self) -> None:
+        """Touches the file, in a thread. Ends the process where another one has taken the lock over."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while not self._released.wait(BEAT_S):
+            try:
+                os.utime(self.file)
+            except FileNotFoundError:
+                if other := _owner_file(self.file.parent):
+                    told = f"error: {self.folder} was taken over by {_read(other) or 'another run'}; this run ends"
+                    print(told, file=sys.stderr, flush=True)
+                    os._exit(Exit.WORKER)
+            except OSError:
+                continue  # the disk may come back
+
+
+def _renamed(staged: Path, lock: Path) -> bool:
+    """Whether the lock is ours now; not where it is somebody's."""
+    try:
+        staged.rename(lock)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
+
+
+def _remove_dead_owner(lock: Path, say: Callable[[str], None]) -> None:
+    """Returns once the owner has gone. Raises RecipeError where it is alive."""
+    file = _owner_file(lock)
+    if file is None:
+        time.sleep(LOOK_S)  # it is being released
+        return
+    owner = _read(file)
+    if owner is not None and owner.is_on_this_machine:
+        if owner.is_running:
+            raise _in_use(lock, owner)
+        gone = f"{owner}, which has ended"
+    else:
+        if not _is_stale(file, owner, say):
+            return
+        gone = f"{owner or 'another run'}, which has not touched its lock for {STALE_S:.0f} s"
+    with suppress(FileNotFoundError):  # somebody else has seen it as well
+        file.unlink()
+        say(f"{lock.parent}: taking over from {gone}")
+
+
+def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bool:
+    """Whether an owner elsewhere gives no sign of life; False where it has let go. Raises RecipeError for one."""
+    first, deadline = _touched(file), time.monotonic() + STALE_S
+    if first is not None:
+        held = f"{file.parent.parent} is held by {owner or 'another run'}"
+        say(f"{held}; waiting up to {STALE_S:.0f} s to see whether it is alive")
+    while first is not None and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        touched = _touched(file)
+        if touched is None:
+            return False
+        if touched != first:
+            raise _in_use(file.parent, owner)
+    return first is not None
+
+
+def _in_use(lock: Path, owner: Owner | None) -> RecipeError:
+    since = f" since {owner.since}" if owner else ""
+    message = f"{lock.parent} is in use: {owner or 'another run'} has been training in it{since}"
+    fix = "wait for that run, stop it, or name another folder"
+    return RecipeError(Problem("run_dir.locked", "--run-dir", message, fix))
+
+
+def _owner_file(lock: Path) -> Path | None:
+    """The file of the owner; None where there is none. Raises RecipeError where something else is there."""
+    try:
+        found = [path for path in lock.iterdir() if not path.name.startswith(".nfs")]  # removed, and open elsewhere
+    except FileNotFoundError:
+        return None
+    strange = [path for path in found if not _IDENTITY.fullmatch(path.name)]
+    if strange:
+        raise RecipeError(Problem("run_dir.lock", str(strange[0]), "is no lock of llmtrain", "remove it"))
+    return found[0] if found else None
+
+
+def _read(file: Path) -> Owner | None:
+    """The owner that a file names; None where it cannot be told."""
+    try:
+        with _opened(file) as content:
+            return Owner.model_validate_json(content.read(MOST_BYTES))
+    except (OSError, ValidationError):
+        return None
+
+
+def _touched(file: Path) -> int | None:
+    """When a file was touched last; None where it is gone.
+
+    It is opened for that: a network filesystem then asks its server.
+    """
+    try:
+        with _opened(file) as content:
+            return os.fstat(content.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _opened(file: Path) -> BinaryIO:
+    """A regular file, for reading. Raises OSError for anything else."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(file))
+    return os.fdopen(descriptor, "rb")
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process began; `ENDED` for one that was not reaped yet, None where that cannot be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return ENDED if fields[0] in "ZX" else int(fields[19])
