@@ -51,8 +51,8 @@ class TooManySkippedError(Exception):
 def fit(run: Run) -> None:
     """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
 
-    What it ends with is saved, by then or before. Raises TooManySkippedError, with nothing saved, where a logged step
-    shows that.
+    What it ends with is saved, by then or before. Raises TooManySkippedError, with nothing saved, after a step that
+    `guard.every_steps` names.
     """
     recipe, state = run.recipe, run.state
     meter = Meter()
@@ -73,11 +73,10 @@ def fit(run: Run) -> None:
             # A run that stops early writes what an uninterrupted one would, so that it can be continued.
             at_end = state.step == recipe.train.max_steps
             if at_end or _due(recipe.logging.every_steps, state.step):
-                with run.heart.waiting():
-                    skipped = run.engine.guard.read()
-                _log(run, result, meter, skipped)
-                if len(skipped.recent) > recipe.guard.max_skipped:
-                    raise TooManySkippedError(skipped)
+                _log(run, result, meter)
+            # What a run computes must not depend on what it logs.
+            if at_end or recipe.guard.looks_after(state.step):
+                _check_skipped(run)
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
@@ -125,10 +124,20 @@ def _due(every_steps: int, step: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def _log(run: Run, result: StepResult, meter: Meter, skipped: Skipped) -> None:
+def _check_skipped(run: Run) -> None:
+    """Raises TooManySkippedError, on all ranks alike."""
+    with run.heart.waiting():
+        skipped = run.engine.guard.read()
+    if len(skipped.recent) > run.recipe.guard.max_skipped:
+        raise TooManySkippedError(skipped)
+
+
+def _log(run: Run, result: StepResult, meter: Meter) -> None:
     """Reads the numbers of a step, for which rank 0 waits."""
     if run.metrics is None:
         return
+    with run.heart.waiting():
+        skipped = run.engine.guard.read()
     if skipped.total > run.skipped:
         run.progress.note(skipped.told(run.state.step, skipped.total - run.skipped))
         run.skipped = skipped.total

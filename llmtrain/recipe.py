@@ -20,7 +20,7 @@ Many = Annotated[Sequence[T], AfterValidator(tuple)]
 LARGEST = 10**12
 """Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
 LONGEST_WINDOW = 65_536
-"""Steps that statistics are kept of: they lie on each device, and are read as often as a step is logged."""
+"""Steps that statistics are kept of: they lie on each device, and are read by the host every few steps."""
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -243,11 +243,18 @@ class GuardConfig(Part):
     """Updates that mean and deviation are taken over, and steps that skipped ones are counted in."""
     max_skipped: NonNegativeInt = 8
     """More skipped updates than these within the last `window_steps` steps are too many."""
+    every_steps: PositiveInt = 10
+    """Steps after which the run looks whether there were too many; at least once in `window_steps`. Each look waits for
+    the device, as logging does."""
     then: Literal["rollback", "stop"] = "rollback"
     """After too many: go back to the last checkpoint from before the first of them and go on with the data that come
     now, or stop."""
     max_rollbacks: NonNegativeInt = 3
     """Stop where the run would go back more often than this."""
+
+    def looks_after(self, step: int) -> bool:
+        """Whether the run looks after a step whether too many updates were skipped."""
+        return step % min(self.every_steps, self.window_steps) == 0
 
 
 class KernelsConfig(Part):

@@ -2,7 +2,7 @@
 
 Loss and gradient norm of a step are known on all ranks before the optimizer of torch begins. Its fused kernels read
 `found_inf`: where that is 1 they leave weights, moments and their count of updates as they are, bit for bit. The
-verdict is written there by the device itself; the host learns of it when a step is logged.
+verdict is written there by the device itself; the host reads it every few steps.
 """
 
 from __future__ import annotations

@@ -53,7 +53,13 @@ def spoilt_recipe(tmp_path_factory) -> Path:
 
 def _train(recipe: Path, run_dir: Path, **fields: object):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    values = {"parallel.zero_stage": 1, "export.at_end": "false", "evaluation.every_steps": 0, **fields}
+    values = {
+        "parallel.zero_stage": 1,
+        "guard.every_steps": 1,
+        "export.at_end": "false",
+        "evaluation.every_steps": 0,
+        **fields,
+    }
     settings = [argument for field, value in values.items() for argument in ("--set", f"{field}={value}")]
     return run(*torchrun, recipe, "--run-dir", run_dir, *settings)
 
@@ -86,7 +92,7 @@ def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
 
 def test_stops_where_the_recipe_says_so(small_recipe, tmp_path):
     """The rule is so strict that an ordinary step breaks it."""
-    fields = {"spike_sigma": 1e-3, "window_steps": 3, "max_skipped": 0, "then": "stop"}
+    fields = {"spike_sigma": 1e-3, "window_steps": 3, "max_skipped": 0, "then": "stop", "every_steps": 1}
     settings = [argument for field, value in fields.items() for argument in ("--set", f"guard.{field}={value}")]
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *settings)
     assert result.returncode == Exit.WORKER, result.stdout + result.stderr
