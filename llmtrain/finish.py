@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
@@ -36,9 +34,7 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
         )
         return
     with console.status("exporting"):
-        if run_dir.export.exists():
-            shutil.rmtree(run_dir.export)  # of an earlier, shorter run in this folder
-        export(checkpoint, run_dir.tokenizer, run_dir.export)
+        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # of fewer steps, where there is one
     console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
     prompt = recipe.export.sample_prompt
     if prompt is not None:

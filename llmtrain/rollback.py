@@ -63,7 +63,13 @@ def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, stora
     loaded = restore(choice.folder, choice.manifests, storage, engine, trouble.plan, state.data)
     go_on_from(choice, checkpoints, storage)
     engine.guard.count_from(trouble.skipped.total)
-    vars(state).update(vars(replace(loaded, samples=state.samples, rollbacks=state.rollbacks + 1)))
+    now = replace(
+        loaded,
+        samples=state.samples,
+        rollbacks=state.rollbacks + 1,
+        passed_over=loaded.passed_over + state.samples - loaded.samples,
+    )
+    vars(state).update(vars(now))
 
 
 def _problem(trouble: Trouble, choice: Choice | None) -> Problem:

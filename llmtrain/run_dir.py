@@ -99,6 +99,11 @@ class RunDir:
         return self.path / "run_id"
 
     @property
+    def history_file(self) -> Path:
+        """What the run was trained with, from which step on."""
+        return self.path / "history.json"
+
+    @property
     def metrics_file(self) -> Path:
         """A JSON object per logged step or evaluation."""
         return self.path / "metrics.jsonl"

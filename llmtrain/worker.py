@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +23,7 @@ from llmtrain.launch import Rank, discover
 from llmtrain.launch.interfaces import settle
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
-from llmtrain.run_dir import RunDir, identity_of
+from llmtrain.run_dir import RunDir, identity_of, write_json
 from llmtrain.run_lock import RunLock
 from llmtrain.signals import StopSignals, leave
 
@@ -143,6 +143,7 @@ class _Worker:
             engine = build_engine(plan, ds_config, device)
             measure(plan, engine, self.heart)
             state = self._start(engine, choice, prepared.key, storage)
+            self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
             shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
@@ -183,6 +184,7 @@ class _Worker:
                     saver.settle()
                     trouble = Trouble(self.plan, state, error.skipped)
                     go_back(trouble, engine, saver.checkpoints, saver.run, saver.storage)
+                self._note_history(state)
                 self._say(
                     f"too many updates skipped: back to step {state.step:,}, "
                     f"on with sample {state.samples:,} of the data"
@@ -197,6 +199,7 @@ class _Worker:
 
         if state.step:
             self._say(f"continuing after step {state.step:,}")
+            self._tell_changes(state)
         recipe, heart = self.plan.recipe, self.heart
         metrics = MetricsLogger(self.run_dir, self.plan, state.step) if self.rank.is_main else None
         try:
@@ -243,6 +246,24 @@ class _Worker:
         state = restore(choice.folder, choice.manifests, storage, engine, self.plan, data)
         go_on_from(choice, self.run_dir.checkpoints, storage)
         return state
+
+    def _note_history(self, state: TrainerState) -> None:
+        """Into the run directory."""
+        if self.rank.is_main:
+            write_json(self.run_dir.history_file, [asdict(one) for one in state.history])
+
+    def _tell_changes(self, state: TrainerState) -> None:
+        """What is not as it was when the run began, and what that does to the learning rate."""
+        from llmtrain.checkpoint.history import changes
+        from llmtrain.engines.optim import rate_of
+
+        first, step, recipe = state.history[0].values, state.step + 1, self.plan.recipe
+        if changed := changes(first, state.history[-1].values):
+            self._say(f"changed since the start: {', '.join(changed)}")
+        steps = "train.max_steps"
+        now, before = rate_of(recipe, step), rate_of(recipe.with_(**{steps: first[steps]}), step)
+        if now != before:
+            self._say(f"learning rate of step {step:,}: {now:.2e}, which {steps}={first[steps]} made {before:.2e}")
 
     def _run_id(self) -> str:
         """Identity of the run; its file may lie on rank 0's node only."""

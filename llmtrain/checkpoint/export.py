@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.folder import write_exported
 from llmtrain.checkpoint.model_card import model_card
 from llmtrain.checkpoint.new_folder import check_new, new_folder
 from llmtrain.checkpoint.state import read_plan, read_state
@@ -37,26 +38,34 @@ INDEX = "model.safetensors.index.json"
 
 
 def export(
-    checkpoint: Path, tokenizer: Path, out: Path, dtype: Dtype | None = None, most_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    tokenizer: Path,
+    out: Path,
+    dtype: Dtype | None = None,
+    most_bytes: int = SHARD_BYTES,
+    replace: bool = False,
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, as `from_pretrained` reads them.
 
     dtype: of the weights; by default what the forward pass read (bf16 of a bf16 run), so that the exported model
     has the run's evaluation loss. most_bytes: of the tensors of one file. In memory is the largest weight, whole, in
-    fp32 and as it is written, never the model. Written under a temporary name and renamed, so `out` is whole or
-    not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content or cannot be written.
+    fp32 and as it is written, never the model. replace: whether `out` may have content. Written under a temporary name
+    and renamed, so `out` is whole or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has
+    content that is to stay or cannot be written.
     """
-    check_new(out)
+    if not replace:
+        check_new(out)
     manifests = verify(checkpoint)
     plan, source = read_plan(checkpoint), Source(checkpoint)
     model = _model(plan, dtype)
     outgoing = Outgoing(model, _names(checkpoint, source, model))
-    with new_folder(out) as folder:
+    with new_folder(out, replace) as folder:
         _write_settings(model, tokenizer, folder)
         _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        write_exported(folder, manifests[0])
 
 
 def size_in_bytes(text: str) -> int:

@@ -7,6 +7,7 @@ checkpoint is a whole one, unless somebody else has damaged it.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import uuid
@@ -20,6 +21,8 @@ from llmtrain.errors import CheckpointError, Problem
 LATEST = "latest"
 STATE_FILE = "trainer.json"
 PLAN_FILE = "plan.json"
+EXPORTED_FILE = "llmtrain.json"
+"""In an exported folder: the checkpoint that it was made of."""
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -96,6 +99,20 @@ def read_latest(checkpoints: Path) -> str | None:
 def point_latest(checkpoints: Path, name: str) -> None:
     """Has `latest` name a checkpoint. Raises OSError."""
     write_atomically(checkpoints / LATEST, name + "\n")
+
+
+def write_exported(export: Path, checkpoint: Manifest) -> None:
+    """Notes in an exported folder which checkpoint it was made of."""
+    about = {"run": checkpoint.run, "step": checkpoint.step, "save": checkpoint.save}
+    (export / EXPORTED_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def is_exported(export: Path, checkpoint: Manifest) -> bool:
+    """Whether a folder was made of this very checkpoint."""
+    try:
+        return bool(json.loads((export / EXPORTED_FILE).read_text())["save"] == checkpoint.save)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 class Building:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,11 +11,13 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import ModelCardData
 
+from llmtrain.checkpoint.history import changes, course
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.state import TrainerState
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
 
+BATCH = "batch.global_batch_size"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 Line = dict[str, Any]
 
@@ -32,8 +35,8 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
         ("data", "; ".join(f"{portable(one.name)} (weight {one.weight:g})" for one in recipe.data.sources)),
         ("sequence length", f"{recipe.data.sequence_length:,} tokens"),
         ("optimizer", f"{recipe.optim.name}, peak rate {recipe.optim.lr:g}, {recipe.optim.schedule}"),
-        ("global batch", f"{recipe.batch.global_batch_size:,} sequences"),
-        ("trained", f"{state.step:,} steps, {state.samples:,} sequences, {state.tokens:,} target tokens"),
+        ("global batch", _batches(plan, state)),
+        ("trained", f"{state.step:,} steps, {_sequences(state)}, {state.tokens:,} target tokens"),
         *_metric_rows(train, evaluation, state),
     ]
     recipe_text = json.dumps(_portable(recipe.model_dump(mode="json")), indent=2)
@@ -54,9 +57,10 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
             'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")',
             'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
             "```",
-            "\n## Plan\n",
+            *_changes(state),
+            f"\n## Plan{_since(state)}\n",
             *(f"- {line.strip()}" for line in split_lines(plan)),
-            f"\n## Recipe\n\n```json\n{recipe_text}\n```",
+            f"\n## Recipe{_since(state)}\n\n```json\n{recipe_text}\n```",
             f"\n## Versions\n\n{packages}\n",
         )
     )
@@ -105,6 +109,30 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
     if loss is not None:
         rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on held-out documents"))
     return rows
+
+
+def _batches(plan: Plan, state: TrainerState) -> str:
+    """Of all steps: the size of the batch may change when a run goes on."""
+    sizes = course(state.history, BATCH) or [(0, plan.recipe.batch.global_batch_size)]
+    return ", ".join(f"{size:,} sequences" + (f" after step {step:,}" if step else "") for step, size in sizes)
+
+
+def _sequences(state: TrainerState) -> str:
+    trained = f"{state.samples - state.passed_over:,} sequences"
+    return f"{trained} ({state.passed_over:,} more were passed over)" if state.passed_over else trained
+
+
+def _changes(state: TrainerState) -> list[str]:
+    """What was changed when the run went on."""
+    lines = []
+    for before, now in itertools.pairwise(state.history):
+        if changed := changes(_portable(before.values), _portable(now.values)):
+            lines.append(f"- after step {now.step:,}: {', '.join(changed)}")
+    return ["\n## Changed on the way\n", *lines] if lines else []
+
+
+def _since(state: TrainerState) -> str:
+    return f" after step {state.history[-1].step:,}" if len(state.history) > 1 else ""
 
 
 def _last_lines(metrics: Path, step: int) -> tuple[Line, Line]:

@@ -17,21 +17,26 @@ def check_new(out: Path) -> None:
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
     """A folder under a temporary name, which becomes `out` when the context ends and is gone where it fails.
 
+    replace: take the place of a folder with content; `out` is the old one, the new one, or not there, but never a part.
     Raises CheckpointError for what the filesystem refuses.
     """
     out = out.absolute()
-    temporary = out.with_name(f".{out.name}.partial")
+    temporary, replaced = (out.with_name(f".{out.name}.{what}") for what in ("partial", "replaced"))
     try:
         remove_tree(temporary)
+        remove_tree(replaced)
         temporary.mkdir(parents=True)
         yield temporary
         flush_tree(temporary)
-        if out.exists():
+        if replace and out.exists():
+            rename(out, replaced)
+        elif out.exists():
             out.rmdir()
         rename(temporary, out)
+        remove_tree(replaced)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
         raise CheckpointError(Problem("out.write", str(out), message, "name another folder")) from error

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 
 from llmtrain.checkpoint.agree import world_size
@@ -15,6 +15,7 @@ from llmtrain.checkpoint.before import other_data
 from llmtrain.checkpoint.check import verify_together
 from llmtrain.checkpoint.exchange import complete
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
+from llmtrain.checkpoint.history import Segment, with_plan
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
@@ -42,6 +43,10 @@ class TrainerState:
     """Step of that evaluation."""
     rollbacks: int = 0
     """How often the run has gone back to a checkpoint after too many skipped updates."""
+    passed_over: int = 0
+    """Sequences among `samples` that these weights were not trained on, since the run went back and on behind them."""
+    history: list[Segment] = field(default_factory=list)
+    """What the steps were taken with."""
 
     def write(self, writer: Writer) -> None:
         """Writes `trainer.json`."""
@@ -63,7 +68,7 @@ def begin(plan: Plan, data: str) -> TrainerState:
     whole they drop alike. All others draw apart.
     """
     _seed(plan, 0)
-    return TrainerState(data=data)
+    return TrainerState(data=data, history=with_plan([], 0, 0, plan))
 
 
 def _seed(plan: Plan, samples: int) -> None:
@@ -101,14 +106,15 @@ def restore(
             _load_random_state(files)
         else:
             _seed(plan, state.samples)
+    state.history = with_plan(state.history, state.step, state.samples, plan)
     return state
 
 
 def read_state(folder: Path) -> TrainerState:
     """The position that a checkpoint holds. Raises CheckpointError where it cannot be read."""
     try:
-        return TrainerState(**json.loads((folder / STATE_FILE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(TrainerState).validate_json((folder / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
         problem = Problem("checkpoint.state", str(folder / STATE_FILE), f"cannot be read: {error}")
     raise CheckpointError(problem)
 

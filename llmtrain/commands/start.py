@@ -160,8 +160,8 @@ def _launch(
     if tool:
         check_tool(tool, plan)
     print_plan(plan, console, memory_of(plan))
-    if request.resume == "auto" and _is_finished(plan, folder):
-        console.print(f"{folder.path} is finished: {plan.recipe.train.max_steps:,} steps", highlight=False)
+    if request.resume == "auto" and (nothing_left := _nothing_left(plan, folder, request.max_steps)):
+        console.print(nothing_left, highlight=False, soft_wrap=True)
         return Exit.DONE
     with RunLock.take(folder.path, _say) as lock:
         checkpoint = check_resume(plan, folder, request.resume, is_local=True)
@@ -206,12 +206,18 @@ def _run(
     return code
 
 
-def _is_finished(plan: Plan, folder: RunDir) -> bool:
-    """Whether the run has taken all its steps and left what it should."""
-    from llmtrain.checkpoint.folder import newest
+def _nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | None:
+    """Why there is nothing to do; None where there is: a step, or what a finished run leaves."""
+    from llmtrain.checkpoint.folder import is_exported, newest
     from llmtrain.checkpoint.manifest import read_manifests
 
     checkpoint = newest(folder.checkpoints)
-    if checkpoint is None or (plan.recipe.export.at_end and not folder.export.is_dir()):
-        return False
-    return read_manifests(checkpoint)[0].step >= plan.recipe.train.max_steps
+    if checkpoint is None:
+        return None
+    manifest = read_manifests(checkpoint)[0]
+    if manifest.step >= plan.recipe.train.max_steps:
+        is_done = not plan.recipe.export.at_end or is_exported(folder.export, manifest)
+        return f"{folder.path} is finished: {manifest.step:,} steps" if is_done else None
+    if stop_after is not None and manifest.step >= stop_after:
+        return f"{folder.path} has taken {manifest.step:,} steps already, and --max-steps is {stop_after:,}"
+    return None

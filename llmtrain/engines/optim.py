@@ -71,6 +71,13 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def rate_of(recipe: Recipe, step: int) -> float:
+    """The learning rate that a step is taken with; the first step is 1."""
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=recipe.optim.lr)
+    factor: float = schedule(optimizer, recipe).lr_lambdas[0](step - 1)  # type: ignore[attr-defined]
+    return recipe.optim.lr * factor
+
+
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
     """The recipe's learning rate schedule, from `transformers`."""
     optim = recipe.optim
