@@ -23,6 +23,7 @@ from llmtrain.commands.options import (
     SetOption,
 )
 from llmtrain.errors import Exit, UserError
+from llmtrain.quiet import quiet_libraries
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -251,11 +252,12 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
     folder = one_checkpoint(path)
-    from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch
-    from llmtrain.checkpoint.export import size_in_bytes
+    with quiet_libraries():
+        from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch
+        from llmtrain.checkpoint.export import size_in_bytes
 
-    tokenizer = tokenizer or folder.parent.parent / "tokenizer"
-    export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size))
+        tokenizer = tokenizer or folder.parent.parent / "tokenizer"
+        export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size))
     print(f"exported {folder} to {out}")
 
 
@@ -268,9 +270,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 1,
 ) -> None:
     """Continue a text with an exported model."""
-    from llmtrain.generate import generate as continue_text
+    with quiet_libraries():
+        from llmtrain.generate import generate as continue_text
 
-    print(prompt + continue_text(model, prompt, tokens, temperature, seed))
+        continuation = continue_text(model, prompt, tokens, temperature, seed)
+    print(prompt + continuation)
 
 
 @app.command()

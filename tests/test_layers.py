@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from llmtrain.checkpoint.manifest import Manifest
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "heartbeat", "host", "recipe", "cluster"},
+    {"errors", "durable", "heartbeat", "host", "recipe", "cluster", "quiet"},
     {"plan"},
     {"ds_config", "run_dir", "run_lock", "launch"},
     {"models", "data"},
@@ -35,6 +37,7 @@ PURE = {
     "host",
     "recipe",
     "cluster",
+    "quiet",
     "plan",
     "ds_config",
     "launch",
@@ -137,6 +140,19 @@ main()
     ids=" ".join,
 )
 def test_a_login_node_needs_no_torch(arguments):
+    _run_without_heavy(arguments)
+
+
+def test_a_checkpoint_is_verified_without_torch(tmp_path):
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    about = {"save": "a", "part": 0, "hosts": ["here"], "run": "r", "recipe": "d", "step": 1, "samples": 8}
+    more = {"eval_loss": None, "written": "", "world_size": 1, "layout": {}, "versions": {}, "files": {}}
+    Manifest(**about, **more).write(folder)
+    _run_without_heavy(["checkpoint", "verify", str(folder)])
+
+
+def _run_without_heavy(arguments):
     program = BLOCK.format(heavy=HEAVY, arguments=arguments)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert result.returncode == 0, result.stderr

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.agree import gather, united
 from llmtrain.checkpoint.manifest import File, Manifest, missing_parts, read_manifests
 from llmtrain.checkpoint.pickles import SUFFIXES, pickle_problem
-from llmtrain.checkpoint.storage import Storage
 from llmtrain.durable import fingerprint
 from llmtrain.errors import CheckpointError, Problem
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.storage import Storage
 
 THREADS = 8
 """Files that a rank reads at once; hashing releases the interpreter lock."""
@@ -37,6 +39,8 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
 
     Nothing is raised, and every rank is told the same.
     """
+    from llmtrain.checkpoint.agree import gather, united  # loads torch, which nobody else here needs
+
     manifests, problems = _read(folder)
     files = files_of(manifests)
     own = [(name, file) for name, file in files.items() if storage.reader_of(file.rank) == storage.rank]

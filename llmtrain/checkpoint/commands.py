@@ -1,6 +1,6 @@
 """`llmtrain checkpoint`: what checkpoints there are, and whether they are whole.
 
-As in `cli`, a command imports what it needs when it runs; only verification loads torch.
+As in `cli`, a command imports what it needs when it runs; only conversion loads torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import Found
@@ -88,14 +89,15 @@ def convert_checkpoint(
     # Before torch and DeepSpeed are loaded: no GPU is to be woken, and none to be asked for.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
-    from llmtrain.checkpoint.convert import convert, target_plan
     from llmtrain.recipe import parse_assignments
 
     def resized(cluster: Cluster) -> Cluster:
         return cluster.resized(1, nproc, None) if nproc else cluster.resized(nodes, gpus_per_node, None)
 
-    plan = target_plan(checkpoint, parse_assignments(assignments), resized)
-    convert(checkpoint, out, plan)
+    with quiet_libraries():
+        from llmtrain.checkpoint.convert import convert, target_plan
+
+        convert(checkpoint, out, target_plan(checkpoint, parse_assignments(assignments), resized))
     print(f"converted {checkpoint} to {out}; go on with --resume {out}")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from llmtrain.errors import Problem
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
@@ -14,6 +12,8 @@ SUFFIXES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
 
 def pickle_problem(path: Path) -> Problem:
     """Says what a pickle would call when somebody loads it. Runs none of it."""
+    import torch
+
     try:
         named = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         would = f"; it would call {', '.join(named)} when loaded" if named else ""

@@ -73,6 +73,7 @@ def run_workers(
         common = common_environment(world_size, env)
         if template:
             if (stopped_by := _settle(template, common, events)) is not None:
+                print(f"stopped on {_signal_name(stopped_by)} before a worker was started", flush=True)
                 return 128 + stopped_by
             with run_dir.log_file(0).open("ab") as log:
                 log.write(template.said())  # as each worker's own imports would have
@@ -131,12 +132,15 @@ def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 def _settle(template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int]) -> int | None:
     """Waits until workers can be forked; the signal that came before."""
+    from rich.console import Console
+
     template.start(env)
-    while not template.settled(_POLL_S):
-        if not events.empty():
-            event = events.get()
-            assert isinstance(event, int), "there are no workers"
-            return event
+    with Console().status("starting workers"):
+        while not template.settled(_POLL_S):
+            if not events.empty():
+                event = events.get()
+                assert isinstance(event, int), "there are no workers"
+                return event
     return None
 
 

@@ -24,12 +24,12 @@ ALL_COLUMNS = 100
 
 
 class TrainingProgress:
-    """Step, loss, speed and time left. Where the console is no terminal, one line per logged step."""
+    """One line per logged step; on a terminal a live one below, with step, loss, speed and time left."""
 
     def __init__(self, console: Console, max_steps: int, start_step: int = 0) -> None:
         self._console = console
         self._max_steps = max_steps
-        self._start_step = start_step
+        self._start_step = self._step = start_step
         self._started = time.monotonic()
         self._trained_s = 0.0
         self._trained_tokens = 0.0
@@ -52,6 +52,7 @@ class TrainingProgress:
 
     def advance(self, step: int) -> None:
         """Shows that `step` steps are done."""
+        self._step = step
         if self._bar is not None:
             done = step >= self._max_steps
             self._bar.update(self._task, completed=step, description="trained" if done else "training")
@@ -66,10 +67,9 @@ class TrainingProgress:
         self._trained_s += seconds
         self._trained_tokens += record["tokens_per_second"] * seconds
         self._last = record
+        self._print(_plain_line(record, self._max_steps))
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
-        else:
-            self._print(_plain_line(record, self._max_steps))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -93,12 +93,14 @@ class TrainingProgress:
         """Ends the live line, and says what was trained and how fast."""
         if self._bar is not None:
             self._bar.stop()
-        if self._last is None:
+        if self._step == self._start_step:
             return
-        steps = f"{self._last['step'] - self._start_step:,} steps, {compact(self._trained_tokens)} tokens"
-        took = duration(time.monotonic() - self._started)
-        speed = f"{compact(self._trained_tokens / self._trained_s)} tokens/s while training"
-        self._print(f"trained {steps} in {took} ({speed})  loss {_number(self._last['loss'])}")
+        line = f"trained {self._step - self._start_step:,} steps in {duration(time.monotonic() - self._started)}"
+        if self._last is not None:
+            line += f" ({compact(self._trained_tokens / self._trained_s)} tokens/s while training)"
+            at = f" (step {self._last['step']:,})" if self._last["step"] != self._step else ""
+            line += f"  loss {_number(self._last['loss'])}{at}"
+        self._print(line)
 
     def _print(self, line: str) -> None:
         self._console.print(escape(line), soft_wrap=True, highlight=False)

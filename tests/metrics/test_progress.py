@@ -55,8 +55,34 @@ def test_the_summary_tells_what_was_trained():
     progress.show({**RECORD, "step": 30, "tokens_per_second": 2000.0})  # 10 steps in 20 s
     progress.show({**RECORD, "step": 50, "tokens_per_second": 500.0})  # 20 steps in 40 s
     progress.show(EVALUATION)
+    progress.advance(50)
     progress.summary()
-    assert lines(console)[3:] == ["trained 30 steps, 60.0k tokens in 0s (1.00k tokens/s while training)  loss 2.3457"]
+    assert lines(console)[3:] == ["trained 30 steps in 0s (1.00k tokens/s while training)  loss 2.3457"]
+
+
+def test_the_summary_counts_the_steps_after_the_last_logged_one():
+    console = plain()
+    progress = TrainingProgress(console, 100, start_step=20)
+    progress.show({**RECORD, "step": 50})
+    progress.advance(56)
+    progress.summary()
+    assert lines(console)[-1] == "trained 36 steps in 0s (12.3k tokens/s while training)  loss 2.3457 (step 50)"
+
+
+def test_the_summary_of_steps_that_were_not_logged():
+    console = plain()
+    progress = TrainingProgress(console, 100, start_step=20)
+    progress.summary()
+    progress.advance(22)
+    progress.summary()
+    assert lines(console) == ["trained 2 steps in 0s"]
+
+
+def test_a_terminal_keeps_each_logged_step_above_the_live_line():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None)
+    with TrainingProgress(console, 100) as progress:
+        progress.show(RECORD)
+    assert "step 50/100  loss 2.3457  grad 0.9877  lr 3.00e-04" in console.file.getvalue()
 
 
 def test_a_quiet_console_gets_nothing():
