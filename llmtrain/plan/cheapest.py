@@ -9,11 +9,12 @@ from llmtrain.plan.assemble import assemble
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.memory import lacking, memory_of
 from llmtrain.plan.memory.parts import GIB
-from llmtrain.plan.nearest import MOST, Fields, as_arguments
+from llmtrain.plan.nearest import MOST, as_arguments
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.plan.room import Room
 from llmtrain.plan.search import changes_of, timed_plans
 from llmtrain.plan.time import StepTime
+from llmtrain.plan.variants import Fields
 from llmtrain.recipe import Recipe
 
 EQUAL = 0.05

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
@@ -19,7 +19,8 @@ from llmtrain.plan.plan import ModelFacts
 from llmtrain.plan.resolve import assemble, resolve
 from llmtrain.plan.rules import broken
 from llmtrain.plan.runnable import check_runnable
-from llmtrain.recipe import ParallelConfig, Recipe
+from llmtrain.plan.variants import DEGREES, MICRO_BATCH, Fields, changed, choices, value_of
+from llmtrain.recipe import Recipe
 
 MOST = 3
 """Suggestions."""
@@ -31,11 +32,6 @@ PATIENCE_S = 1.5
 WIDTH = 8
 """Other values of one field that are looked at."""
 
-Fields = dict[str, Any]
-"""Dotted recipe fields, as `Recipe.with_` takes them."""
-
-DEGREES = ("parallel.pipeline", "parallel.tensor", "parallel.sequence", "parallel.expert")
-MICRO_BATCH = "batch.micro_batch_size"
 WEIGHTS = {
     # What changes nothing but the layout comes first, then what costs time, then what changes the numbers.
     MICRO_BATCH: 0.5,
@@ -110,7 +106,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
             key = frozenset(further.items())
             if key not in seen:
                 seen.add(key)
-                far = distance + _distance(field, _value(recipe, field), value)
+                far = distance + _distance(field, value_of(recipe, field), value)
                 heapq.heappush(queue, (far, next(order), further))
     return found
 
@@ -126,17 +122,19 @@ def _named(draft: Draft) -> list[str]:
     return list(dict.fromkeys(problem.field for problem in problems))
 
 
-def _ways(draft: Draft, named: str, values: Mapping[str, list[Any]], changes: Fields) -> Iterator[tuple[str, Any]]:
+def _ways(
+    draft: Draft, named: str, values: Mapping[str, tuple[Any, ...]], changes: Fields
+) -> Iterator[tuple[str, Any]]:
     """Changes that may cure a rule which names a field: of that field, and of those that most rules depend on."""
     fields = [named] if named in WEIGHTS else []
     fields += [
         *RELATED.get(named, ()),
         "parallel.zero_stage",
-        *(field for field in DEGREES if _value(draft.recipe, field) > 1),
+        *(field for field in DEGREES if value_of(draft.recipe, field) > 1),
     ]
     for field in dict.fromkeys(fields):
         if field not in changes:
-            present = _value(draft.recipe, field)
+            present = value_of(draft.recipe, field)
             others = [value for value in values[field] if value != present]
             others.sort(key=lambda value: _distance(field, present, value))
             # Far ones are left out, except for not using a kind of parallelism at all.
@@ -144,19 +142,13 @@ def _ways(draft: Draft, named: str, values: Mapping[str, list[Any]], changes: Fi
             yield from ((field, value) for value in near if value != present)
 
 
-def _values(recipe: Recipe, cluster: Cluster) -> dict[str, list[Any]]:
-    """What each field may become. A folder for nvme is not ours to name, so offload goes to the host at most."""
-    values: dict[str, list[Any]] = {
-        field: list(get_args(ParallelConfig.model_fields[name].annotation))
-        for field in WEIGHTS
-        if (name := field.partition(".")[2]) in ParallelConfig.model_fields
+def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+    """What each field may become."""
+    sizes = {
+        **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
+        MICRO_BATCH: divisors(recipe.batch.global_batch_size),
     }
-    values |= {field: list(divisors(cluster.world_size)) for field in DEGREES}
-    values[MICRO_BATCH] = list(divisors(recipe.batch.global_batch_size))
-    values["parallel.nvme_path"] = [None]
-    for field in ("parallel.offload_optimizer", "parallel.offload_param"):
-        values[field] = ["none", "cpu"]
-    return values
+    return {field: sizes[field] if field in sizes else choices(recipe)[field] for field in WEIGHTS}
 
 
 def _distance(field: str, present: Any, value: Any) -> float:
@@ -169,17 +161,6 @@ def _distance(field: str, present: Any, value: Any) -> float:
     return WEIGHTS[field] * steps
 
 
-def changed(recipe: Recipe, fields: Fields) -> Recipe:
-    """A variant without asking the types again, which is what `with_` takes its time for."""
-    parts: dict[str, Fields] = {}
-    for field, value in fields.items():
-        part, _, name = field.partition(".")
-        parts.setdefault(part, {})[name] = value
-    return recipe.model_copy(
-        update={part: getattr(recipe, part).model_copy(update=values) for part, values in parts.items()}
-    )
-
-
 def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
     """Whether a suggestion, read as a user would paste it, is a plan."""
     try:
@@ -187,11 +168,6 @@ def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Field
     except RecipeError:
         return False
     return True
-
-
-def _value(recipe: Recipe, field: str) -> Any:
-    part, _, name = field.partition(".")
-    return getattr(getattr(recipe, part), name)
 
 
 def as_arguments(fields: Fields) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from llmtrain.plan.assemble import assemble
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.memory import Shortage
-from llmtrain.plan.nearest import MICRO_BATCH, changed
 from llmtrain.plan.plan import Plan
+from llmtrain.plan.variants import CHECKPOINTING, MICRO_BATCH, changed
 
 Fits = Callable[[Plan], Shortage | None]
 """What a plan lacks; None where it fits."""
@@ -32,7 +32,7 @@ class Room:
         The smallest micro-batch has the fewest activations, the largest one no gradients beside them: every
         other variant needs more than one of the two.
         """
-        plain = {MICRO_BATCH: 1, "parallel.activation_checkpointing": "full"}
+        plain = {MICRO_BATCH: 1, CHECKPOINTING: "full"}
         key = changed(draft.recipe, plain).parallel
         if key not in self._hopeless:
             assert draft.dp is not None, "a legal draft has whole degrees"

@@ -13,15 +13,27 @@ from dataclasses import dataclass
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.assemble import assemble
-from llmtrain.plan.divisors import divisors
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.memory import Shortage
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.nearest import DEGREES, MICRO_BATCH, Fields, as_arguments, changed
+from llmtrain.plan.nearest import as_arguments
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.plan.room import Fits, Room
-from llmtrain.plan.rules import LEGALITY, broken, layout
+from llmtrain.plan.rules import LEGALITY, allowed, backends, broken, layout, pipeline, precision, zero
 from llmtrain.plan.time import StepTime, predict, unknown
+from llmtrain.plan.variants import (
+    CHECKPOINTING,
+    DEGREES,
+    MICRO_BATCH,
+    ZERO_STAGE,
+    Fields,
+    changed,
+    choices,
+    degrees,
+    micro_batches,
+    stores,
+    value_of,
+)
 from llmtrain.recipe import Recipe
 
 MOST = 10
@@ -33,11 +45,9 @@ MOST_TOO_LARGE = 6
 MOST_ASKED = 1000
 """Plans that are asked what they lack, which takes a millisecond each; beyond, what cannot fit is passed over."""
 MOST_SIZES = 16
-"""Micro-batch sizes that are tried, the smallest ones."""
-
-OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-"""Where optimizer states and parameters live. A folder for nvme is not ours to name."""
-
+"""Micro-batch sizes that are tried: the smallest ones, and the recipe's own."""
+WHATEVER_BATCH = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
+"""Rules that ask for no batch: what they refuse is refused with every micro-batch."""
 
 Timed = tuple[StepTime, Fields, Draft]
 """A legal plan: its predicted time, what it changes in the recipe, and its draft."""
@@ -62,7 +72,8 @@ class SearchResult:
     best: tuple[Found, ...]
     """The fastest first."""
     too_large: tuple[Found, ...]
-    """Faster than the last of `best`, but they do not fit; what lacks least first. Empty where nobody could say."""
+    """Faster than the first of `best`, but they do not fit; the smallest shortage first. Empty where memory is not
+    known."""
     slower: tuple[Found, ...]
     """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
     legal: int
@@ -93,7 +104,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
         known = _saves_in_vain if shown is best else _alike
         if any(known(draft, one.plan.recipe) for one in (*best, *slower)):
             continue
-        if room and shown is best and len(too_large) < MOST_ASKED:
+        if room and not best and len(too_large) < MOST_ASKED:
             if shortage := room.lacking(draft):
                 too_large.append((shortage, (time, fields, draft)))
                 continue
@@ -126,62 +137,31 @@ def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Tim
 
 def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
     """Every legal way to split and store the run: what it changes in the recipe, and its draft."""
-    layout_rules = [rule for rule in layout.RULES if rule.refuses]
-    for degrees in _degrees(cluster, facts):
-        draft = Draft(changed(recipe, degrees), cluster, facts)
-        if any(rule.problems(draft) for rule in layout_rules) or draft.dp is None:
+    for split in degrees(cluster.world_size, facts.layers, facts.experts):
+        draft = Draft(changed(recipe, split), cluster, facts)
+        if not allowed(draft, layout.RULES):
             continue
-        for stage, (optimizer, parameters) in itertools.product(range(4), OFFLOADS):
-            stored = degrees | {
-                "parallel.zero_stage": stage,
-                "parallel.offload_optimizer": optimizer,
-                "parallel.offload_param": parameters,
-            }
-            yield from _batches(recipe, cluster, facts, stored, draft.dp)
+        for stored in stores(recipe):
+            draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
+            if allowed(draft, WHATEVER_BATCH):
+                yield from _batches(draft, {**split, **stored})
 
 
-def _degrees(cluster: Cluster, facts: ModelFacts) -> Iterator[Fields]:
-    """Degrees that divide the devices."""
-    for pipeline in (size for size in divisors(cluster.world_size) if size <= facts.layers):
-        for tensor in divisors(cluster.world_size // pipeline):
-            rest = cluster.world_size // pipeline // tensor
-            for sequence in divisors(rest):
-                for expert in (size for size in divisors(rest) if size <= max(facts.experts, 1)):
-                    yield {
-                        "parallel.pipeline": pipeline,
-                        "parallel.tensor": tensor,
-                        "parallel.sequence": sequence,
-                        "parallel.expert": expert,
-                    }
-
-
-def _batches(
-    recipe: Recipe, cluster: Cluster, facts: ModelFacts, stored: Fields, dp: int
-) -> Iterator[tuple[Fields, Draft]]:
-    """The micro-batches of a layout, with and without activation checkpointing, as far as they are legal."""
-    for micro in _micro_batches(recipe, dp):
-        for checkpointing in ("none", "full"):
-            fields = stored | {MICRO_BATCH: micro, "parallel.activation_checkpointing": checkpointing}
-            draft = Draft(changed(recipe, fields), cluster, facts)
-            faults = broken(draft, LEGALITY)[0]
-            if not faults:
-                yield fields, draft
-            elif any(fault.field != MICRO_BATCH for fault in faults):
-                return  # another micro-batch would not cure it
+def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
+    """The legal micro-batches of a draft, with and without activation checkpointing."""
+    assert stored.dp is not None, "the rules of layout have refused the rest"
+    sizes = _micro_batches(stored.recipe, stored.dp)
+    for micro, checkpointing in itertools.product(sizes, choices(stored.recipe)[CHECKPOINTING]):
+        batch = {MICRO_BATCH: micro, CHECKPOINTING: checkpointing}
+        draft = Draft(changed(stored.recipe, batch), stored.cluster, stored.facts)
+        if allowed(draft, LEGALITY):
+            yield fields | batch, draft
 
 
 def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
-    """Sizes that divide a replica's share of the batch.
-
-    A router's loss is a mean within each micro-batch, so with it another size is another run.
-    """
-    share, rest = divmod(recipe.batch.global_batch_size, dp)
-    if rest:
-        return ()
-    own = recipe.batch.micro_batch_size
-    if recipe.model.config.get("output_router_logits"):
-        return (own,) if share % own == 0 else ()
-    return divisors(share)[:MOST_SIZES]
+    """The smallest sizes, and the recipe's own."""
+    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
+    return tuple(size for number, size in enumerate(sizes) if number < MOST_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
@@ -213,7 +193,7 @@ def _time(draft: Draft) -> StepTime | None:
 
 def changes_of(recipe: Recipe, fields: Fields) -> Fields:
     """Those fields of a plan that differ from the recipe's."""
-    return {field: value for field, value in fields.items() if _value(recipe, field) != value}
+    return {field: value for field, value in fields.items() if value_of(recipe, field) != value}
 
 
 def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> Found:
@@ -225,20 +205,15 @@ def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
     """Whether a plan differs from a faster one that fits by nothing but what saves memory."""
-    degrees = (*DEGREES, "parallel.zero_stage", MICRO_BATCH)
-    return all(_value(draft.recipe, field) == _value(other, field) for field in degrees)
+    degrees = (*DEGREES, ZERO_STAGE, MICRO_BATCH)
+    return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
 
 
 def _alike(draft: Draft, other: Recipe) -> bool:
     """Whether two plans have the ZeRO stage and the kinds of parallelism in common, of whatever degrees."""
     one = draft.recipe
-    kinds = all((_value(one, field) == 1) == (_value(other, field) == 1) for field in DEGREES)
+    kinds = all((value_of(one, field) == 1) == (value_of(other, field) == 1) for field in DEGREES)
     return kinds and one.parallel.zero_stage == other.parallel.zero_stage
-
-
-def _value(recipe: Recipe, field: str) -> object:
-    part, _, name = field.partition(".")
-    return getattr(getattr(recipe, part), name)
 
 
 def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:

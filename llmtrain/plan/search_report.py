@@ -6,6 +6,7 @@ from typing import Any
 
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.search import Found, SearchResult
+from llmtrain.plan.variants import offload_name
 
 UNKNOWN_MEMORY = "memory is not predicted: whether a plan fits was not asked"
 
@@ -51,9 +52,8 @@ def _layout(plan: Plan) -> str:
     parts += [f"zero{layout.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
     if parallel.activation_checkpointing != "none":
         parts.append("checkpointing")
-    if parallel.offload_optimizer != "none":
-        parts.append("offload" if parallel.offload_param == "none" else "offload_param")
-    return "-".join(parts)
+    parts.append(offload_name(parallel.offload_optimizer, parallel.offload_param))
+    return "-".join(filter(None, parts))
 
 
 def _as_json(found: Found) -> dict[str, Any]:

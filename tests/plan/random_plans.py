@@ -16,8 +16,8 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import is_installed
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.nearest import changed
 from llmtrain.plan.rules import LEGALITY, broken
+from llmtrain.plan.variants import changed
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 
 Fields = dict[str, Any]

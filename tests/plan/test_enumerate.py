@@ -16,13 +16,14 @@ def test_every_legal_data_parallel_plan_is_there_once():
     names = [one.name for one in plans]
     assert len(set(names)) == len(names)
     plans = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
-    # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with both kinds; each with two accumulations.
+    # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with four kinds; each with two accumulations.
     own = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
-    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in own) == 3 * 2 * 8
+    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in own) == 3 * 2 * 9
     for one in own:
         batch, layout, parallel = one.plan.batch, one.plan.layout, one.plan.recipe.parallel
-        suffix = {"none": "", "cpu": "-offload"}[parallel.offload_optimizer]
-        suffix += {"none": "", "cpu": "_param"}[parallel.offload_param]
+        suffix = {("none", "none"): "", ("cpu", "none"): "-offload", ("cpu", "cpu"): "-offload_param"}.get(
+            (parallel.offload_optimizer, parallel.offload_param), "-offload_param_only"
+        )
         if layout.dp == one.plan.cluster.world_size:
             accumulation = batch.gradient_accumulation_steps
             assert one.name == f"dp{layout.dp}-zero{layout.zero_stage}-acc{accumulation}{suffix}"
@@ -80,7 +81,7 @@ def test_plans_are_chosen_by_name_and_pattern():
     plans, refused = enumerate_plans(RECIPE, 2)
     assert choose(plans, refused, "all") == plans
     chosen = [one.name for one in choose(plans, refused, "dp1-zero0-acc1,dp2-zero1-*")]
-    of_two = [f"dp2-zero1-{name}" for name in ("acc1", "acc1-offload", "acc2", "acc2-offload")]
+    of_two = [f"dp2-zero1-{name}" for name in ("acc1", "acc2", "acc1-offload", "acc2-offload")]
     assert chosen == ["dp1-zero0-acc1", *of_two]
 
 

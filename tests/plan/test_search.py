@@ -42,7 +42,7 @@ def _kind(layout):
 def brute_force(recipe, cluster, facts, rules):
     """Every combination that the rules let pass, asked one by one."""
     sizes, found = (1, 2, 4, 8), set()
-    stores = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+    stores = tuple(itertools.product(("none", "cpu"), repeat=2))
     for pp, tp, sp, ep, stage in itertools.product(sizes, sizes, sizes, sizes, range(4)):
         if 8 % (pp * tp * sp):
             continue
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_a_near_miss(llama):
     lack = [fits(one.plan).size for one in result.too_large]
     assert lack == sorted(lack)
     assert [one.why for one in result.too_large] == [fits(one.plan).said for one in result.too_large]
-    assert all(one.time.tokens_per_second > result.best[-1].time.tokens_per_second for one in result.too_large)
+    assert all(one.time.tokens_per_second > result.best[0].time.tokens_per_second for one in result.too_large)
     assert UNKNOWN_MEMORY not in lines(result)
     with pytest.raises(RecipeError, match=r"no legal plan of llama_1b fits: .*needs 99 GiB"):
         search_plans(llama, NODE, lambda plan: Shortage(99, "needs 99 GiB"))

@@ -44,12 +44,22 @@ LEGALITY: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
 
-__all__ = ["ENGINE", "RULES", "Fault", "Rule", "broken"]
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
     """What a draft breaks: refusals, and notes on what is legal but worth knowing."""
-    asked = [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]
+    asked = _asked(draft, rules)
     refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
     notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]
     return refusals, notes
+
+
+def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
+    """Whether no rule refuses a draft; the first one that does ends the question, since this is asked of many."""
+    return not any(rule.refuses and any(rule.check(draft)) for rule in _asked(draft, rules))
+
+
+def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
+    """Those that speak of the draft's backend."""
+    return [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]

@@ -1,0 +1,109 @@
+"""What is legal by asking about every number is what each user of the one generator of plans finds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan import nearest, resolve
+from llmtrain.plan.enumerate import enumerate_plans
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.search import legal_plans
+from llmtrain.plan.variants import DEGREES, NVME_PATH, OFFLOADS, ZERO_STAGE, degrees, value_of
+
+QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
+DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})
+GPT2 = load_recipe("recipes/gpt2_124m.py", [])[0].with_(**{"batch.micro_batch_size": 1})
+CLUSTERS = [(QWEN, 8), (QWEN, 6), (DENSE, 8), (GPT2, 4)]
+
+
+def splits_by_brute_force(recipe, devices: int):
+    """(pipeline, tensor, sequence, expert, ZeRO stage) of all numbers up to the devices that resolve as they are."""
+    facts, found = model_facts(recipe.model, recipe.vocab_size), set()
+    plain = dict.fromkeys(OFFLOADS, "none") | {NVME_PATH: None}
+    numbers = range(1, devices + 1)
+    # Where three degrees leave no whole replica nothing is legal; to ask for that would take most of the time.
+    triples = (one for one in itertools.product(numbers, repeat=3) if one[0] * one[1] * one[2] <= devices)
+    for (split, expert), stage in itertools.product(itertools.product(triples, numbers), range(4)):
+        candidate = recipe.with_(**dict(zip(DEGREES, (*split, expert), strict=True)), **plain, **{ZERO_STAGE: stage})
+        try:
+            resolve(candidate, Cluster(devices_per_node=devices), facts)
+        except RecipeError:
+            continue
+        found.add((*split, expert, stage))
+    return found
+
+
+def _split(recipe):
+    return tuple(value_of(recipe, field) for field in (*DEGREES, ZERO_STAGE))
+
+
+@pytest.mark.parametrize(("recipe", "devices"), CLUSTERS, ids=lambda value: getattr(value, "name", value))
+def test_every_legal_split_is_found_by_each_user(recipe, devices):
+    legal = splits_by_brute_force(recipe, devices)
+    cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
+    assert {_split(draft.recipe) for _, draft in legal_plans(recipe, cluster, facts)} == legal
+    listed = {_split(one.plan.recipe) for one in enumerate_plans(recipe, devices)[0] if _is_own(one.plan, devices)}
+    assert listed == legal
+    values = nearest._values(recipe, cluster)
+    for number, field in enumerate((*DEGREES, ZERO_STAGE)):
+        assert {split[number] for split in legal} <= set(values[field])
+
+
+def _is_own(plan, devices):
+    return plan.recipe.parallel.backend == "deepspeed" and plan.cluster.world_size == devices
+
+
+def test_degrees_of_experts_are_those_of_all_ranks_of_a_stage():
+    found = {tuple(split.values()) for split in degrees(8, 48, 128)}
+    assert {(1, 4, 1, 8), (1, 2, 2, 8), (1, 8, 1, 8), (2, 4, 1, 4)} <= found
+    assert not {(2, 1, 1, 8), (3, 1, 1, 1)} & found
+
+
+@pytest.mark.parametrize(("recipe", "devices"), [(QWEN, 8), (DENSE, 8)], ids=["experts", "dense"])
+def test_a_plan_that_is_spoilt_in_one_field_is_found_again_as_the_nearest(recipe, devices):
+    cluster, facts = Cluster(devices_per_node=devices), model_facts(recipe.model, recipe.vocab_size)
+    legal = {_split(draft.recipe): draft.recipe for _, draft in legal_plans(recipe, cluster, facts)}
+    for split, plan in sorted(legal.items())[:: max(1, len(legal) // 4)]:
+        for field, value in zip(DEGREES, split, strict=False):
+            spoilt = plan.with_(**{field: 5 * value})
+            found = nearest.search(spoilt, cluster, facts, {}, most=6)
+            assert {field: value} in found, (split, field)
+
+
+def _stored(recipe, cluster):
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    return [draft.recipe for _, draft in legal_plans(recipe, cluster, facts)]
+
+
+def test_a_micro_batch_that_is_refused_does_not_hide_larger_ones():
+    """fp8 wants the tokens of a micro-batch to divide by 16, which here only even sizes do."""
+    fields = {"kernels.fp8": "tensorwise", "parallel.precision": "bf16", "data.sequence_length": 136}
+    recipe = DENSE.with_(**fields, **{"batch.micro_batch_size": 2, "parallel.zero_stage": 1})
+    sizes = {plan.batch.micro_batch_size for plan in _stored(recipe, Cluster(device="h100"))}
+    assert sizes == {2, 4, 8}
+
+
+def test_a_recipe_that_names_a_disk_has_plans_with_and_without_it():
+    fields = {"parallel.zero_stage": 3, OFFLOADS[0]: "nvme", NVME_PATH: "/local_nvme"}
+    found = {
+        tuple(value_of(plan, field) for field in (*OFFLOADS, NVME_PATH))
+        for plan in _stored(DENSE.with_(**fields), Cluster())
+        if plan.parallel.zero_stage == 3
+    }
+    places = set(itertools.product(("none", "cpu", "nvme"), repeat=2))
+    assert found == {(*one, "/local_nvme" if "nvme" in one else None) for one in places}
+    assert ("none", "cpu", None) in {
+        tuple(value_of(plan, field) for field in (*OFFLOADS, NVME_PATH)) for plan in _stored(DENSE, Cluster())
+    }
+
+
+def test_the_own_micro_batch_is_tried_among_many():
+    recipe = DENSE.with_(**{"batch.global_batch_size": 720_720, "batch.micro_batch_size": 720_720})
+    sizes = {plan.batch.micro_batch_size for plan in _stored(recipe, Cluster())}
+    assert {*range(1, 17)} - {16} <= sizes
+    assert 720_720 in sizes
