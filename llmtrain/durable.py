@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import xxhash
 
+from llmtrain.untrusted import open_regular, require_regular
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+NEW_FILE = 0o666
+"""Permissions of a new file, of which the user's umask takes some away."""
 BUFFER_BYTES = 1 << 20
 """Small writes are gathered up to this, and files are read back in such pieces."""
 
@@ -35,16 +39,16 @@ class Fingerprint:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file so that a reader, or a crash at any instant, finds the old text or the new one."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     flush(path.parent)
 
@@ -70,7 +74,7 @@ class DurableFile(io.RawIOBase):
         self.error: OSError | None = None
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
         self.stream: BinaryIO = io.BufferedWriter(self, BUFFER_BYTES)
         """What to write to: small writes are gathered."""
 
@@ -112,11 +116,22 @@ class DurableFile(io.RawIOBase):
             self._descriptor = -1
 
 
+def open_log(path: Path) -> int:
+    """Descriptor of a regular file that is appended to. Raises OSError for anything else, and waits for nothing."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, NEW_FILE)
+    try:
+        require_regular(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def fingerprint(path: Path) -> Fingerprint:
     """Of a file on the disk, read once. Raises OSError."""
     digest, length = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(BUFFER_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             length += count

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.manifest import missing_parts, read_manifests
-from llmtrain.checkpoint.state import TrainerState
+from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
 from llmtrain.data import Prepared
 from llmtrain.generate import generate
 from llmtrain.plan import Plan
@@ -29,9 +29,7 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
     if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
-        console.print(
-            f"not exported: parts of {checkpoint} lie on {', '.join(elsewhere)}; copy them there", soft_wrap=True
-        )
+        console.print(f"not exported: parts of {checkpoint} lie on {some(elsewhere)}; copy them there", soft_wrap=True)
         return
     with console.status("exporting"):
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # of fewer steps, where there is one

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.guard import Skipped

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.resume import Choice, choose_newest, go_on_from
-from llmtrain.checkpoint.state import TrainerState, restore
+from llmtrain.checkpoint.state import restore
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.engines import Engine
 from llmtrain.engines.guard import Skipped

@@ -11,20 +11,22 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import Any, TypeVar
 
 from llmtrain.durable import write_atomically
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.host import own_cores
 from llmtrain.plan.plan import KernelChoice, Plan
-from llmtrain.recipe import Recipe, parse_recipe
+from llmtrain.recipe import Recipe
+from llmtrain.untrusted import UNREADABLE, read_json, read_text, why
+
+T = TypeVar("T")
+MOST_ID_BYTES = 4096
 
 # A run may be continued with other values of these. Every other field decides the model, its
 # optimizer, the arithmetic or the order of the samples, and so makes another run.
@@ -190,35 +192,36 @@ class RunDir:
         """The kernels that the run had so far: with others it would not continue bit for bit."""
         try:
             return self.read_plan().kernels
-        except RecipeError:
+        except UserError:
             return None
 
     def read_plan(self) -> Plan:
         """The plan of the run. Raises RecipeError where the folder holds none, or one that cannot be read."""
-        try:
-            return Plan.model_validate_json(self.plan_file.read_text())
-        except OSError as error:
-            problem = Problem("run_dir.missing", str(self.path), f"is no run: {self.plan_file}: {error.strerror}")
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join(map(str, first["loc"]))
-            problem = Problem("run_dir.plan", str(self.plan_file), f"cannot be read: {field}: {first['msg']}")
-        raise RecipeError(problem)
+        return self._read(self.plan_file, lambda file: read_json(file, Plan))
 
     def read_ds_config(self) -> dict[str, Any]:
         """What `create` was given."""
         if not self.ds_config_file.exists():
             return {}
-        config: dict[str, Any] = json.loads(self.ds_config_file.read_text())
-        return config
+        return self._read(self.ds_config_file, lambda file: read_json(file, dict[str, Any]))
 
     def read_id(self) -> str:
-        """Identity of the run. Raises RecipeError where the folder holds none."""
+        """Identity of the run. Raises RecipeError where the folder holds none, CheckpointError for a damaged one."""
+        return self._read(self.id_file, _identity)
+
+    def read_recipe(self) -> Recipe:
+        """The recipe that the run was last started with. Raises as `read_id`."""
+        return self._read(self.recipe_file, lambda file: read_json(file, Recipe))
+
+    def _read(self, file: Path, read: Callable[[Path], T]) -> T:
         try:
-            return self.id_file.read_text().strip()
-        except OSError as error:
-            problem = Problem("run_dir.missing", str(self.path), f"is no run: {self.id_file}: {error.strerror}")
-        raise RecipeError(problem)
+            return read(file)
+        except FileNotFoundError:
+            raise RecipeError(Problem("run_dir.missing", str(self.path), f"is no run: it has no {file.name}")) from None
+        except UNREADABLE as error:
+            fix = "restore the file, or start a new run with --run-dir"
+            problem = Problem("run_dir.damaged", str(file), f"cannot be read: {why(error)}", fix)
+        raise CheckpointError(problem)
 
     def write_environment(self) -> None:
         """Records versions, machine, commit and the variables that matter, as this process has them."""
@@ -246,12 +249,7 @@ class RunDir:
             return self._foreign()
         if not self._started():
             return []  # Nothing will be continued, so a corrected recipe may take the folder.
-        try:
-            old = parse_recipe(json.loads(self.recipe_file.read_text()))
-        except ValueError:
-            problem = Problem("run_dir.damaged", str(self.recipe_file), "is not JSON", "start a new run with --run-dir")
-            raise RecipeError(problem) from None
-        return changes(old, recipe, f"the run in {self.path}")
+        return changes(self.read_recipe(), recipe, f"the run in {self.path}")
 
     def _foreign(self) -> list[Problem]:
         """A folder without a recipe may hold only what an interrupted `create` leaves."""
@@ -269,6 +267,13 @@ class RunDir:
         logged = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
         # What a killed first save has left is hidden, and is lost anyway.
         return logged or any(self.checkpoints.glob("[!.]*"))
+
+
+def _identity(file: Path) -> str:
+    name = read_text(file, MOST_ID_BYTES).strip()
+    if not re.fullmatch(r"[\w-]{1,64}", name):
+        raise ValueError(f"holds {name[:40]!r}, which names no run")
+    return name
 
 
 def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:

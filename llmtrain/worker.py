@@ -1,6 +1,6 @@
 """A worker: one rank of a run, whichever launcher started it.
 
-`python -m llmtrain.worker RUN_DIR` is what our own launcher starts; a recipe file started by
+`python -m llmtrain.worker --run-dir=DIR` is what our own launcher starts; a recipe file started by
 torchrun, deepspeed or accelerate arrives at `work` by way of the command line.
 """
 
@@ -30,16 +30,20 @@ from llmtrain.signals import StopSignals, leave
 if TYPE_CHECKING:
     import torch
 
+    from llmtrain.checkpoint.contents import TrainerState
     from llmtrain.checkpoint.resume import Choice
     from llmtrain.checkpoint.save import Saver
-    from llmtrain.checkpoint.state import TrainerState
     from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
 
 
-def main(run_dir: Path, resume: str = "auto", max_steps: Annotated[int | None, typer.Option()] = None) -> None:
-    """Trains as one rank of the run that a launcher has written to RUN_DIR."""
+def main(
+    run_dir: Annotated[Path, typer.Option()],
+    resume: str = "auto",
+    max_steps: Annotated[int | None, typer.Option()] = None,
+) -> None:
+    """Trains as one rank of the run that a launcher has written to a folder."""
     rank = discover(os.environ, sys.argv)
     if rank is None:
         raise SystemExit("llmtrain.worker is started by a launcher, which sets RANK; use `llmtrain train`")
@@ -201,7 +205,7 @@ class _Worker:
             self._say(f"continuing after step {state.step:,}")
             self._tell_changes(state)
         recipe, heart = self.plan.recipe, self.heart
-        metrics = MetricsLogger(self.run_dir, self.plan, state.step) if self.rank.is_main else None
+        metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn) if self.rank.is_main else None
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
                 stop = Agreement.of_group(self.signals, attempt=state.rollbacks)

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+
+import pytest
 
 # Before torch or deepspeed is imported anywhere.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -15,3 +18,17 @@ os.environ["TRITON_INTERPRET"] = "1"
 # a test that sends them to a child would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs takes the right to mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "heartbeat", "host", "recipe", "cluster", "quiet"},
+    {"errors", "durable", "heartbeat", "host", "recipe", "cluster", "quiet", "untrusted", "piece_heads", "streams"},
     {"plan"},
     {"ds_config", "run_dir", "run_lock", "launch"},
     {"models", "data"},
@@ -33,6 +33,9 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 PURE = {
     "errors",
     "durable",
+    "untrusted",
+    "piece_heads",
+    "streams",
     "heartbeat",
     "host",
     "recipe",

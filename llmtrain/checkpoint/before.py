@@ -5,25 +5,19 @@ The workers compare hashes, all at once; here it is only asked whether a checkpo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, find, newest
-from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests
+from llmtrain.checkpoint.contents import read_plan, read_state
+from llmtrain.checkpoint.folder import find, newest, read_latest
+from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests, size_problem, some
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.piece_heads import WEIGHT, PieceHead, read_head
 from llmtrain.plan import Plan
 from llmtrain.recipe import OptimConfig
 from llmtrain.run_dir import RunDir, changes
-
-WEIGHT = "weight"
-"""As in `engines.pieces`, which loads torch."""
-MOST_HEAD_BYTES = 100_000_000
-"""Of a safetensors file, as the library has it."""
+from llmtrain.untrusted import UNREADABLE, why
 
 
 def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Path | None:
@@ -42,7 +36,7 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
     candidates = [one.folder for one in reversed(find(folder.checkpoints))]
     if first := newest(folder.checkpoints):
         candidates = [first, *(one for one in candidates if one != first)]
-    problems = []
+    _, problems = read_latest(folder.checkpoints)
     for candidate in candidates:
         found = _problems(candidate, plan, run, is_local, is_named=False)
         if not found:
@@ -59,7 +53,7 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
 
 def check_data(checkpoint: Path, key: str) -> None:
     """Raises CheckpointError where a checkpoint counts its samples in other data than those of `key`."""
-    if _state(checkpoint).get("data") != key:
+    if read_state(checkpoint).data != key:
         raise CheckpointError(other_data(checkpoint))
 
 
@@ -81,7 +75,7 @@ def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: 
         if elsewhere := missing_parts(manifests):
             if not is_local:
                 return problems  # those nodes will say what they have
-            message = f"lacks the part of {', '.join(elsewhere)}, and all workers run on this machine"
+            message = f"lacks the part of {some(elsewhere)}, and all workers run on this machine"
             fix = "copy that part into the same folder, or run on the same nodes"
             problems.append(Problem("checkpoint.part", str(checkpoint), message, fix))
         return problems or _state_missing(checkpoint, plan.recipe.optim)
@@ -96,21 +90,15 @@ def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, 
     if not is_named:
         return [Problem("checkpoint.run", str(checkpoint), f"was written by another run, {manifest.run}")]
     fix = "use the recipe of that run, or export it and start from its weights with model.pretrained"
-    differing = changes(_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
+    differing = changes(read_plan(checkpoint).recipe, plan.recipe, f"the run that wrote {checkpoint}")
     return [Problem("checkpoint.recipe", one.field, one.message, fix) for one in differing]
 
 
 def _files_missing(checkpoint: Path, manifests: list[Manifest]) -> list[Problem]:
     problems = []
     for name, file in ((name, file) for manifest in manifests for name, file in manifest.files.items()):
-        path = checkpoint / name
-        try:
-            size = path.stat().st_size
-        except OSError:
-            problems.append(Problem("checkpoint.missing", str(path), "is in the manifest but not there"))
-            continue
-        if size != file.bytes:
-            problems.append(Problem("checkpoint.size", str(path), f"has {size} bytes, the manifest says {file.bytes}"))
+        if problem := size_problem(checkpoint / name, file):
+            problems.append(problem)
     return problems
 
 
@@ -119,9 +107,9 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
     held: dict[tuple[str, str], int] = {}
     whole: dict[str, int] = {}
     for piece in _pieces(checkpoint):
-        whole[piece["name"]] = math.prod(piece["region"]["shape"])
-        for kind in piece["kinds"]:
-            held[piece["name"], kind] = held.get((piece["name"], kind), 0) + piece["numel"]
+        whole[piece.name] = math.prod(piece.region.shape)
+        for kind in piece.kinds:
+            held[piece.name, kind] = held.get((piece.name, kind), 0) + piece.numel
     problems = [
         Problem("checkpoint.pieces", str(checkpoint), f"does not hold all of {_told(kind)} for '{name}'")
         for (name, kind), numel in held.items()
@@ -148,32 +136,10 @@ def _told(kind: str) -> str:
     return "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
 
 
-def _pieces(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """What the heads of the files of pieces say (`engines.state_file`)."""
+def _pieces(checkpoint: Path) -> Iterator[PieceHead]:
+    """What the heads of the files of pieces say."""
     for path in sorted((checkpoint / "engine").glob("rank_*.safetensors")):
         try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                head = json.loads(file.read(min(length, MOST_HEAD_BYTES)))
-            yield from json.loads(head["__metadata__"]["pieces"])
-        except (OSError, ValueError, KeyError, TypeError):
-            raise CheckpointError(Problem("checkpoint.hash", str(path), "has no head that can be read")) from None
-
-
-def _plan(checkpoint: Path) -> Plan:
-    path = checkpoint / PLAN_FILE
-    try:
-        return Plan.model_validate_json(path.read_text())
-    except (OSError, ValidationError) as error:
-        problem = Problem("checkpoint.plan", str(path), f"cannot be read: {str(error).splitlines()[0]}")
-    raise CheckpointError(problem)
-
-
-def _state(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / STATE_FILE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-        return state
-    except (OSError, ValueError) as error:
-        problem = Problem("checkpoint.state", str(path), f"cannot be read: {error}")
-    raise CheckpointError(problem)
+            yield from read_head(path)
+        except UNREADABLE as error:
+            raise CheckpointError(Problem("checkpoint.head", str(path), why(error))) from None

@@ -7,14 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.checkpoint.manifest import File, Manifest, missing_parts, read_manifests
+from llmtrain.checkpoint.manifest import PATTERN, File, Manifest, missing_parts, read_manifests, size_problem, some
 from llmtrain.checkpoint.pickles import SUFFIXES, pickle_problem
 from llmtrain.durable import fingerprint
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.untrusted import why
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
 
+KINDS = (".safetensors", ".json")
+"""Suffixes of what a checkpoint has."""
 THREADS = 8
 """Files that a rank reads at once; hashing releases the interpreter lock."""
 
@@ -27,8 +30,7 @@ def verify(folder: Path) -> list[Manifest]:
     """
     manifests = read_manifests(folder)
     files = files_of(manifests)
-    problems = [_part_missing(folder, host) for host in missing_parts(manifests)]
-    problems += damage(folder, files.items()) + _strange(folder, files)
+    problems = _parts_missing(folder, manifests) + damage(folder, files.items()) + _strange(folder, files)
     if problems:
         raise CheckpointError(problems)
     return manifests
@@ -46,13 +48,13 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
     own = [(name, file) for name, file in files.items() if storage.reader_of(file.rank) == storage.rank]
     problems += damage(folder, own)
     if storage.is_leader:
-        problems += _strange(folder, files)
+        problems += [one for one in _strange(folder, files) if _would_be_read(one)]
     parts = {one.part: one for seen in gather(manifests) for one in seen}
     problems = united(problems)
     if len({one.save for one in parts.values()}) > 1:
         problems.append(Problem("checkpoint.mixed", str(folder), "is not the same checkpoint on all nodes"))
     elif parts and not problems:
-        problems = [_part_missing(folder, host) for host in missing_parts(list(parts.values()))]
+        problems = _parts_missing(folder, list(parts.values()))
     return list(parts.values()), problems
 
 
@@ -76,33 +78,44 @@ def _read(folder: Path) -> tuple[list[Manifest], list[Problem]]:
 
 
 def _compare(path: Path, expected: File) -> Problem | None:
+    if problem := size_problem(path, expected):
+        return problem
     try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return Problem("checkpoint.size", str(path), f"has {size} bytes, the manifest says {expected.bytes}")
         if fingerprint(path) != expected.fingerprint:
             return Problem("checkpoint.hash", str(path), "was changed since it was written (its hash differs)")
-    except FileNotFoundError:
-        return Problem("checkpoint.missing", str(path), "is in the manifest but not there")
     except OSError as error:
-        return Problem("checkpoint.read", str(path), f"cannot be read: {error.strerror}")
+        return Problem("checkpoint.read", str(path), f"cannot be read: {why(error)}")
     return None
 
 
 def _strange(folder: Path, files: Container[str]) -> list[Problem]:
-    """Pickles, and pieces that no manifest knows: those are found by their names, and would be taken for ours."""
-    problems = [pickle_problem(path) for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES]
-    return problems + [
-        Problem("checkpoint.unlisted", str(path), "is not in the manifest", "move it out of the checkpoint")
-        for path in sorted(folder.rglob("*.safetensors"))
-        if path.relative_to(folder).as_posix() not in files
-    ]
+    """What a checkpoint of ours does not have: pickles, other kinds of files, and files that no manifest names."""
+    problems = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if path.suffix.lower() in SUFFIXES:
+            problems.append(pickle_problem(path))
+        elif name.as_posix() not in files:
+            if len(name.parts) > 1 or not name.match(PATTERN):
+                fix = "move it out of the checkpoint"
+                problems.append(Problem("checkpoint.unlisted", str(path), "is not in the manifest", fix))
+        elif path.suffix not in KINDS:
+            message = f"is neither of {' and '.join(KINDS)}, of which a checkpoint is made"
+            problems.append(Problem("checkpoint.kind", str(path), message, "do not use this checkpoint"))
+    return problems
 
 
-def _part_missing(folder: Path, host: str) -> Problem:
-    return Problem(
-        "checkpoint.part",
-        str(folder),
-        f"lacks the part that was written on {host}, which has a disk of its own",
-        "copy that part into the same folder, or run on the same nodes",
-    )
+def _would_be_read(problem: Problem) -> bool:
+    """Whether a run that goes on from here meets it. Somebody's note beside a checkpoint is to cost no interval."""
+    return problem.rule != "checkpoint.unlisted" or problem.field.endswith(".safetensors")
+
+
+def _parts_missing(folder: Path, manifests: list[Manifest]) -> list[Problem]:
+    hosts = missing_parts(manifests)
+    if not hosts:
+        return []
+    message = f"lacks the part that was written on {some(hosts)}, which has a disk of its own"
+    fix = "copy that part into the same folder, or run on the same nodes"
+    return [Problem("checkpoint.part", str(folder), message, fix)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ import typer
 
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.quiet import quiet_libraries
+from llmtrain.untrusted import UNREADABLE, why
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import Found
@@ -34,6 +36,7 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     from llmtrain.checkpoint.folder import find, newest
 
     checkpoints = checkpoints_of(path)
+    _warn_of_latest(checkpoints)
     latest = newest(checkpoints)
     rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
     if as_json:
@@ -50,7 +53,11 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
     """
     from llmtrain.checkpoint.folder import find
 
-    folders = [path] if is_one(path) else [one.folder for one in find(checkpoints_of(path))]
+    if is_one(path):
+        folders = [path]
+    else:
+        folders = [one.folder for one in find(checkpoints_of(path))]
+        _warn_of_latest(checkpoints_of(path))
     if not folders:
         raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))
     problems = {folder: _problems(folder) for folder in folders}
@@ -106,28 +113,47 @@ def is_one(path: Path) -> bool:
     from llmtrain.checkpoint.folder import is_checkpoint_name
     from llmtrain.checkpoint.manifest import manifest_files
 
-    return is_checkpoint_name(path.resolve().name) or bool(manifest_files(path))
+    return is_checkpoint_name(Path(os.path.realpath(path)).name) or bool(manifest_files(path))
 
 
 def checkpoints_of(path: Path) -> Path:
     """The folder of checkpoints that a user means. Raises CheckpointError where there is none."""
-    if (path / "checkpoints").is_dir():
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.run", str(path), f"cannot be read: {why(error)}")) from None
+    if "checkpoints" in names:
         return path / "checkpoints"
-    if path.is_dir() and (path.name == "checkpoints" or any(path.glob("step_*"))):
+    if path.name == "checkpoints" or any(name.startswith("step_") for name in names):
         return path
     raise CheckpointError(Problem("checkpoint.run", str(path), "is no run directory (it has no checkpoints/)"))
 
 
 def one_checkpoint(path: Path) -> Path:
-    """A checkpoint, or the newest one of a run. Raises CheckpointError where there is none."""
-    from llmtrain.checkpoint.folder import newest
+    """A checkpoint, or the newest one of a run; warns of those that cannot be read. Raises CheckpointError."""
+    from llmtrain.checkpoint.folder import faults, newest
 
     if is_one(path):
-        return path.resolve()
-    found = newest(checkpoints_of(path))
+        return Path(os.path.realpath(path))
+    checkpoints = checkpoints_of(path)
+    found, problems = newest(checkpoints), faults(checkpoints)
     if found is None:
-        raise CheckpointError(Problem("checkpoint.none", str(path), "has no whole checkpoint"))
-    return found.resolve()
+        raise CheckpointError([*problems, Problem("checkpoint.none", str(path), "has no whole checkpoint")])
+    _warn(problems)
+    if problems:
+        print(f"taking {found}", file=sys.stderr)
+    return Path(os.path.realpath(found))
+
+
+def _warn_of_latest(checkpoints: Path) -> None:
+    from llmtrain.checkpoint.folder import read_latest
+
+    _warn(read_latest(checkpoints)[1])
+
+
+def _warn(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
 
 
 def _problems(folder: Path) -> list[Problem]:

@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.new_folder import check_new, new_folder
-from llmtrain.checkpoint.state import layout_of, read_plan
+from llmtrain.checkpoint.state import layout_of
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.durable import fingerprint

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import write_exported
 from llmtrain.checkpoint.model_card import model_card
 from llmtrain.checkpoint.new_folder import check_new, new_folder
-from llmtrain.checkpoint.state import read_plan, read_state
 from llmtrain.durable import create
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.state import Source
@@ -136,7 +136,7 @@ def _write_weights(outgoing: Outgoing, source: Source, parameters: int, most_byt
     for file, names in shards.filename_to_tensors.items():
         like = {name: outgoing.like[name] for name in names}
         with create(folder / file) as target:
-            stream_tensors(target.stream, like, partial(outgoing.tensor, read=source.whole))
+            stream_tensors(target.stream, like, partial(outgoing.tensor, read=source.read_as))
     if shards.is_sharded:
         index = {
             "metadata": {"total_parameters": parameters, **shards.metadata},

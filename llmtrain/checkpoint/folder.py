@@ -13,17 +13,20 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
 from llmtrain.durable import flush, flush_folders, remove_tree, rename, write_atomically
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.untrusted import UNREADABLE, read_json, read_text, why
 
 LATEST = "latest"
 STATE_FILE = "trainer.json"
 PLAN_FILE = "plan.json"
 EXPORTED_FILE = "llmtrain.json"
 """In an exported folder: the checkpoint that it was made of."""
-_NAME = re.compile(r"step_(\d{8,})")
+MOST_LATEST_BYTES = 4096
+_NAME = re.compile(r"step_([0-9]{8,100})")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Found:
     folder: Path
     manifests: tuple[Manifest, ...]
     """Empty where they are missing or cannot be read."""
+    problems: tuple[Problem, ...] = ()
+    """Why they are empty."""
 
     @property
     def written(self) -> str:
@@ -65,8 +70,8 @@ def find(checkpoints: Path) -> list[Found]:
         folders = [path for path in checkpoints.iterdir() if is_checkpoint_name(path.name)]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {error}")) from None
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.folder", str(checkpoints), f"cannot be read: {why(error)}")) from None
     return sorted(map(_found, folders), key=lambda one: (one.written, one.folder.name))
 
 
@@ -78,27 +83,44 @@ def whole(checkpoints: Path) -> list[Path]:
 def newest(checkpoints: Path) -> Path | None:
     """The checkpoint that `latest` names, else the newest one, else None."""
     found = whole(checkpoints)
-    named = read_latest(checkpoints)
-    if named is not None and checkpoints / named in found:
-        return checkpoints / named
-    return found[-1] if found else None
+    named, _ = read_latest(checkpoints)
+    return next((folder for folder in found if folder.name == named), found[-1] if found else None)
 
 
-def read_latest(checkpoints: Path) -> str | None:
-    """The name in `latest`; None where there is no such file. Raises CheckpointError where it cannot be read."""
+def faults(checkpoints: Path) -> list[Problem]:
+    """What is wrong with `latest`, and with what has the name of a checkpoint: why `newest` may be another one."""
+    found = find(checkpoints)
+    named, problems = read_latest(checkpoints)
+    if named is not None and named not in {one.folder.name for one in found}:
+        problems = [latest_is_gone(checkpoints, named)]
+    return [*problems, *(problem for one in found for problem in one.problems)]
+
+
+def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
+    """The name in `latest`, and what is wrong with that file; None where there is none, or none that can be read."""
+    path = checkpoints / LATEST
     try:
-        return (checkpoints / LATEST).read_text().strip()
+        name = read_text(path, MOST_LATEST_BYTES).strip()
+        if not is_checkpoint_name(name):
+            raise ValueError(f"holds {name[:40]!r}, which is no name of a checkpoint")
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            Problem("checkpoint.latest", str(checkpoints / LATEST), f"cannot be read: {error}")
-        ) from None
+        return None, []
+    except UNREADABLE as error:
+        return None, [Problem("checkpoint.latest", str(path), f"cannot be used: {why(error)}")]
+    return name, []
+
+
+def latest_is_gone(checkpoints: Path, named: str) -> Problem:
+    """What is said where `latest` names nothing."""
+    return Problem("checkpoint.latest", str(checkpoints / LATEST), f"names {named}, which is not there")
 
 
 def point_latest(checkpoints: Path, name: str) -> None:
     """Has `latest` name a checkpoint. Raises OSError."""
-    write_atomically(checkpoints / LATEST, name + "\n")
+    path = checkpoints / LATEST
+    if path.is_dir() and not path.is_symlink():  # somebody else's, which no file can replace
+        rename(path, path.with_name(f"{LATEST}.replaced-{uuid.uuid4().hex[:8]}"))
+    write_atomically(path, name + "\n")
 
 
 def write_exported(export: Path, checkpoint: Manifest) -> None:
@@ -110,8 +132,8 @@ def write_exported(export: Path, checkpoint: Manifest) -> None:
 def is_exported(export: Path, checkpoint: Manifest) -> bool:
     """Whether a folder was made of this very checkpoint."""
     try:
-        return bool(json.loads((export / EXPORTED_FILE).read_text())["save"] == checkpoint.save)
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(export / EXPORTED_FILE, dict[str, Any]).get("save") == checkpoint.save
+    except UNREADABLE:
         return False
 
 
@@ -186,5 +208,5 @@ class Building:
 def _found(folder: Path) -> Found:
     try:
         return Found(folder, tuple(read_manifests(folder)))
-    except CheckpointError:
-        return Found(folder, ())
+    except CheckpointError as error:
+        return Found(folder, (), error.problems)

@@ -11,15 +11,17 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import ModelCardData
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.history import changes, course
 from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.state import TrainerState
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
+from llmtrain.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 Line = dict[str, Any]
+MOST_METRICS_BYTES = 1 << 34
 
 
 def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, metrics: Path) -> str:
@@ -139,12 +141,15 @@ def _last_lines(metrics: Path, step: int) -> tuple[Line, Line]:
     """The last training step and the last evaluation until a step; empty where nothing is known."""
     train: Line = {}
     evaluation: Line = {}
-    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
+    try:
+        lines = read_bytes(metrics, MOST_METRICS_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        lines = []
     for text in lines:
         try:
             line = json.loads(text)
             is_past = line["step"] <= step
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue  # cut off by a kill
         if is_past and "eval_loss" in line:
             evaluation = line

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmtrain.checkpoint.agree import attempt, gather, raise_together
 from llmtrain.checkpoint.check import verify_together
-from llmtrain.checkpoint.folder import find, point_latest, read_latest, step_of
+from llmtrain.checkpoint.folder import find, latest_is_gone, point_latest, read_latest, step_of
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.errors import CheckpointError, Problem
@@ -86,7 +86,7 @@ def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Pr
     """Names of all checkpoints on any node, the most wanted first, and what is wrong with `latest`."""
     order: dict[str, str] = {}
     problems: list[Problem] = []
-    latest: str | None = None
+    latest: tuple[str | None, list[Problem]] = (None, [])
     if storage.is_leader:
         try:
             order = {one.folder.name: one.written for one in find(checkpoints)}
@@ -94,10 +94,12 @@ def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Pr
         except CheckpointError as error:
             problems = list(error.problems)
     raise_together(problems)
-    seen = gather((order, latest))
-    orders = {name: written for found, _ in seen for name, written in found.items()}
-    named = next((name for _, name in seen if name), None)
+    seen = gather((order, *latest))
+    orders = {name: written for found, _, _ in seen for name, written in found.items()}
+    named = next((name for _, name, _ in seen if name), None)
+    unreadable = [problem for _, _, found in seen for problem in found]
     # What has no manifest is asked early: it cannot be taken, but is told of.
     names = sorted(orders, key=lambda name: (name == named, not orders[name], orders[name], name), reverse=True)
-    gone = [Problem("checkpoint.latest", str(checkpoints / "latest"), f"names {named}, which is not there")]
-    return names, gone if named and named not in orders else []
+    if named and named not in orders:
+        unreadable.append(latest_is_gone(checkpoints, named))
+    return names, list(dict.fromkeys(unreadable))

@@ -21,11 +21,12 @@ from llmtrain.checkpoint.agree import (
     raise_together,
     world_size,
 )
-from llmtrain.checkpoint.folder import PLAN_FILE, Building, find, newest, point_latest
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, find, newest, point_latest
 from llmtrain.checkpoint.host_copies import HostCopies
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.retention import superfluous
-from llmtrain.checkpoint.state import TrainerState, layout_of, save_random_state
+from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
 from llmtrain.engines.writer import DiskWriter, Writer
@@ -113,7 +114,7 @@ class Saver:
         self.engine.save(writer)
         save_random_state(writer)
         if self.storage.is_leader:
-            state.write(writer)
+            writer.text(STATE_FILE, state.text())
             writer.text(PLAN_FILE, self.plan.model_dump_json(indent=1))
 
     def _save(self, state: TrainerState, contents: Callable[[Writer], None]) -> None:

@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import load_file
 
 from llmtrain.checkpoint.agree import world_size
 from llmtrain.checkpoint.before import other_data
 from llmtrain.checkpoint.check import verify_together
+from llmtrain.checkpoint.contents import TrainerState, read_state
 from llmtrain.checkpoint.exchange import complete
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
-from llmtrain.checkpoint.history import Segment, with_plan
+from llmtrain.checkpoint.history import with_plan
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
 from llmtrain.engines.distributed import rank
+from llmtrain.engines.tensor_file import read_tensors
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
-
-
-@dataclass
-class TrainerState:
-    """Position of a run; what `trainer.json` holds."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-    samples: int = 0
-    """Sequences consumed: the cursor of the data, whatever the batch size was."""
-    tokens: int = 0
-    """Target tokens consumed."""
-    data: str = ""
-    """Key of the prepared data that `samples` counts in."""
-    eval_loss: float | None = None
-    """Last evaluation, in nats per token."""
-    eval_step: int | None = None
-    """Step of that evaluation."""
-    rollbacks: int = 0
-    """How often the run has gone back to a checkpoint after too many skipped updates."""
-    passed_over: int = 0
-    """Sequences among `samples` that these weights were not trained on, since the run went back and on behind them."""
-    history: list[Segment] = field(default_factory=list)
-    """What the steps were taken with."""
-
-    def write(self, writer: Writer) -> None:
-        """Writes `trainer.json`."""
-        writer.text(STATE_FILE, json.dumps(asdict(self), indent=1))
 
 
 def save_random_state(writer: Writer) -> None:
@@ -110,24 +79,6 @@ def restore(
     return state
 
 
-def read_state(folder: Path) -> TrainerState:
-    """The position that a checkpoint holds. Raises CheckpointError where it cannot be read."""
-    try:
-        return TypeAdapter(TrainerState).validate_json((folder / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        problem = Problem("checkpoint.state", str(folder / STATE_FILE), f"cannot be read: {error}")
-    raise CheckpointError(problem)
-
-
-def read_plan(folder: Path) -> Plan:
-    """The plan that a checkpoint was written under. Raises CheckpointError where it cannot be read."""
-    try:
-        return Plan.model_validate_json((folder / PLAN_FILE).read_text())
-    except (OSError, ValidationError) as error:
-        problem = Problem("checkpoint.plan", str(folder / PLAN_FILE), f"cannot be read: {error}")
-    raise CheckpointError(problem)
-
-
 def layout_of(plan: Plan) -> dict[str, int | str | bool]:
     """What decides which pieces each rank of a plan holds, and what it draws."""
     parallel = plan.recipe.parallel
@@ -145,7 +96,13 @@ def _random_state_file() -> str:
 
 
 def _load_random_state(folder: Path) -> None:
-    states = load_file(folder / _random_state_file())
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    file = folder / _random_state_file()
+    states = read_tensors(file, {"cpu": torch.get_rng_state()})
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            Problem("checkpoint.random", str(file), f"holds no state of a generator: {error}")
+        ) from None

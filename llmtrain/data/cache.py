@@ -19,6 +19,7 @@ from llmtrain.data.progress import Progress
 from llmtrain.durable import flush, flush_tree
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
+from llmtrain.untrusted import UNREADABLE, expanded, read_json, why
 
 META = "meta.json"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,7 +28,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def cache_folder(data: DataConfig) -> Path:
     """`data.cache_dir`, else `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
     chosen = data.cache_dir or os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain"
-    return Path(chosen).expanduser().absolute()
+    folder = expanded(chosen)
+    if folder.parts[0].startswith("~"):
+        message = "nobody knows this home folder"
+        raise DataError(Problem("data.cache", chosen, message, "set $HOME, $LLMTRAIN_CACHE or data.cache_dir"))
+    return folder.absolute()
 
 
 def key_of(*parts: Any) -> str:
@@ -77,7 +82,7 @@ class Cache:
                 if not (final / META).exists():
                     self._sweep(final.parent, keep=final)
                     return Entry(final, self._make(final, build), made=True)
-        return Entry(final, json.loads((final / META).read_text(encoding="utf-8")), made=False)
+        return Entry(final, _meta_of(final / META), made=False)
 
     def require_making(self, what: str) -> None:
         """Raises NotPreparedError in a cache that is only looked into."""
@@ -150,6 +155,15 @@ class Cache:
                     _remove(partial)
             except Timeout:
                 continue
+
+
+def _meta_of(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file, dict[str, Any])
+    except UNREADABLE as error:
+        raise DataError(
+            Problem("data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it is made anew")
+        ) from None
 
 
 def _partial(final: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import xxhash
@@ -15,6 +14,7 @@ from llmtrain.data.formats import COMPRESSIONS, READERS, Document
 from llmtrain.data.hub import hub_corpus
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
+from llmtrain.untrusted import expanded
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """NAME or OWNER/NAME."""
@@ -66,6 +66,6 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
         return file_corpus(source, files, cache)
     if HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
         return hub_corpus(source, field, cache)
-    here = Path(source.name).expanduser().absolute()
+    here = expanded(source.name).absolute()
     message = f"'{source.name}' was not found: no file, folder or match of a glob at {here}, and not a hub dataset name"
     raise DataError(Problem("data.missing", f"{field}.name", message))

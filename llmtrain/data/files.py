@@ -18,6 +18,7 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.formats import READERS, Document, kind_of, read_text
 from llmtrain.errors import DataError, Problem, nearest
 from llmtrain.recipe import Source
+from llmtrain.untrusted import UNREADABLE, expanded, open_regular, read_json
 
 STDLIB = "stdlib"
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -81,7 +82,7 @@ def find_files(name: str, split: str, field: str) -> list[Path]:
 
     Raises DataError for a folder or glob without data files, or with files of several kinds.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file():
         return _of_one_kind([path], name, field)
     if path.is_dir():
@@ -136,9 +137,8 @@ class Fingerprints:
 
     def _known(self) -> dict[str, Fingerprint]:
         try:
-            known = json.loads(self._path.read_text(encoding="utf-8"))
-            return {name: Fingerprint(*fields) for name, fields in known.items()}
-        except (OSError, ValueError, TypeError):
+            return read_json(self._path, dict[str, Fingerprint])
+        except UNREADABLE:
             return {}
 
     def _remember(self, found: dict[str, Fingerprint]) -> None:
@@ -166,7 +166,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def _hash(path: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while data := file.read(READ_BYTES):
                 digest.update(data)
     except OSError as error:

@@ -21,6 +21,7 @@ from llmtrain.data.store import SPLITS, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig, Recipe, Source
+from llmtrain.untrusted import why
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,13 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
+    try:
+        return _made(recipe, cache)
+    except OSError as error:  # as where a folder on the way to a file is closed
+        raise DataError(Problem("data.read", str(error.filename or "data"), f"cannot be used: {why(error)}")) from error
+
+
+def _made(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data = recipe.data
     corpora = open_corpora(data.sources, cache)

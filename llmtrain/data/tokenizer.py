@@ -16,6 +16,7 @@ from llmtrain.data.corpus import Corpus, held_out
 from llmtrain.data.mixture import integer_weights
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig, TrainedTokenizer
+from llmtrain.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"
 FORMAT = 1
@@ -95,7 +96,7 @@ def prepare_tokenizer(data: DataConfig, corpora: Sequence[Corpus], cache: Cache)
         def build(folder: Path) -> dict[str, Any]:
             return _train(folder, wanted, data, corpora, cache)
     else:
-        source = Path(wanted).expanduser()
+        source = expanded(wanted)
         # A hub name means what it meant when this folder first saw it, see `hub_corpus`.
         content = _files_hash(source) if source.is_dir() else wanted
         key = key_of("imported", FORMAT, source.is_dir(), content)
@@ -209,4 +210,4 @@ def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, 
 
 def _files_hash(folder: Path) -> str:
     files = (folder / name for name in TOKENIZER_FILES)
-    return key_of({path.name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in files if path.exists()})
+    return key_of({path.name: xxhash.xxh3_128_hexdigest(read_bytes(path)) for path in files if path.exists()})

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.data import Prepared, Schedule
 from llmtrain.data.sampler import rows_of
 from llmtrain.data.synthetic import synthetic

@@ -7,7 +7,8 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 
 from llmtrain.engines.held import weights_changed
-from llmtrain.engines.state import resume_schedule
+from llmtrain.engines.state import PROGRESS_FILE, resume_schedule
+from llmtrain.errors import CheckpointError, Problem
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
@@ -31,8 +32,11 @@ def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
     resume_schedule(engine.lr_scheduler, progress["schedule"])
     for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
         setattr(engine, name, value)
-    saved, scalers = progress.get("loss_scale", {}), _scalers(engine)
+    saved, scalers, own = progress.get("loss_scale", {}), _scalers(engine), _loss_scale(engine)
     for name in saved.keys() & scalers.keys():
+        if saved[name].keys() != own[name].keys():
+            message = f"of '{name}' it has {', '.join(sorted(saved[name]))}, and not {', '.join(sorted(own[name]))}"
+            raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
         if name == "loss_scaler":
             vars(scalers[name]).update(saved[name])
         else:

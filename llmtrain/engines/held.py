@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from llmtrain.engines.pieces import WEIGHT
+from llmtrain.piece_heads import WEIGHT
 
 STEP = "step"
 """Torch's name for the updates that an optimizer has counted."""

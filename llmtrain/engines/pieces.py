@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WEIGHT = "weight"
-"""The kind of tensor that is trained: fp32 where the engine keeps such a copy. The others are an optimizer's."""
+from llmtrain.piece_heads import WEIGHT
 
 Shape = tuple[int, ...]
 

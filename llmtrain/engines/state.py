@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from safetensors.torch import load_file
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,10 +18,13 @@ from llmtrain.engines import state_file
 from llmtrain.engines.distributed import rank
 from llmtrain.engines.guard import Guard
 from llmtrain.engines.held import Held
-from llmtrain.engines.pieces import WEIGHT, Piece, Region
+from llmtrain.engines.pieces import Box, Piece, Region
 from llmtrain.engines.state_file import Files, Stored
+from llmtrain.engines.tensor_file import read_tensors
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.piece_heads import WEIGHT
+from llmtrain.untrusted import UNREADABLE, read_json, why
 
 PROGRESS_FILE = f"{state_file.FOLDER}/progress.json"
 GUARD_FILE = f"{state_file.FOLDER}/guard.safetensors"
@@ -54,6 +59,19 @@ def save_state(engine: HasState, writer: Writer) -> None:
         writer.tensors(GUARD_FILE, engine.guard.state())
 
 
+class Progress(BaseModel):
+    """What `HasState.progress` gives, of any engine."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    schedule: Annotated[int, Field(ge=0, lt=2**63)]
+    """Steps that the schedule of the rate has taken."""
+    deepspeed: dict[Literal["global_steps", "global_samples", "skipped_steps"], int] | None = None
+    """DeepSpeed's own counters, by the names of its attributes."""
+    loss_scale: dict[Literal["loss_scaler", "gradscaler"], dict[str, bool | int | float]] | None = None
+    """The numbers of each kind of loss scaler."""
+
+
 @torch.no_grad()
 def load_state(engine: HasState, folder: Path) -> None:
     """Takes back what `save_state` wrote, under whatever plan; called by all ranks.
@@ -63,9 +81,16 @@ def load_state(engine: HasState, folder: Path) -> None:
     source = Source(folder, rank())
     for pieces in engine.pieces():
         fill(pieces, source)
-    engine.resumed(json.loads((folder / PROGRESS_FILE).read_text()))
+    engine.resumed(_read_progress(folder / PROGRESS_FILE))
     if (folder / GUARD_FILE).exists():  # else it was written before there was a guard
-        engine.guard.load(load_file(folder / GUARD_FILE))
+        engine.guard.load(read_tensors(folder / GUARD_FILE, engine.guard.state()))
+
+
+def _read_progress(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file, Progress).model_dump(exclude_none=True)
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.progress", str(file), f"cannot be read: {why(error)}")) from None
 
 
 def fill(pieces: list[Piece], source: Source) -> None:
@@ -139,10 +164,20 @@ class Source:
     def fill(self, piece: Piece) -> None:
         """Writes what was saved into the tensors of a piece. Raises CheckpointError where it is not there."""
         for kind, tensor in piece.tensors.items():
-            tensor.copy_(self._range(piece, kind))
+            found = self._range(piece, kind)
+            self._check_type(found, tensor, piece.name)
+            tensor.copy_(found)
         if piece.steps is not None:
-            counted = max((one.steps or 0.0 for one in self._own.get(piece.name) or self.all[piece.name]), default=0.0)
+            stored = self._own.get(piece.name) or self.all.get(piece.name, [])
+            counted = max((one.steps or 0.0 for one in stored), default=0.0)
             piece.steps.fill_(max(piece.steps.item(), counted))
+
+    def read_as(self, name: str, like: Tensor) -> Tensor:
+        """All of a weight, flat, on the CPU. Raises CheckpointError where it is not one like that."""
+        found = self.whole(name)
+        self._check_type(found, like, name)
+        self._check_size(found, like.numel(), name)
+        return found
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """All of a weight, or of what an optimizer keeps for it, flat, on the CPU. Raises CheckpointError."""
@@ -152,18 +187,20 @@ class Source:
         by_region: dict[Region, list[Stored]] = {}
         for one in self.all.get(name, []):
             by_region.setdefault(one.region, []).append(one)
-        result, missing = torch.empty(0), 1
+        # Counted before memory is asked for: a damaged head may claim any shape.
+        sizes = {math.prod(region.shape) for region in by_region}
+        if sizes != {sum(region.numel for region in by_region)} or _overlap(by_region):
+            raise self._lacks(name, kind)
+        result: Tensor | None = None
         for region, stored in by_region.items():
             part = self._joined(stored, kind, 0, region.numel)
             if part is None:
                 raise self._lacks(name, kind)
-            if not result.numel():
-                missing = torch.Size(region.shape).numel()
-                result = torch.empty(missing, dtype=part.dtype)
+            if result is None:
+                result = torch.empty(sizes.pop(), dtype=part.dtype)
+            self._check_type(part, result, name)
             region.put(part, result)
-            missing -= region.numel
-        if missing:
-            raise self._lacks(name, kind)
+        assert result is not None
         self._whole = (name, kind, result)
         return result
 
@@ -173,7 +210,9 @@ class Source:
         if found is None:
             found = self._joined(_alike(self.all, piece), kind, piece.start, last)
         if found is None:
-            found = piece.region.take(self.whole(piece.name, kind))[piece.start : last]
+            whole = self.whole(piece.name, kind)
+            self._check_size(whole, math.prod(piece.region.shape), piece.name)
+            found = piece.region.take(whole)[piece.start : last]
         return found
 
     def _joined(self, stored: list[Stored], kind: str, first: int, last: int) -> Tensor | None:
@@ -186,6 +225,16 @@ class Source:
                 at = end
         return torch.cat(parts[1:] or parts) if at >= last else None
 
+    def _check_type(self, found: Tensor, expected: Tensor, name: str) -> None:
+        if found.is_floating_point() != expected.is_floating_point():
+            message = f"'{name}' is {found.dtype} there, where {expected.dtype} is needed"
+            raise CheckpointError(Problem("checkpoint.type", str(self.folder), message))
+
+    def _check_size(self, found: Tensor, expected: int, name: str) -> None:
+        if found.numel() != expected:
+            message = f"'{name}' has {found.numel():,} elements there, where {expected:,} are needed"
+            raise CheckpointError(Problem("checkpoint.shape", str(self.folder), message))
+
     def _lacks(self, name: str, kind: str) -> CheckpointError:
         what = "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
         return CheckpointError(Problem("checkpoint.pieces", str(self.folder), f"does not hold {what} for '{name}'"))
@@ -194,6 +243,17 @@ class Source:
 def _alike(stored: dict[str, list[Stored]], piece: Piece) -> list[Stored]:
     """Stored pieces of the very same region."""
     return [one for one in stored.get(piece.name, []) if one.region == piece.region]
+
+
+def _overlap(regions: Iterable[Region]) -> bool:
+    """Whether any element is held twice."""
+    boxes = [box for region in regions for box in region.boxes]
+    return any(_meet(one, other) for one, other in itertools.combinations(boxes, 2))
+
+
+def _meet(one: Box, other: Box) -> bool:
+    ranges = zip(one.first, one.size, other.first, other.size, strict=True)
+    return all(first < second + width and second < first + size for first, size, second, width in ranges)
 
 
 def _by_name(stored: Iterable[Stored]) -> dict[str, list[Stored]]:

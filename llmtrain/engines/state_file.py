@@ -18,6 +18,9 @@ from torch import Tensor
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.tensor_file import head
 from llmtrain.engines.writer import Part, Writer
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.piece_heads import read_head
+from llmtrain.untrusted import UNREADABLE, why
 
 FOLDER = "engine"
 """Folder of these files in a checkpoint."""
@@ -65,26 +68,20 @@ def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
 
 
 def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
-    """Every piece in the files of a checkpoint, or in those of one rank."""
+    """Every piece in the files of a checkpoint, or in those of one rank. Raises CheckpointError."""
     whose = "*" if rank is None else f"{rank:05d}"
     for file in sorted((folder / FOLDER).glob(f"rank_{whose}.*.safetensors")):
         yield from _read_header(file)
 
 
 def _read_header(file: Path) -> Iterator[Stored]:
-    with safe_open(file, framework="pt") as content:
-        pieces = json.loads(content.metadata()["pieces"])
+    try:
+        pieces = read_head(file)
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
     for index, piece in enumerate(pieces):
-        yield Stored(
-            file=file,
-            index=index,
-            name=piece["name"],
-            region=Region.from_json(piece["region"]),
-            start=piece["start"],
-            numel=piece["numel"],
-            kinds=tuple(piece["kinds"]),
-            steps=piece["steps"],
-        )
+        region = Region.from_json(piece.region.model_dump())
+        yield Stored(file, index, piece.name, region, piece.start, piece.numel, piece.kinds, piece.steps)
 
 
 def _key(index: int, kind: str) -> str:

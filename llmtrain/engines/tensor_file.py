@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from llmtrain.engines.writer import on_host, size_of
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.untrusted import UNREADABLE, read_bytes, why
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
     torch.int64: "I64",
@@ -55,3 +60,22 @@ def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callabl
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise ValueError(f"'{name}' is {value.dtype} {list(value.shape)}, and was to be {expected}")
         stream.write(on_host(value.contiguous().view(-1)))
+
+
+def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a small file. Raises CheckpointError where it cannot be read, or lacks one of `like`.
+
+    like: by name, a tensor of the same type and shape; only the first dimension may have another length.
+    """
+    try:
+        tensors: dict[str, Tensor] = load(read_bytes(path))
+        for name, expected in like.items():
+            if name not in tensors:
+                raise ValueError(f"has no tensor '{name}'")
+            found = tensors[name]
+            if (found.dtype, found.ndim, found.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
+                told = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+                raise ValueError(f"'{name}' is {told}")
+        return tensors
+    except (*UNREADABLE, SafetensorError) as error:
+        raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None

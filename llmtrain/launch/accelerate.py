@@ -10,6 +10,7 @@ from pathlib import Path
 from llmtrain.launch.templating import render_template
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Precision
+from llmtrain.untrusted import UNREADABLE, expanded, read_text
 
 MIXED_PRECISION: dict[Precision, str] = {
     "fp32": "no",
@@ -73,15 +74,15 @@ def _option(command: Sequence[str], name: str) -> str | None:
 
 def _default_configuration(env: Mapping[str, str]) -> Path:
     """Where `accelerate config` writes (accelerate/commands/config/config_args.py)."""
-    cache = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(env.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "accelerate" / "default_config.yaml"
+    cache = env.get("XDG_CACHE_HOME") or "~/.cache"
+    return expanded(env.get("HF_HOME") or f"{cache}/huggingface") / "accelerate" / "default_config.yaml"
 
 
 def _processes_in(configuration: Path) -> int | None:
     """A line of its own in YAML and in JSON."""
     try:
-        text = configuration.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        text = read_text(configuration)
+    except UNREADABLE:
         return None
     found = re.search(r'^\s*"?num_processes"?\s*:\s*([0-9]+)', text, flags=re.MULTILINE)
     return _positive(found[1]) if found else None

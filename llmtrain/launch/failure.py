@@ -19,6 +19,7 @@ from llmtrain.errors import (
     UserError,
     WorkerError,
 )
+from llmtrain.untrusted import UNREADABLE, read_json
 
 USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
 """What a worker raises, by its name."""
@@ -62,13 +63,13 @@ class Failure:
     def read(cls, path: Path) -> Self | None:
         """The failure in a file; None where a worker wrote none or was killed while writing it."""
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            return read_json(path, cls)
+        except UNREADABLE:
             return None
 
     def write(self, path: Path) -> None:
         """Writes the file that `read` reads."""
-        path.write_text(json.dumps(asdict(self), indent=2))
+        path.write_text(json.dumps(asdict(self), indent=2), encoding="utf-8")
 
     @property
     def summary(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.untrusted import UNREADABLE, read_text, why
 
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
 _FIX = "one `HOST slots=N` on each line, each host once"
@@ -58,9 +59,9 @@ def include_of(hosts: Iterable[Host]) -> str:
 def _parse(path: Path) -> dict[str, int]:
     """Host → slots."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {error}", _FIX)) from None
+        lines = read_text(path).splitlines()
+    except UNREADABLE as error:
+        raise RecipeError(Problem("launch.hostfile", "--hostfile", f"cannot read {path}: {why(error)}", _FIX)) from None
     slots: dict[str, int] = {}
     problems = []
     for number, line in enumerate(lines, start=1):

@@ -37,6 +37,7 @@ from llmtrain.launch.on_host import facts, folder_of
 from llmtrain.launch.rank import Reader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.run_dir import RunDir
+from llmtrain.untrusted import UNREADABLE, read_text, why
 
 PREPARE_S = 120
 """Longest time for a host to say what it has: imports over a network filesystem."""
@@ -130,12 +131,12 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
     found = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     for folder in (home, Path.cwd()):
         file = folder / ".deepspeed_env"
-        if not file.is_file():
-            continue
         try:
-            lines = file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {error}")) from None
+            lines = read_text(file).split("\n")
+        except FileNotFoundError:
+            continue
+        except UNREADABLE as error:
+            raise RecipeError(Problem("launch.env_file", str(file), f"cannot be read: {why(error)}")) from None
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmtrain.launch.rank import Rank
+from llmtrain.untrusted import UNREADABLE, expanded, read_text
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # <net/if.h>
@@ -153,9 +154,9 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
     if env.get(NCCL):
         return env[NCCL], NCCL
     named = env.get("NCCL_CONF_FILE")
-    for file in (Path(named) if named else Path.home() / ".nccl.conf", Path("/etc/nccl.conf")):
-        with suppress(OSError, UnicodeDecodeError):
-            for line in file.read_text().splitlines():
+    for file in (Path(named) if named else expanded("~/.nccl.conf"), Path("/etc/nccl.conf")):
+        with suppress(*UNREADABLE):
+            for line in read_text(file).splitlines():
                 name, _, value = line.partition("=")
                 if name.strip() == NCCL and value.strip():
                     return value.strip(), str(file)

@@ -74,15 +74,17 @@ class Outgoing:
                 self._sources[name], self.like[name] = group, tensor
         self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
 
-    def tensor(self, name: str, read: Read) -> Tensor:
-        """A tensor of a file. read: gives a weight of the model, flat, of any type.
+    def tensor(self, name: str, read: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """A tensor of a file. read: gives a weight of the model that is like a tensor, flat, of any precision.
 
         What came of the same weights is kept for the next call, and nothing else.
         """
         group = self._sources[name]
         if self._converted[0] != group:
             self._converted = ((), {})
-            weights = {one: read(one).view(self._like[one].shape).to(self._like[one].dtype) for one in group}
+            weights = {
+                one: read(one, self._like[one]).view(self._like[one].shape).to(self._like[one].dtype) for one in group
+            }
             self._converted = (group, dict(revert_weight_conversion(self._model, weights)))
         return self._converted[1][name]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.hub_names import Incoming, aliases, empty_model
 from llmtrain.recipe import ModelConfig
+from llmtrain.untrusted import UNREADABLE, open_regular, read_json, why
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -81,8 +82,7 @@ def _files(source: ModelConfig) -> dict[str, Path]:
         patterns = ["model*.safetensors", INDEX]  # a repository may hold the weights a second time, under other names
         folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
     if (folder / INDEX).is_file():
-        weight_map: dict[str, Any] = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = {name: folder / file for name, file in weight_map.items()}
+        files = {name: folder / file for name, file in _index(folder / INDEX).items()}
         if gone := sorted({file.name for file in files.values() if not file.is_file()}):
             message = f"{folder} lacks {len(gone)} of the files that its index names: {_some(gone)}"
             raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "complete the folder"))
@@ -93,6 +93,18 @@ def _files(source: ModelConfig) -> dict[str, Path]:
     return {name: file for file in found for name in _heads(file)}
 
 
+class _Index(BaseModel):
+    weight_map: dict[str, str]
+
+
+def _index(file: Path) -> dict[str, str]:
+    try:
+        return read_json(file, _Index).weight_map
+    except UNREADABLE as error:
+        message = f"{file} cannot be read: {why(error)}"
+    raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
+
+
 def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
     heads = {file: _heads(file) for file in dict.fromkeys(files.values())}
     return {name: heads[file][name] for name, file in files.items() if name in heads[file]}
@@ -101,6 +113,7 @@ def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
 def _heads(file: Path) -> dict[str, Tensor]:
     """By name, a tensor without memory of each one's shape. Raises RecipeError for what is no safetensors file."""
     try:
+        open_regular(file).close()  # the library would wait for a FIFO
         with safe_open(file, framework="pt") as tensors:
             return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -7,7 +7,7 @@ save goes through `torch.autograd.graph.saved_tensors_hooks`; a storage counts o
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.models.build import model_configuration
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
+from llmtrain.untrusted import UNREADABLE, read_json
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
@@ -33,8 +34,8 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
     Raises RecipeError for a model whose forward pass looks at the values of its tensors, and for fused attention.
     """
     file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
-    if file.is_file():
-        return tuple(json.loads(file.read_text()))
+    with suppress(*UNREADABLE):
+        return tuple(read_json(file, list[int]))
     layers = _trace(plan)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(layers))

@@ -7,7 +7,6 @@ on the meta device: its shapes exist, its weights do not.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from llmtrain.plan.own_code import has_own_code, pretrained_configuration
 from llmtrain.plan.plan import ModelFacts
 from llmtrain.plan.weights import Weight, Weights, runs_of
 from llmtrain.recipe import ModelConfig
+from llmtrain.untrusted import UNREADABLE, expanded, read_json, why
 
 _SIZES = {
     "hidden_size": "width",
@@ -190,7 +190,7 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
 def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """`model_type` and configuration of pretrained weights: a local folder is read, a hub name is asked for."""
     assert model.pretrained is not None
-    folder = Path(model.pretrained).expanduser()
+    folder = expanded(model.pretrained)
     if folder.is_dir():
         config = _read_config(folder / "config.json")
     elif _is_path(model.pretrained):
@@ -211,13 +211,10 @@ def _is_path(name: str) -> bool:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        message = f"{path} cannot be read: {error}"
+        return read_json(path, dict[str, Any])
+    except UNREADABLE as error:
+        message = f"{path} cannot be read: {why(error)}"
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
-    if not isinstance(config, dict):
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", f"{path} holds no JSON object"))
-    return config
 
 
 def _hub_config(model: ModelConfig) -> dict[str, Any]:

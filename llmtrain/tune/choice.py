@@ -14,6 +14,7 @@ from llmtrain.host import own_cores
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.recipe import DataConfig
 from llmtrain.run_dir import versions
+from llmtrain.untrusted import UNREADABLE, read_json
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
 """Whose versions decide what a kernel is and how fast."""
@@ -65,8 +66,8 @@ def cached_file(data: DataConfig, key: str) -> Path:
 def read_cached(data: DataConfig, key: str) -> KernelChoice | None:
     """The measured choice of a key; None where there is none that can be read."""
     try:
-        return KernelChoice.model_validate_json(cached_file(data, key).read_text())
-    except (OSError, ValueError):
+        return read_json(cached_file(data, key), KernelChoice)
+    except UNREADABLE:
         return None
 
 

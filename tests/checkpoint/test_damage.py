@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from contextlib import contextmanager
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
 from batches import GLOBAL_BATCH, tiny_recipe
+from hand_made import PIECES, head_of, make_run, write_head
 from harness import run_ranks
 from safetensors.torch import save_file
 from small_saves import RUN, save, saver_of
 from traces import engine_of, plan_of
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.manifest import File, read_manifests
 from llmtrain.checkpoint.resume import choose_named, choose_newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import _load_random_state, load
 from llmtrain.checkpoint.storage import probe
 from llmtrain.durable import fingerprint
+from llmtrain.engines.state import PROGRESS_FILE, Source, _read_progress
 from llmtrain.errors import CheckpointError, Exit
 
 
@@ -199,21 +204,116 @@ def test_what_only_looks_like_a_pickle_is_a_message(tmp_path):
         verify(made)
 
 
+def test_a_zip_bomb_is_not_unpacked(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    with ZipFile(made / "bomb.pt", "w", ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", bytes(1 << 26))
+    with pytest.raises(CheckpointError, match=r"bomb\.pt: is a pickle.*longer than 16,777,216 bytes when"):
+        verify(made)
+
+
+@pytest.mark.parametrize("name", ["notes", "model.PT", "state.dill", "engine/.x", "rng/MANIFEST.json", "b.zip"])
+def test_a_file_that_the_manifest_does_not_name_is_reported(name, tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    (made / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError) as raised:
+        verify(made)
+    assert [problem.field for problem in raised.value.problems] == [str(made / name)]
+    if name == "model.PT":
+        with pytest.raises(CheckpointError):
+            _choose(tmp_path)
+    else:
+        assert _choose(tmp_path).folder == made  # nothing reads it
+
+
+def test_links_and_fifos_beside_the_files_are_reported(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    os.mkfifo(made / "fifo")
+    (made / "loop").symlink_to("loop")
+    (made / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        verify(made)
+    assert [problem.rule for problem in raised.value.problems] == ["checkpoint.unlisted"] * 3
+
+
+def test_a_pickle_that_the_manifest_names_otherwise_is_refused(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    (made / "state.dill").write_bytes(b"\x80\x04.")
+    (manifest,) = read_manifests(made)
+    file = File(**vars(fingerprint(made / "state.dill")), rank=0, private=False)
+    manifest.model_copy(update={"files": {**manifest.files, "state.dill": file}}).write(made)
+    for use in (lambda: verify(made), lambda: _choose(made.parent)):
+        with pytest.raises(CheckpointError, match=r"state\.dill: is neither of \.safetensors and \.json"):
+            use()
+
+
+def test_a_damaged_latest_is_told_and_costs_nothing(tmp_path):
+    made = save(saver_of(tmp_path), 1)
+    (tmp_path / "latest").write_bytes(b"step_\xff\n")
+    choice = _choose(tmp_path)
+    assert choice.folder == made
+    assert "is not UTF-8 text" in str(choice.rejected[0])
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir()
+    assert _choose(tmp_path).folder == made
+    assert _choose(tmp_path).rejected
+    save(saver_of(tmp_path), 2)  # the folder makes room
+    assert (tmp_path / "latest").read_text() == "step_00000002\n"
+    assert not _choose(tmp_path).rejected
+
+
+# Content that is not what the model needs, under hashes that are right.
+
+
+def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -> Source:
+    """A checkpoint of one weight, in pieces of one box each."""
+    made = run.checkpoints / "step_00000001"
+    listed = [
+        {"name": "a", "region": {"shape": shape, "boxes": [box], "dim": 0}, "start": 0, "kinds": ["weight"]}
+        | {"numel": math.prod(box["size"]), "steps": None}
+        for box in boxes
+    ]
+    write_head(made / PIECES, head_of(listed, dtype), sum(4 * one["numel"] for one in listed))
+    return Source(made)
+
+
+def test_a_weight_of_another_type_or_size_is_refused(tmp_path):
+    run = make_run(tmp_path / "run")
+    box = {"first": [0, 0], "size": [2, 3]}
+    assert _with_weight(run, [2, 3], [box]).read_as("a", torch.ones(2, 3)).shape == (6,)
+    with pytest.raises(CheckpointError, match=r"'a' is torch\.int32 there, where torch\.bfloat16 is needed"):
+        _with_weight(run, [2, 3], [box], "I32").read_as("a", torch.ones(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match="'a' has 6 elements there, where 8 are needed"):
+        _with_weight(run, [2, 3], [box]).read_as("a", torch.ones(2, 4))
+    with pytest.raises(CheckpointError, match="does not hold the weight for 'a'"):
+        _with_weight(run, [2**40, 2**20], [box]).read_as("a", torch.ones(2, 3))  # and asks for no memory
+    overlapping = [((0, 0), (3, 1)), ((1, 0), (1, 2)), ((2, 0), (1, 1))]
+    boxes = [{"first": list(first), "size": list(size)} for first, size in overlapping]
+    with pytest.raises(CheckpointError, match="does not hold the weight for 'a'"):
+        _with_weight(run, [3, 2], boxes).read_as("a", torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"schedule": "1"}', b'{"schedule": 1, "deepspeed": {"__class__": 1}}', b"[" * 100_000],
+)
+def test_the_progress_of_an_engine_is_checked(content, tmp_path):
+    made = make_run(tmp_path / "run").checkpoints / "step_00000001"
+    (made / PROGRESS_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"progress\.json: cannot be read"):
+        _read_progress(made / PROGRESS_FILE)
+
+
+@pytest.mark.parametrize("shape", [None, (2, 3), (3,)])
+def test_the_state_of_a_generator_is_checked(shape, tmp_path):
+    (tmp_path / "rng").mkdir()
+    states = {"cpu": torch.zeros(shape, dtype=torch.uint8)} if shape else {"cpu": torch.ones(3)}
+    save_file(states, tmp_path / "rng" / "rank_00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors"):
+        _load_random_state(tmp_path)
+
+
 # Disks.
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A filesystem of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs takes root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a tmpfs takes the right to mount")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_disk_that_fills_up_costs_no_checkpoint(small_disk):

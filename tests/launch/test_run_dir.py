@@ -4,7 +4,7 @@ import stat
 import pytest
 
 from llmtrain.durable import write_atomically
-from llmtrain.errors import RecipeError
+from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.plan import KernelChoice
 from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, identity_of
 
@@ -180,7 +180,7 @@ def test_a_damaged_recipe_is_named(run, plan):
     run.create(plan, DS_CONFIG)
     run.metrics_file.write_text('{"step": 1}\n')
     run.recipe_file.write_text('{"name": ')
-    with pytest.raises(RecipeError, match=r"recipe\.json"):
+    with pytest.raises(CheckpointError, match=r"recipe\.json"):
         run.create(plan, DS_CONFIG)
 
 
@@ -189,7 +189,7 @@ def test_a_missing_or_broken_plan_is_named(run, plan):
         run.read_plan()
     run.create(plan, DS_CONFIG)
     run.plan_file.write_text("{}")
-    with pytest.raises(RecipeError, match=r"plan\.json"):
+    with pytest.raises(CheckpointError, match=r"plan\.json"):
         run.read_plan()
 
 

@@ -6,6 +6,7 @@ where it starts, so that nothing is scanned twice.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.lint.document import Document, Unreadable, Where
+from llmtrain.untrusted import read_bytes, why
 
 LARGEST_FILE = 2**20
 """Bytes; the largest configurations in use are some kilobytes."""
@@ -26,15 +28,13 @@ def read_file(path: Path, world_size: int | None = None) -> Document:
     Raises: Unreadable.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)  # not its stated size: a pipe and a device have none
-        text = content.decode("utf-8-sig") if len(content) <= LARGEST_FILE else None
+        text = read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
     except OSError as error:
-        raise Unreadable(f"cannot be read: {error.strerror}") from None
+        if error.errno == errno.EFBIG:
+            raise Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB: no DeepSpeed configuration is") from None
+        raise Unreadable(f"cannot be read: {why(error)}") from None
     except UnicodeDecodeError as error:
         raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
-    if text is None:
-        raise Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB: no DeepSpeed configuration is")
     return read_text(text, world_size)
 
 

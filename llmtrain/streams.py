@@ -1,0 +1,51 @@
+"""Standard streams that take any text, and that may fail: a closed terminal, a full disk, a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class _Lossy(io.FileIO):
+    """A file that drops what it cannot write."""
+
+    def write(self, data: object, /) -> int:
+        try:
+            return super().write(data)  # type: ignore[call-overload, no-any-return]
+        except OSError:
+            return len(memoryview(data))  # type: ignore[arg-type]
+
+
+def lossy(descriptor: int, owned: bool = True) -> TextIO:
+    """A text stream on a descriptor, for what is worth less than the work that it tells of.
+
+    owned: whether the descriptor is closed with it.
+    """
+    raw = _Lossy(descriptor, "w", closefd=owned)
+    encoding = getattr(sys.__stdout__, "encoding", None) or "utf-8"
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
+
+
+def take_any_text() -> None:
+    """Opens the standard streams that are closed, to nothing, and has the others take what their encoding lacks.
+
+    A descriptor that is left closed would be that of the next file, which would get what is printed.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = lossy(1, owned=False)
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = lossy(2, owned=False)  # whatever it tells, the exit code tells too
+
+
+def outlive_the_terminal() -> None:
+    """From now on, what cannot be printed is lost, and nothing else."""
+    if sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        sys.stdout = lossy(1, owned=False)

@@ -1,0 +1,108 @@
+"""Reading what a user, another program or a failing disk may have changed.
+
+Only regular files are opened, since a FIFO or a device may block for ever. No more is read than is asked for. JSON is
+checked against the type that it must have. Whatever is wrong with a file is an OSError or a ValueError: `UNREADABLE`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+MOST_BYTES = 64 << 20
+"""Longest text or JSON document that is read."""
+UNREADABLE = (OSError, ValueError)
+"""What the functions below raise about a file, for `except`; `why` says it to people."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> FileIO:
+    """A regular file, or a link to one, opened for reading without a buffer. Raises OSError for anything else."""
+    try:
+        # Asked before it is opened: to open a device may do something. Asked again of what was opened.
+        require_regular(path.stat(), path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    try:
+        require_regular(os.fstat(descriptor), path)
+        return FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def expanded(name: str) -> Path:
+    """A path with its `~` replaced; as it is where nobody knows that home."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises RuntimeError
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError, also for a file that is longer than `most` bytes."""
+    with open_regular(path) as file:
+        content = read_most(file, most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is longer than {most:,} bytes", str(path))
+    return content
+
+
+def read_most(file: FileIO, most: int) -> bytes:
+    """The next bytes of a file without a buffer: so many, or all that are left."""
+    content = bytearray()
+    while len(content) < most and (part := file.read(most - len(content))):
+        content += part
+    return bytes(content)
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """The content of a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
+    return read_bytes(path, most).decode("utf-8")
+
+
+def read_json(path: Path, kind: type[T], most: int = MOST_BYTES) -> T:
+    """The JSON document of a regular file, as an object of a type. Raises OSError or ValueError."""
+    return parse_json(read_bytes(path, most), kind)
+
+
+def parse_json(content: bytes | str, kind: type[T]) -> T:
+    """A JSON document as an object of a type. Raises ValueError for another content."""
+    return _adapter(kind).validate_json(content)
+
+
+def why(error: Exception) -> str:
+    """What was wrong with a file, on one line, without its path."""
+    if isinstance(error, ValidationError):
+        first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+        where = ".".join(map(str, first["loc"]))
+        more = f", and {len(others):,} more faults" if others else ""
+        return f"{where[:200] or 'content'}: {first['msg']}{more}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text (byte {error.start:,})"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def require_regular(status: os.stat_result, path: Path) -> None:
+    """Raises OSError for what is no regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"is {found} and no file", str(path))
