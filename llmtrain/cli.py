@@ -22,8 +22,9 @@ from llmtrain.commands.options import (
     RecipeArgument,
     SetOption,
 )
-from llmtrain.errors import Exit, UserError
+from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.quiet import quiet_libraries
+from llmtrain.streams import take_any_text
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -37,15 +38,43 @@ app.add_typer(checkpoint_app, name="checkpoint")
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a user's mistake becomes a message and an exit code."""
+    take_any_text()
     try:
-        app(arguments)
+        _check_surroundings()
+        try:
+            app(arguments)
+        finally:
+            sys.stdout.flush()
     except UserError as error:
         print(error.report(), file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         # The reader of our output has gone (`llmtrain plan ... | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(Exit.DONE)
+    except OSError as error:
+        # Of a file, or of our own output, that nobody foresaw: still of the machine, and no bug.
+        _drop_output()
+        print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(Exit.USAGE)
+
+
+def _check_surroundings() -> None:
+    """Raises RecipeError for what the libraries of a run cannot bear."""
+    try:
+        os.getcwd()  # noqa: PTH109 - nothing is done with it
+    except OSError as error:
+        message = f"there is none ({error.strerror})"
+        fix = "it was deleted, or is closed to you: cd to another one"
+        raise RecipeError(Problem("python.folder", "working directory", message, fix)) from None
+    if sys.flags.optimize > 1:
+        message = "takes the docstrings away, and transformers fails to import without them"
+        raise RecipeError(Problem("python.optimize", "python -OO", message, "run it without -OO and PYTHONOPTIMIZE=2"))
+
+
+def _drop_output() -> None:
+    """Lets nothing more be written to standard output, whose rest would fail again at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @app.command()

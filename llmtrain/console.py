@@ -15,9 +15,11 @@ from typing import TextIO
 from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
+from llmtrain.durable import open_log
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.rank import Rank
 from llmtrain.run_dir import RunDir
+from llmtrain.streams import lossy, take_any_text
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
@@ -69,9 +71,10 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
+    take_any_text()
     sys.stdout.flush()
     sys.stderr.flush()
-    stdout, stderr = _duplicate(1), _duplicate(2)
+    stdout, stderr = lossy(os.dup(1)), lossy(os.dup(2))
     _redirect(run_dir.log_file(rank.rank))
     faulthandler.enable(file=2)
     now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
@@ -80,19 +83,13 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
 
 
-def _duplicate(descriptor: int) -> TextIO:
-    """Another handle on a standard stream, which children do not inherit."""
-    return os.fdopen(os.dup(descriptor), "w", buffering=1, encoding="utf-8", errors="replace")
-
-
 def _redirect(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_log(log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        # A log is read while it grows, and must take any text.
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
+    # The disk that the log is on may be full for a while.
+    sys.stdout, sys.stderr = lossy(1, owned=False), lossy(2, owned=False)
 
 
 class _Terminal(Console):

@@ -5,6 +5,7 @@ Everything that a checkpoint does to the filesystem goes through here.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -22,6 +23,7 @@ from llmtrain.untrusted import open_regular, require_regular
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NEW_FILE = 0o666
 """Permissions of a new file, of which the user's umask takes some away."""
 BUFFER_BYTES = 1 << 20

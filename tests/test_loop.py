@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from small_plan import small_plan
 
-from llmtrain.checkpoint.state import TrainerState
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.loop import Run, TooManySkippedError, fit
 from llmtrain.metrics import TrainingProgress

@@ -194,7 +194,7 @@ def _run(
     from llmtrain.launch.tools import ToolJob, run_by_tool
     from llmtrain.restart import train_with_restarts
 
-    arguments = [str(folder.path), *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
+    arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
     if tool:
         return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
     command = [sys.executable, "-m", "llmtrain.worker", *arguments]

@@ -9,10 +9,12 @@ from typing import Literal
 
 from llmtrain.commands.request import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.streams import outlive_the_terminal
 
 
 def train(request: TrainRequest) -> None:
     """Trains, or prints or submits what does. Raises RecipeError for options of another launcher."""
+    outlive_the_terminal()
     _check_launcher(request)
     how = {"deepspeed": _on_hosts, "slurm": _as_job, "kubernetes": _as_manifest, "local": _here}
     start: Callable[[TrainRequest], None] = how.get(request.launcher, _by_tool)

@@ -16,13 +16,12 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from llmtrain.data.progress import Progress
-from llmtrain.durable import flush, flush_tree
+from llmtrain.durable import DISK_FULL, flush, flush_tree
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
 from llmtrain.untrusted import UNREADABLE, expanded, read_json, why
 
 META = "meta.json"
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder(data: DataConfig) -> Path:

@@ -22,6 +22,7 @@ from threading import Thread
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from llmtrain.durable import open_log
 from llmtrain.errors import Exit, Problem, WorkerError
 from llmtrain.heartbeat import Board
 from llmtrain.host import own_cores
@@ -75,7 +76,7 @@ def run_workers(
             if (stopped_by := _settle(template, common, events)) is not None:
                 print(f"stopped on {_signal_name(stopped_by)} before a worker was started", flush=True)
                 return 128 + stopped_by
-            with run_dir.log_file(0).open("ab") as log:
+            with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
                 log.write(template.said())  # as each worker's own imports would have
         env = {**common, **(board.environment if board else {})}
         try:
@@ -232,7 +233,7 @@ class _Pool:
         """Starts one worker in a session of its own, so that a Ctrl-C reaches it through us alone."""
         log = self.run_dir.log_file(rank)
         log_start = log.stat().st_size if log.exists() else 0
-        output = None if rank == 0 else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = None if rank == 0 else open_log(log)
         sys.stdout.flush()
         try:
             process = self._forked(command, env, output) or subprocess.Popen(

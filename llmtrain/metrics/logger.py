@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmtrain.durable import write_atomically
+from llmtrain.durable import open_log, write_atomically
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.untrusted import read_bytes
 
 Record = dict[str, Any]
+MOST_BYTES = 1 << 34
+"""Longest `metrics.jsonl`: some ten million lines."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ class MetricsLogger:
     that diverged. `mfu` is `null` where the peak of the device is unknown.
     """
 
-    def __init__(self, run_dir: RunDir, plan: Plan, start_step: int = 0) -> None:
-        """start_step: the step that training resumes after; lines after it are removed."""
+    def __init__(self, run_dir: RunDir, plan: Plan, start_step: int = 0, warn: Callable[[str], None] = print) -> None:
+        """start_step: the step that training resumes after; later lines are removed. warn: is told of a full disk."""
         self._plan = plan
         forget_after(run_dir, start_step)
-        self._file = run_dir.metrics_file.open("a", encoding="utf-8")
+        self._lines = _Lines(run_dir.metrics_file, warn)
         self._trackers = Trackers(run_dir, plan.recipe, start_step)
 
     def log_step(self, metrics: StepMetrics) -> Record:
@@ -88,12 +92,12 @@ class MetricsLogger:
         return self._write({"step": step, "eval_loss": eval_loss, "perplexity": perplexity(eval_loss)}, "eval")
 
     def flush(self) -> None:
-        """Waits until every line is on the disk."""
-        os.fsync(self._file.fileno())
+        """Waits until every line is on the disk, as far as it takes them."""
+        self._lines.flush()
 
     def close(self) -> None:
         """Ends the run in the trackers."""
-        self._file.close()
+        self._lines.close()
         self._trackers.close()
 
     def __enter__(self) -> Self:
@@ -104,13 +108,53 @@ class MetricsLogger:
 
     def _write(self, fields: Mapping[str, Any], group: str) -> Record:
         record = {name: _finite(value) for name, value in fields.items()}
-        # One write per line: a reader, or a kill, never sees half of one.
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._lines.add(json.dumps(record, allow_nan=False))
         self._trackers.log(
             {f"{group}/{name}": value for name, value in record.items() if name != "step"}, record["step"]
         )
         return record
+
+
+class _Lines:
+    """Appends lines to a file. What the disk does not take is kept, and written with the next line."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Raises OSError where the file cannot be opened."""
+        self._path = path
+        self._warn = warn
+        self._descriptor = open_log(path)
+        self._left = bytearray()
+        self._failed = False
+
+    def add(self, line: str) -> None:
+        """Writes a line, at once where that is possible: a reader, or a kill, never sees half of one then."""
+        self._left += line.encode() + b"\n"
+        self._try(self._write)
+
+    def flush(self) -> None:
+        """Waits until the lines are on the disk, as far as it takes them."""
+        self._try(lambda: os.fsync(self._descriptor))
+
+    def close(self) -> None:
+        """Tries for the last time."""
+        self._try(self._write)
+        if self._left:
+            self._warn(f"{self._path} lacks its last {self._left.count(10):,} lines, which could not be written")
+        os.close(self._descriptor)
+
+    def _write(self) -> None:
+        while self._left:
+            del self._left[: os.write(self._descriptor, self._left)]
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self._failed:
+                self._warn(f"{self._path} cannot be written: {error.strerror}; its lines are kept for later")
+            self._failed = True
+        else:
+            self._failed = bool(self._left)
 
 
 def perplexity(loss: float) -> float:
@@ -123,18 +167,20 @@ def perplexity(loss: float) -> float:
 
 def forget_after(run_dir: RunDir, step: int) -> None:
     """Removes the lines of steps after `step`, all of them for 0, and a last line that was cut off."""
-    if not run_dir.metrics_file.exists():
+    try:
+        text = read_bytes(run_dir.metrics_file, MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError:
         return
-    lines = run_dir.metrics_file.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if 0 < _step(line) <= step]
-    write_atomically(run_dir.metrics_file, "".join(f"{line}\n" for line in kept))
+    kept = "".join(f"{line}\n" for line in text.splitlines() if 0 < _step(line) <= step)
+    if kept != text:
+        write_atomically(run_dir.metrics_file, kept)
 
 
 def _step(line: str) -> int:
     """Step of a line; 0 for one that is not whole."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import sys
 import uuid
@@ -12,12 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
+from llmtrain.durable import DISK_FULL
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir, write_json
+from llmtrain.untrusted import UNREADABLE, read_json
 
 PARAMETER_LENGTH = 250
 """Longest parameter value that every tracker takes; MLflow drops longer ones."""
+ROOM_BYTES = 1 << 20
+"""Free on a disk, for TensorBoard to be tried there again."""
 
 
 def check_trackers(recipe: Recipe) -> None:
@@ -52,12 +57,14 @@ class Trackers:
         """Raises what the trackers raise where they cannot begin."""
         self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
         self._trackers: dict[str, Any] = {}
+        self._waiting = False
+        self._run_dir, self._recipe = run_dir, recipe
         self._thread.submit(self._begin, run_dir, recipe, start_step).result()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Sends the numbers among `values`, without waiting; what is None is left out."""
         numbers = {name: value for name, value in values.items() if value is not None}
-        self._thread.submit(self._each, f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
+        self._thread.submit(self._log, numbers, step)
 
     def close(self) -> None:
         """Sends what is left and ends the run in each tracker."""
@@ -74,13 +81,22 @@ class Trackers:
         if identities:
             write_json(run_dir.trackers_file, identities)
 
+    def _log(self, numbers: Mapping[str, Any], step: int) -> None:
+        if self._waiting and shutil.disk_usage(self._run_dir.tensorboard).free > ROOM_BYTES:
+            self._waiting = False
+            self._trackers["tensorboard"] = _start("tensorboard", self._run_dir, self._recipe, step - 1, {})
+        self._each(f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
+
     def _each(self, when: str, call: Callable[[Any], object]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
             except Exception as error:  # of any tracker's own kind; the run is worth more than its picture
                 del self._trackers[name]
-                lost = f"tracker {name} failed {when}, and is left out from now on: {error!r}"
+                # Its writer is of no use after that; another one may be, once the disk has room again.
+                self._waiting = name == "tensorboard" and getattr(error, "errno", None) in DISK_FULL
+                until = "until the disk has room" if self._waiting else "from now on"
+                lost = f"tracker {name} failed {when}, and is left out {until}: {error!r}"
                 print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
 
@@ -128,6 +144,6 @@ def _store_recipe(name: str, tracker: Any, recipe: Recipe) -> None:
 
 def _identities(run_dir: RunDir) -> dict[str, str]:
     try:
-        return dict(json.loads(run_dir.trackers_file.read_text()))
-    except (OSError, ValueError):
+        return read_json(run_dir.trackers_file, dict[str, str])
+    except UNREADABLE:
         return {}

@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from traces import engine_of, plan_of, reference_of
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import find, newest, point_latest, read_latest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
 
 RUN = "chaos"

@@ -9,8 +9,8 @@ from batches import tiny_recipe
 from safetensors.torch import load_file
 from traces import plan_of
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState
 
 RUN = "small"
 

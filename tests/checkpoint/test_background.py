@@ -13,9 +13,10 @@ from small_saves import RUN, save, saver_of
 from traces import engine_of, plan_of
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest, read_latest, whole
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
 from llmtrain.plan.memory.count import memory_of
 from llmtrain.plan.memory.flat import groups_of

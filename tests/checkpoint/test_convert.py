@@ -11,9 +11,10 @@ from test_elastic import BACKENDS, EXPERTS, LAYOUTS, STOP, _plan, _save
 from traces import engine_of
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.state import load, read_plan
+from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.engines.state import Source
 from llmtrain.errors import CheckpointError, RecipeError

@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile
 from traces import engine_of, plan_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export, size_in_bytes
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.model_card import portable
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.models import build_model
 

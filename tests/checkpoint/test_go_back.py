@@ -11,9 +11,9 @@ from batches import tiny_recipe
 from small_saves import RUN, Tensors, save, saver_of
 from traces import plan_of
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import read_latest
 from llmtrain.checkpoint.resume import choose_newest
-from llmtrain.checkpoint.state import TrainerState
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.errors import DivergedError, Exit
 from llmtrain.rollback import Trouble, go_back

@@ -10,10 +10,11 @@ from harness import run_ranks
 from traces import engine_of, plan_of, trace
 
 from llmtrain.checkpoint.check import verify
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.checkpoint.resume import choose_newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, restore
+from llmtrain.checkpoint.state import restore
 from llmtrain.checkpoint.storage import probe
 from llmtrain.errors import CheckpointError
 

@@ -12,9 +12,10 @@ from harness import run_ranks
 from torch.distributed.tensor import DTensor
 from traces import Trace, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines.reference import ReferenceEngine

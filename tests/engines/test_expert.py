@@ -12,9 +12,10 @@ from harness import run_ranks
 from moe import moe_recipe
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.models import build_model
 
 STEPS = 6

@@ -12,9 +12,10 @@ from harness import run_ranks
 from moe import CONFIGS, moe_recipe
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, saved_weights, trace, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.engines.groups import make_tensor_groups

@@ -16,9 +16,10 @@ from harness import run_ranks
 from torch import nn
 from traces import engine_of, plan_of, reference_of, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe

@@ -12,9 +12,10 @@ from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, plan_of, trace, trace_plan, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.models import build_model

@@ -8,9 +8,10 @@ from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 
 STEPS = 12
 FP32 = 1e-5  # as in test_parity.py

@@ -185,9 +185,10 @@ RESUMED = [(0, "fp32"), (1, "bf16"), (3, "fp32")]
 
 
 def _interrupted(rank: int, folder: Path, sp: int, ranks: int):
+    from llmtrain.checkpoint.contents import TrainerState
     from llmtrain.checkpoint.folder import newest
     from llmtrain.checkpoint.save import Saver
-    from llmtrain.checkpoint.state import TrainerState, load
+    from llmtrain.checkpoint.state import load
 
     found = []
     for index, (stage, precision) in enumerate(RESUMED):

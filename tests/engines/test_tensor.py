@@ -17,9 +17,10 @@ from harness import run_ranks
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 from transformers import AutoConfig
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.engines.groups import make_tensor_groups
 from llmtrain.engines.shards import Split
 from llmtrain.engines.tensor_check import CannotSplit, check_split

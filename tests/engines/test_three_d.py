@@ -11,10 +11,11 @@ from tokenizers import Tokenizer, models
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, begin, load
+from llmtrain.checkpoint.state import begin, load
 
 STEPS = 10
 FP32 = 1e-5  # as in test_parity.py

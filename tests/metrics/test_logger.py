@@ -3,12 +3,14 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from llmtrain.metrics import MetricsLogger, StepMetrics, Window
 from llmtrain.metrics.logger import forget_after
+from llmtrain.run_dir import RunDir
 
 STEP_KEYS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "samples", "step_time_s"),
@@ -128,3 +130,43 @@ os.kill(os.getpid(), signal.SIGKILL)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", program], env=env).returncode == -9
     assert [record["step"] for record in records(run_dir)] == [10, 20, 30]
+
+
+# Disks.
+
+
+def _fill(disk):
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1000))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line(small_disk, plan, tmp_path):
+    run_dir, warned = RunDir(small_disk), []
+    with MetricsLogger(run_dir, plan, warn=warned.append) as logger:
+        logger.log_step(metrics(10))
+        _fill(small_disk)
+        for step in range(20, 200, 10):  # more than the block that the file has begun
+            logger.log_step(metrics(step))
+            logger.flush()
+        assert len(run_dir.metrics_file.read_text().splitlines()) < 19
+        (small_disk / "filler").unlink()
+        logger.log_step(metrics(200))
+    assert [record["step"] for record in records(run_dir)] == [*range(10, 210, 10)]
+    assert len(warned) == 1
+    assert "No space left on device; its lines are kept for later" in warned[0]
+
+
+def test_a_disk_that_stays_full_is_said_at_the_end(small_disk, plan):
+    warned = []
+    with MetricsLogger(RunDir(small_disk), plan, warn=warned.append) as logger:
+        _fill(small_disk)
+        for step in range(10, 200, 10):
+            logger.log_step(metrics(step))
+    assert "could not be written" in warned[-1]
+
+
+def test_what_is_in_the_place_of_the_file_is_not_waited_for(run_dir, plan):
+    os.mkfifo(run_dir.metrics_file)
+    with pytest.raises(OSError, match="is a FIFO and no file"):
+        MetricsLogger(run_dir, plan)

@@ -3,12 +3,14 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.metrics.trackers import Trackers, check_trackers
+from llmtrain.run_dir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -158,3 +160,26 @@ def test_training_does_not_wait_for_a_tracker_and_outlives_it(plan, run_dir, mon
     trackers.close()
     assert seen == [1]
     assert "tracker tensorboard failed at step 2" in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of its own thread
+def test_tensorboard_goes_on_after_a_full_disk(plan, small_disk, event_accumulator, capfd):
+    run_dir = RunDir(small_disk)
+    run_dir.tensorboard.mkdir()
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), 0)
+    trackers.log({"train/loss": 1.0}, 1)
+    trackers._thread.submit(int).result()
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1000))
+    for step in range(2, 100):
+        trackers.log({"train/loss": float(step), "train/text": "x" * 200}, step)
+    trackers._thread.submit(int).result()
+    (small_disk / "filler").unlink()
+    for step in (100, 101):
+        trackers.log({"train/loss": float(step)}, step)
+    trackers.close()
+    steps = [step for step, _ in scalars(event_accumulator, run_dir, "train/loss")]
+    assert steps[-2:] == [100, 101]
+    assert "left out until the disk has room" in capfd.readouterr().err

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from commands import llmtrain, metrics
 
+from llmtrain.checkpoint.contents import read_state
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.state import read_state
 
 SIX = ("--set", "train.max_steps=6")
 EIGHT = ("--set", "train.max_steps=8", "--set", "batch.global_batch_size=4")
