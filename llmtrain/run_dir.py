@@ -243,8 +243,9 @@ class RunDir:
         write_json(self.launch_file, document)
 
     def _problems(self, recipe: Recipe) -> list[Problem]:
-        if self.path.exists() and not self.path.is_dir():
-            return [Problem("run_dir.folder", "--run-dir", f"{self.path} is a file", "name another folder")]
+        there = next((one for one in (self.path, *self.path.parents) if one.exists()), None)
+        if there is not None and not there.is_dir():
+            return [Problem("run_dir.folder", "--run-dir", f"{there} is a file", "name another folder")]
         if not self.recipe_file.exists():
             return self._foreign()
         if not self._started():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 class _Lossy(io.FileIO):
     """A file that drops what it cannot write."""
 
-    def write(self, data: object, /) -> int:
+    def write(self, data: ReadableBuffer, /) -> int:
         try:
-            return super().write(data)  # type: ignore[call-overload, no-any-return]
+            return super().write(data)
         except OSError:
-            return len(memoryview(data))  # type: ignore[arg-type]
+            return memoryview(data).nbytes
 
 
 def lossy(descriptor: int, owned: bool = True) -> TextIO:
@@ -46,6 +49,6 @@ def take_any_text() -> None:
 
 def outlive_the_terminal() -> None:
     """From now on, what cannot be printed is lost, and nothing else."""
-    if sys.stdout is sys.__stdout__:
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
         sys.stdout.flush()
         sys.stdout = lossy(1, owned=False)

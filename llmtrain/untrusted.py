@@ -81,7 +81,8 @@ def read_json(path: Path, kind: type[T], most: int = MOST_BYTES) -> T:
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
     """A JSON document as an object of a type. Raises ValueError for another content."""
-    return _adapter(kind).validate_json(content)
+    value: T = _adapter(kind).validate_json(content)
+    return value
 
 
 def why(error: Exception) -> str:

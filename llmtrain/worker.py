@@ -150,7 +150,9 @@ class _Worker:
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
-            shutil.copytree(prepared.tokenizer_dir, run_dir.tokenizer, dirs_exist_ok=True)
+            run_dir.tokenizer.mkdir(exist_ok=True)
+            for file in prepared.tokenizer_dir.iterdir():
+                shutil.copyfile(file, run_dir.tokenizer / file.name)  # without its permissions: the umask decides
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)

@@ -116,7 +116,11 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
 def _batches(plan: Plan, state: TrainerState) -> str:
     """Of all steps: the size of the batch may change when a run goes on."""
     sizes = course(state.history, BATCH) or [(0, plan.recipe.batch.global_batch_size)]
-    return ", ".join(f"{size:,} sequences" + (f" after step {step:,}" if step else "") for step, size in sizes)
+    return ", ".join(f"{_grouped(size)} sequences" + (f" after step {step:,}" if step else "") for step, size in sizes)
+
+
+def _grouped(number: object) -> str:
+    return f"{number:,}" if isinstance(number, int) else str(number)
 
 
 def _sequences(state: TrainerState) -> str:

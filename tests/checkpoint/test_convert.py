@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 
 import pytest
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
@@ -129,3 +130,12 @@ def test_half_precision_is_refused_with_what_to_do(sources, tmp_path):
     with pytest.raises(RecipeError, match="go on from it as it is"):
         convert(_source(sources, "dp2-pp2-tp1-zero1"), tmp_path / "out", plan)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kib", [16, 64, 256])
+def test_a_full_disk_is_a_message_and_leaves_nothing(kib, sources, small_disk):
+    subprocess.run(["mount", "-o", f"remount,size={kib}k", str(small_disk)], check=True)
+    plan = _plan({"zero_stage": 1}, 2)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        convert(_source(sources, "dp2-pp1-tp1-zero1"), small_disk / "out", plan, lambda _: None)
+    assert not list(small_disk.iterdir())
