@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +56,8 @@ class WorkerOutput:
         if self.rank.launcher != "local" and not self._told_by_another(failure):
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
             print(f"{message}\n    see {self.run_dir.log_file(failure.rank)}", file=self.stderr, flush=True)
-        failure.write(self.run_dir.error_file(failure.rank))
+        with suppress(OSError):  # the disk that is full may be what ended it
+            failure.write(self.run_dir.error_file(failure.rank))
         return failure.exit_code
 
     def _told_by_another(self, failure: Failure) -> bool:
@@ -89,7 +91,7 @@ def _redirect(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # The disk that the log is on may be full for a while.
-    sys.stdout, sys.stderr = lossy(1, owned=False), lossy(2, owned=False)
+    sys.stdout, sys.stderr = (lossy(number, owned=False, encoding="utf-8") for number in (1, 2))
 
 
 class _Terminal(Console):

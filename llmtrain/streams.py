@@ -21,13 +21,13 @@ class _Lossy(io.FileIO):
             return memoryview(data).nbytes
 
 
-def lossy(descriptor: int, owned: bool = True) -> TextIO:
+def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> TextIO:
     """A text stream on a descriptor, for what is worth less than the work that it tells of.
 
-    owned: whether the descriptor is closed with it.
+    owned: whether the descriptor is closed with it. encoding: by default that of the terminal.
     """
     raw = _Lossy(descriptor, "w", closefd=owned)
-    encoding = getattr(sys.__stdout__, "encoding", None) or "utf-8"
+    encoding = encoding or getattr(sys.__stdout__, "encoding", None) or "utf-8"
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
 
 

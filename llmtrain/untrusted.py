@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -22,6 +23,7 @@ MOST_BYTES = 64 << 20
 """Longest text or JSON document that is read."""
 UNREADABLE = (OSError, ValueError)
 """What the functions below raise about a file, for `except`; `why` says it to people."""
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -95,11 +97,6 @@ def why(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text (byte {error.start:,})"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def require_regular(status: os.stat_result, path: Path) -> None:
