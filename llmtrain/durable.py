@@ -95,7 +95,8 @@ class DurableFile(io.RawIOBase):
         try:
             left = view
             while left and self.error is None:
-                done = os.write(self._descriptor, left)
+                if not (done := os.write(self._descriptor, left)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))  # as some filesystems say it
                 self._hash.update(left[:done])
                 self._bytes += done
                 left = left[done:]

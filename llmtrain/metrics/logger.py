@@ -143,8 +143,8 @@ class _Lines:
         os.close(self._descriptor)
 
     def _write(self) -> None:
-        while self._left:
-            del self._left[: os.write(self._descriptor, self._left)]
+        while self._left and (done := os.write(self._descriptor, self._left)):
+            del self._left[:done]
 
     def _try(self, action: Callable[[], None]) -> None:
         try:
