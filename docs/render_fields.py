@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from llmtrain import recipe
-from llmtrain.recipe import Part, Recipe
+from llmtrain.recipe import OptimConfig, Part, Recipe
 
 HEAD = """# Fields of a recipe
 
@@ -22,6 +22,10 @@ Generated from `llmtrain/recipe.py` by `python docs/render_fields.py`; do not ed
 Any of them can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
 A value is read as JSON where it is JSON, else as text.
 """
+PICTURES = {
+    OptimConfig: "![The five schedules](schedules.svg)\n\nDrawn by `python docs/render_schedules.py`.\n\n",
+}
+"""Shown above the fields of a part."""
 
 
 def render() -> str:
@@ -34,7 +38,8 @@ def render() -> str:
 def _section(part: type[Part]) -> str:
     rows = "".join(_row(name, field) for name, field in part.model_fields.items())
     summary = (part.__doc__ or "").strip().splitlines()[0]
-    return f"\n## {part.__name__}\n\n{summary}\n\n| Field | Type | Default | |\n|---|---|---|---|\n{rows}"
+    picture = PICTURES.get(part, "")
+    return f"\n## {part.__name__}\n\n{summary}\n\n{picture}| Field | Type | Default | |\n|---|---|---|---|\n{rows}"
 
 
 def _row(name: str, field: FieldInfo) -> str:

@@ -127,13 +127,17 @@ class OptimConfig(Part):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of every weight with two or more dimensions; biases and norms are never decayed."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    """Shape after the warm-up; `wsd` is warm-up, stable, decay (arXiv 2404.06395)."""
+    """The rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`,
+    d = `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w
+    for `wsd`. Then `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n − w))) / 2.
+    `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) where w = 0. `wsd` (warm-up, stable, decay; arXiv 2404.06395):
+    1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises linearly from 0."""
+    """Steps in which the rate rises linearly: from 0, under `wsd` from `min_lr_ratio`."""
     decay_steps: NonNegativeInt = 0
     """Steps of the final decay of `wsd`."""
     min_lr_ratio: Fraction = 0.0
-    """Rate at the end of `cosine` and `wsd`, relative to the peak."""
+    """Rate at the end of `cosine` and `wsd`, and at the start of `wsd`, relative to the peak."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 

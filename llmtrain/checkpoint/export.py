@@ -58,7 +58,7 @@ def export(
     manifests = verify(checkpoint)
     plan, source = read_plan(checkpoint), Source(checkpoint)
     model = _model(plan, dtype)
-    outgoing = Outgoing(model, _names(checkpoint, source, model))
+    outgoing = Outgoing(model, stored_names(checkpoint, source, model))
     with new_folder(out, replace) as folder:
         _write_settings(model, tokenizer, folder)
         _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
@@ -90,7 +90,7 @@ def _dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def _names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str]:
+def stored_names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str]:
     """What a checkpoint calls the weights of a model, tied ones once. Raises CheckpointError where it lacks one."""
     groups = aliases(model)
     stored = {groups[name][0]: name for name in reversed(source.all) if name in groups}

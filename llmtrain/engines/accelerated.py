@@ -128,16 +128,16 @@ class AcceleratedDataParallel:
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and copies of what is not."""
+        """Live pieces of everything that is trained, and of what is not."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         everywhere = (dist.get_rank(), dist.get_world_size())
-        copy = (0, 1) if self.is_sharded else everywhere
+        copy = (0, 1) if self.is_sharded else everywhere  # the shards of FSDP2 are no copies
 
         def place(parameter: nn.Parameter) -> Place:
             return names[parameter], Region.whole(parameter.shape), copy
 
         yield from pieces_of(held(self.optimizer), place)
-        yield untrained_pieces(self.model, _whole, everywhere)
+        yield untrained_pieces(self.model, everywhere)
 
     def progress(self) -> dict[str, Any]:
         """Where the schedule stands."""
@@ -217,7 +217,7 @@ def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
                     # An expert that no token of a rank has chosen.
-                    find_unused_parameters=plan.model.experts > 0,
+                    find_unused_parameters=plan.model.experts > 0 or plan.model.expert_modules,
                 )
             ],
         )

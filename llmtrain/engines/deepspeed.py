@@ -21,7 +21,7 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
-from llmtrain.engines.leaves import gather_experts_together, gather_layers_together
+from llmtrain.engines.leaves import gather_layers_together
 from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
@@ -48,10 +48,8 @@ class DeepSpeedDataParallel:
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         install_kernels(model, plan)
-        if plan.layout.zero_stage == 3:
-            gather_experts_together(model)
-            if recipe.kernels.blocks == "compiled":
-                gather_layers_together(model)
+        if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
+            gather_layers_together(model)
         self.model = model
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(model, ds_config)
@@ -131,10 +129,12 @@ class DeepSpeedDataParallel:
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and copies of what is not."""
+        """Live pieces of everything that is trained, and of what is not."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
-        yield untrained_pieces(self.model, self._whole, self._equal_ranks)
+        frozen = [one for one in names if not one.requires_grad]
+        with gather(frozen) if frozen and self.plan.layout.zero_stage == 3 else nullcontext():
+            yield untrained_pieces(self.model, self._equal_ranks, self._hugging_face_name)
 
     def progress(self) -> dict[str, Any]:
         """DeepSpeed's counters."""

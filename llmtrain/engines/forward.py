@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.documents import bounds_for, documents_known
-from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, target_loss_sum
+from llmtrain.models import ChunkedLoss, chunked_loss, fp8, liger, router_loss_weight, target_loss_sum
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.varlen_check import check_attention
@@ -103,4 +103,4 @@ def forward(
     if auxiliary is None:
         return loss_sum, None
     # Load balance of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
-    return loss_sum, model.config.router_aux_loss_coef * auxiliary
+    return loss_sum, router_loss_weight(model.config) * auxiliary

@@ -82,8 +82,10 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
     for group in optimizer.param_groups:
         for trained in group["params"]:
             state = _state(optimizer, trained)
-            tensors = {WEIGHT: _flat(trained)} | {kind: _flat(tensor) for kind, tensor in _shaped(state, trained)}
-            found.append(Held(models.get(trained, trained), _first_row(trained), tensors, state))
+            tensors = {WEIGHT: local_flat(trained)} | {
+                kind: local_flat(tensor) for kind, tensor in _shaped(state, trained)
+            }
+            found.append(Held(models.get(trained, trained), first_index(trained), tensors, state))
     return found
 
 
@@ -158,13 +160,13 @@ def _narrowed(flat: Tensor, state: Mapping[str, Any], offset: int, length: int) 
     return {kind: tensor.narrow(0, offset, length) for kind, tensor in whole.items()}
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A view of what is on this rank."""
+def local_flat(tensor: Tensor) -> Tensor:
+    """A flat view of what is on this rank."""
     local = tensor.detach()
     return (local.to_local() if isinstance(local, DTensor) else local).view(-1)
 
 
-def _first_row(tensor: Tensor) -> int:
+def first_index(tensor: Tensor) -> int:
     """Index of the first element on this rank of a tensor that is cut along dimension 0, or not at all."""
     if not isinstance(tensor, DTensor):
         return 0

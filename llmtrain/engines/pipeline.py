@@ -39,7 +39,14 @@ from llmtrain.engines.sequence_check import check_sequence
 from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.ulysses import Ulysses
 from llmtrain.engines.writer import Writer
-from llmtrain.models import chunked_loss, model_configuration, stage_builder, stage_names, target_loss_sum
+from llmtrain.models import (
+    chunked_loss,
+    model_configuration,
+    router_loss_weight,
+    stage_builder,
+    stage_names,
+    target_loss_sum,
+)
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
@@ -145,7 +152,7 @@ class DeepSpeedPipeline:
         config = model_configuration(recipe)
         check_kernels(config, plan)  # on all ranks, so that all refuse
         if plan.layout.sp > 1:
-            check_sequence(config, recipe.model.attention_kernel, recipe.data.sequence_length)
+            check_sequence(config, recipe.model.attention_kernel)
         dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
         build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
         self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))
@@ -207,12 +214,12 @@ class DeepSpeedPipeline:
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of the own stage's parameters, and copies of what is not trained in it."""
+        """Live pieces of what this stage trains, and of what it does not train."""
         paths = {parameter: path for path, parameter in self.module.stage.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(paths[one], one))
         slices = self.engine.grid.get_slice_parallel_group()
         equal = multiplied(self._replica, (dist.get_rank(slices), dist.get_world_size(slices)))
-        yield untrained_pieces(self.module.stage.model, lambda one: one, equal)
+        yield untrained_pieces(self.module.stage.model, equal)
 
     def progress(self) -> dict[str, Any]:
         """DeepSpeed's counters."""
@@ -324,8 +331,7 @@ class DeepSpeedPipeline:
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:
             return loss
-        coefficient: float = self.module.stage.model.config.router_aux_loss_coef
-        return loss + coefficient * auxiliary
+        return loss + router_loss_weight(self.module.stage.model.config) * auxiliary
 
     def _mean(self, batch: StepBatch) -> Tensor:
         """The cross-entropy of all replicas over the target tokens; every rank of a last stage has its replica's."""

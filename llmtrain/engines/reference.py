@@ -72,7 +72,6 @@ class ReferenceEngine:
             loss.backward()  # type: ignore[no-untyped-call]
             self._collect_gradients()
             total += loss_sum.detach()
-        self._fill_gradients()
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         self._reduce_gradients()
         grad_norm = squared_norm(gradients_of(self.trained), self.device).sqrt().float()
@@ -108,14 +107,14 @@ class ReferenceEngine:
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and copies of what is not."""
+        """Live pieces of everything that is trained, and of what is not."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
 
         def place(parameter: nn.Parameter) -> Place:
             return names[parameter], Region.whole(parameter.shape), self._copy
 
         yield from pieces_of(held(self.optimizer, self.masters), place)
-        yield untrained_pieces(self.model, lambda one: one, self._copy)
+        yield untrained_pieces(self.model, self._copy)
 
     def progress(self) -> dict[str, Any]:
         """Where the schedule stands."""
@@ -161,12 +160,6 @@ class ReferenceEngine:
                 gradient = weight.grad.float()
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 weight.grad = None
-
-    def _fill_gradients(self) -> None:
-        """Zeros for a weight that no token met, as of an expert: torch would leave it out, ZeRO decays it."""
-        for weight in self.trained:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
 
     @torch.no_grad()
     def _round_masters(self) -> None:

@@ -33,7 +33,7 @@ class DeepSpeedSequence(DeepSpeedDataParallel):
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
         """Raises SequenceRefused for a model that slices would falsify, before it is built."""
         recipe = plan.recipe
-        check_sequence(model_configuration(recipe), recipe.model.attention_kernel, recipe.data.sequence_length)
+        check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
         super().__init__(plan, ds_config, device)
         self.ulysses = Ulysses(self.model, sequence_group(plan.layout))
 

@@ -7,7 +7,7 @@ itself); there a slice is something else. Nothing is assumed of a family: what d
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -45,18 +45,18 @@ class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
         super().__init__(Problem("sequence.family", "parallel.sequence", message, "--set parallel.sequence=1"))
 
 
-def check_sequence(config: PreTrainedConfig, attention: str, length: int) -> None:
+def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
 
-    length: tokens of a sequence. Two slices stand for any number, since every border between slices is
+    Two slices stand for any number, since every border between slices is
     treated alike. Runs on the CPU, in fp32, without dropout, with packed documents; the random state is
     left alone. Raises SequenceRefused, on every rank, where logits, auxiliary loss or gradients differ.
     """
     if is_alone():
         return  # nobody to compare with, and nothing is computed
-    reason = _moving_positions(config, length)
+    reason = ""
     group = pair()
-    if not reason and dist.get_rank() < 2:
+    if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
     reasons: list[Any] = [None] * dist.get_world_size()
@@ -75,26 +75,6 @@ def told(reasons: Sequence[str]) -> str:
 def pair() -> Group:
     """Ranks 0 and 1, over gloo: tiny copies are compared on the CPU."""
     return dist.new_group([0, 1], timeout=WAIT, backend="gloo")
-
-
-def _moving_positions(config: PreTrainedConfig, length: int) -> str:
-    """Rotary frequencies that follow the longest position of a forward pass, which slices disagree about."""
-    for parameters in _rotary(getattr(config, "rope_parameters", None)):
-        kind = parameters.get("rope_type", "")
-        limit = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-        if ("dynamic" in kind or kind == "longrope") and length > (limit or 0):
-            return (
-                f"rope_type '{kind}' changes its frequencies beyond {limit} positions, and slices end at different ones"
-            )
-    return ""
-
-
-def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters of a model, or those of each kind of its layers."""
-    if isinstance(parameters, dict):
-        yield parameters
-        for inner in parameters.values():
-            yield from _rotary(inner)
 
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:

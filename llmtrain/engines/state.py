@@ -12,17 +12,19 @@ from typing import Annotated, Any, Literal, Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.engines import state_file
 from llmtrain.engines.distributed import rank
 from llmtrain.engines.guard import Guard
-from llmtrain.engines.held import Held
+from llmtrain.engines.held import Held, first_index, local_flat
 from llmtrain.engines.pieces import Box, Piece, Region
 from llmtrain.engines.state_file import Files, Stored
 from llmtrain.engines.tensor_file import read_tensors
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models.hub_names import persistent_buffers
 from llmtrain.piece_heads import WEIGHT
 from llmtrain.untrusted import UNREADABLE, read_json, why
 
@@ -112,16 +114,23 @@ def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place
         yield pieces
 
 
-def untrained_pieces(model: nn.Module, whole: Callable[[nn.Parameter], Tensor], copy: tuple[int, int]) -> list[Piece]:
-    """What a model has beside trained parameters: frozen ones, and buffers that are part of its weights."""
-    tensors = {name: whole(one) for name, one in model.named_parameters() if not one.requires_grad}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{path}.{name}" if path else name] = buffer
+def untrained_pieces(
+    model: nn.Module, copy: tuple[int, int], hugging_face_name: Callable[[str], str] = lambda name: name
+) -> list[Piece]:
+    """Live pieces of what a model has besides trained parameters: frozen ones, and buffers that are part of its weights.
+
+    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`.
+    """
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     return [
-        Piece(name, Region.whole(tensor.shape), 0, {WEIGHT: tensor.detach().reshape(-1)}, copy=copy)
-        for name, tensor in tensors.items()
+        Piece(
+            hugging_face_name(name),
+            Region.whole(tensor.shape),
+            first_index(tensor),
+            {WEIGHT: local_flat(tensor)},
+            copy=(0, 1) if isinstance(tensor, DTensor) else copy,
+        )
+        for name, tensor in (frozen | persistent_buffers(model)).items()
     ]
 
 

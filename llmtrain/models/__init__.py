@@ -2,7 +2,7 @@
 
 from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
-from llmtrain.models.loss import IGNORE, target_loss_sum
+from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum
 from llmtrain.models.stages import Refused, Stage
 from llmtrain.models.varlen import takes_bounds
 
@@ -15,6 +15,7 @@ __all__ = [
     "chunked_loss",
     "find_stages",
     "model_configuration",
+    "router_loss_weight",
     "stage_builder",
     "stage_names",
     "takes_bounds",

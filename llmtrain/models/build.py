@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.cut import build_stage, check_cut
+from llmtrain.models.frozen import freeze_choosers
 from llmtrain.models.hub_names import persistent_buffers
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.pretrained import read_pretrained
@@ -65,7 +66,7 @@ def build_model(
     """
     config = model_configuration(recipe)
     if recipe.model.pretrained is not None and partitioned is None:
-        return _load_whole(recipe.model, config, dtype, device)
+        return freeze_choosers(_load_whole(recipe.model, config, dtype, device))
     # Defines the model's classes: within ZeRO-3's context their constructors would lose their decorators at its end.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
@@ -80,7 +81,7 @@ def build_model(
     if recipe.model.pretrained is not None and gather is not None:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather, is_reader)
-    return model
+    return freeze_choosers(model)
 
 
 def _load_whole(

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
 """Makes parameters whole inside the context, and leaves each rank its part of what was written when it ends.
@@ -34,9 +35,18 @@ def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) 
             # A tied weight is drawn where the model names it, not by every module that uses it:
             # ModernBERT would draw its head, and so its embedding, narrower.
             elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
-            torch.manual_seed(_key(seed, name))
             with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
+                if isinstance(module, Conv1D):
+                    torch.manual_seed(_key(seed, name))
+                    _draw_by_constructor(module)
+                torch.manual_seed(_key(seed, name))
                 owner._init_weights(module)
+
+
+def _draw_by_constructor(module: Conv1D) -> None:
+    """As `Conv1D.__init__`, whose draws are switched off while a model is built; GPT (1) has no others."""
+    nn.init.normal_(module.weight, std=0.02)
+    nn.init.zeros_(module.bias)
 
 
 def _reached(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 IGNORE = -100
 """Label of a position that has no target (padding)."""
@@ -20,3 +21,10 @@ def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(
         logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="sum"
     )
+
+
+def router_loss_weight(config: PreTrainedConfig) -> float:
+    """What the auxiliary loss of a mixture of experts is multiplied by; JetMoE and DBRX name it otherwise."""
+    feed_forward = getattr(config, "ffn_config", None)
+    names = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (feed_forward, "moe_loss_weight"))
+    return float(next(getattr(part, name) for part, name in names if hasattr(part, name)))

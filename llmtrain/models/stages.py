@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.frozen import freeze_choosers
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.plan.bounds import StageBounds
 from llmtrain.plan.model_facts import decoder_lists
@@ -251,7 +252,7 @@ def build_with_cut(
     """A stage as `cut` says, its parameters allocated but not drawn; with `tensor`, this rank's slices of them."""
     with no_init_weights(), _parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    model.tie_weights()
+    freeze_choosers(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     list_name, layers = decoder_layers(model)
     bounds = cut.bounds[index]
@@ -294,12 +295,17 @@ def _remove_unused(
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Sends each new parameter to the meta device; buffers (rotary frequencies, ...) are computed as usual."""
+    """Sends each new parameter to the meta device; buffers (rotary frequencies, ...) are computed as usual.
+
+    Its first number is kept: a constant of the constructor is what some parameters start from (`_allocate`).
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
+            first = parameter.detach().flatten()[:1].clone()
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter.first = first  # type: ignore[attr-defined]
         register(module, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
@@ -310,11 +316,17 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that are left; tied ones stay one."""
+    """Memory for the parameters that are left; tied ones stay one.
+
+    Whatever `_init_weights` does not draw, as the router of Ernie 4.5, keeps the constant that its constructor gave it.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
-                empty = torch.empty_like(parameter, device=device)
-                made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                value = torch.empty_like(parameter, device=device)
+                first = getattr(parameter, "first", None)
+                if first is not None and first.numel() and first.device.type == value.device.type:
+                    value.copy_(first.expand_as(value))
+                made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
             setattr(module, name, made[id(parameter)])

@@ -102,6 +102,9 @@ def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, An
     shrunk = {name: _field(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
     if "qk_rope_head_dim" in values and "head_dim" in values:
         shrunk["head_dim"] = SIZES["qk_rope_head_dim"]  # latent attention rotates this part of a head alone
+    if values.get("word_embed_proj_dim", values.get("hidden_size")) != values.get("hidden_size"):
+        # OPT of 350M parameters: projections lead into the layers and out of them, only where the widths differ.
+        shrunk["word_embed_proj_dim"] = SIZES["attention_head_dim"]
     if "long_factor" in values:  # one per rotated pair of a head's dimensions
         pairs = int(SIZES["head_dim"] * values.get("partial_rotary_factor", 1.0)) // 2
         shrunk |= {name: values[name][:pairs] for name in ("long_factor", "short_factor")}

@@ -7,7 +7,7 @@ on the meta device: its shapes exist, its weights do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,37 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         vocab_size=shape.vocab,
         max_positions=shape.positions,
         learned_positions=family.learned_positions,
+        rotary_follows=following_rotary(config, shape.positions),
         experts=count.experts,
         experts_per_token=count.experts_per_token,
         tied_embeddings=shape.tied,
         weights=family.count.weights(config, shape),
         source="arithmetic",
     )
+
+
+def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[str, int] | None:
+    """Of the rotary embeddings that follow the longest position in sight, the type and the length where that begins.
+
+    None where there are none. declared: the longest sequence that the configuration names.
+    """
+    found = []
+    for parameters in _rotary(config.get("rope_parameters") or config.get("rope_scaling")):
+        kind = str(parameters.get("rope_type") or parameters.get("type"))
+        origin = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if "dynamic" in kind:
+            found.append((declared or 0, kind))
+        elif kind == "longrope":
+            found.append((origin or declared or 0, kind))
+    return min(found)[::-1] if found else None
+
+
+def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
+    """The rotary parameters of a model, or those of each kind of its layers."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for inner in parameters.values():
+            yield from _rotary(inner)
 
 
 def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -284,10 +309,17 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
         config = configure()
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
+        _check_clamp(config)
     except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
     return _facts_of(built, model_type)
+
+
+def _check_clamp(config: Any) -> None:
+    """DBRX without a bound of its projections calls `torch.clamp` without one, in its first forward pass."""
+    if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
+        raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
 
 
 def _facts_of(built: Any, model_type: str) -> ModelFacts:
@@ -319,8 +351,10 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
         head_dim=_int(config, "head_dim") or config.hidden_size // max(heads, 1),
         vocab_size=embedding.shape[0],
         max_positions=_int(config, "max_position_embeddings"),
+        rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
         experts=experts,
         experts_per_token=met if experts else 0,
+        expert_modules=_has_expert_modules(built),
         tied_embeddings=head is not None and head.weight is embedding,
         weights=_weights_of(built, layers) if layers else None,
         source="meta device",
@@ -369,6 +403,16 @@ def decoder_lists(model: Any) -> dict[str, Any]:
     matching = {name: module for name, module in lists.items() if len(module) == count} or lists
     depth = min((name.count(".") for name in matching), default=0)
     return {name: module for name, module in matching.items() if name.count(".") == depth}
+
+
+def _has_expert_modules(model: Any) -> bool:
+    """Whether a module of a model has a list of experts, each a module."""
+    from torch import nn
+
+    return any(
+        isinstance(module, nn.ModuleList) and "expert" in name.rpartition(".")[2]
+        for name, module in model.named_modules()
+    )
 
 
 def _size(module: Any, within: str = "") -> int:

@@ -86,10 +86,14 @@ class ModelFacts(Part):
     """Longest sequence the configuration declares."""
     learned_positions: bool = False
     """Whether positions are a table, which no sequence may run past."""
+    rotary_follows: tuple[str, int] | None = None
+    """Rotary type whose frequencies follow the longest position of a batch, and the length up to which they do not."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     """Experts that a token meets in a layer; 0 for a dense model, and where the configuration does not say."""
+    expert_modules: bool = False
+    """Whether each expert is a module of its own: one that no token meets has no gradient then."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

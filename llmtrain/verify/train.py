@@ -38,6 +38,7 @@ from llmtrain.verify.job import (
     reference_file,
     worst,
 )
+from llmtrain.verify.saved import check_saved
 
 SGD_STEP = 0.05
 """Learning rate times the (clipped) gradient norm in the SGD probe: the length of its first full step. A matrix
@@ -126,17 +127,22 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
             evaluation=reference.evaluation,
             weights=load_file(folder / f"reference-{probe}.safetensors"),
         )
-        ours = trace_plan(changed, batches, device)
+        ours = trace_plan(changed, batches, device, folder / "saved" if probe == PROBES[0] else None)
         deviations[probe] = _worst_rank(deviation(ours, theirs, initial))
     seconds = round(time.perf_counter() - started, 2)
     return Verdict(name=name, layout=plan.layout.model_dump(), deviations=deviations, seconds=seconds)
 
 
-def trace_plan(plan: Plan, batches: Batches, device: torch.device) -> Trace:
-    """The run of a plan, as this rank saw it."""
+def trace_plan(plan: Plan, batches: Batches, device: torch.device, saved_in: Path | None = None) -> Trace:
+    """The run of a plan, as this rank saw it.
+
+    saved_in: where its end is saved, loaded and exported, if that is to be tried. Raises as `check_saved`.
+    """
     engine = build_engine(plan, render(plan), device)
     replica = engine.data_parallel_rank
     trace = _trace(engine, batches.part(plan, replica), batches.held_out(plan, replica))
+    if saved_in is not None:
+        check_saved(engine, plan, trace.weights, saved_in)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
     return trace

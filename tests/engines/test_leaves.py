@@ -1,16 +1,20 @@
-"""ZeRO-3 gathers experts that are modules of their own with their block, since ranks reach other ones."""
+"""Experts that are modules of their own, and blocks of experts that ZeRO-3 gathers as a whole."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from moe import CONFIGS, moe_recipe
 from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, trace_plan
 
+from llmtrain.errors import RecipeError
+from llmtrain.models import build_model
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Recipe
 
@@ -39,39 +43,40 @@ SPARSE = {
 """A model of own code whose tokens each run one of 16 modules."""
 
 
-def _recipe(folder: Path) -> Recipe:
+def _recipe(folder: Path, **fields: object) -> Recipe:
     model = {"architecture": None, "config": {}, "pretrained": str(folder), "trust_remote_code": True}
-    fields = {"optim.name": "sgd", "optim.lr": 0.1, "parallel.zero_stage": 3}
-    return tiny_recipe(**{"model": {**tiny_recipe().model.model_dump(), **model}, **fields})
+    sgd = {"optim.name": "sgd", "optim.lr": 0.1}
+    return tiny_recipe(**{"model": {**tiny_recipe().model.model_dump(), **model}, **sgd, **fields})
 
 
-def _train(rank: int, recipe: Recipe) -> Trace:
-    return trace_plan(plan_of(recipe, 2), STEPS, rank)
-
-
-def _train_unmarked(rank: int, recipe: Recipe) -> Trace:
-    from llmtrain.engines import deepspeed
-
-    deepspeed.gather_experts_together = lambda model: []
-    return _train(rank, recipe)
+def _train(rank: int, recipes: list[Recipe]) -> list[Trace]:
+    return [trace_plan(plan_of(recipe, 2), STEPS, rank) for recipe in recipes]
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Recipe:
-    return _recipe(write_folder(tmp_path_factory.mktemp("experts"), SPARSE))
+def folder(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("experts"), SPARSE)
 
 
-def test_ranks_that_reach_other_experts_train_on(recipe):
+DDP = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "parallel.zero_stage": 0}
+
+
+def test_an_expert_that_no_token_met_is_not_updated(folder):
+    recipe = _recipe(folder, **DDP)
     expected = trace(reference_of(recipe), range(STEPS), 1, GLOBAL_BATCH)
-    for rank, run in enumerate(run_ranks(2, _train, recipe, timeout=60)):
+    start = dict(build_model(recipe, torch.float32, torch.device("cpu")).named_parameters())
+    experts = [name for name in start if ".experts." in name and name.endswith("weight")]
+    unmet = [name for name in experts if np.array_equal(expected.weights[name], start[name].detach().numpy())]
+    assert 0 < len(unmet) < len(experts)
+    for rank, (run,) in enumerate(run_ranks(2, _train, [recipe], timeout=60)):
         assert_same(run, expected, rank)
 
 
-@pytest.mark.slow
-def test_unmarked_they_wait_for_ever(recipe):
-    # Or gloo ends a rank, when tensors of other sizes meet than it was told of.
-    with pytest.raises((TimeoutError, AssertionError), match=r"did not finish|died without a word"):
-        run_ranks(2, _train_unmarked, recipe, timeout=30)
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_that_would_decay_it_are_refused(folder, stage):
+    with pytest.raises(RecipeError) as error:
+        plan_of(_recipe(folder, **{"parallel.zero_stage": stage}), 2)
+    assert [problem.rule for problem in error.value.problems] == ["expert.modules"]
 
 
 def _leaves(rank: int, recipes: list[Recipe]) -> list[set[str]]:

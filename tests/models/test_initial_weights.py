@@ -5,7 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from llmtrain.models.cut import build_stage
 from llmtrain.models.initial import initialise
+from llmtrain.plan.bounds import StageBounds
 
 FAMILIES = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -86,3 +88,47 @@ def test_another_seed_is_another_model_and_the_generator_is_left_alone():
     torch.manual_seed(5)
     initialise(one, 1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+LEFT_TO_CONSTRUCTORS = {
+    "apertus": {"num_attention_heads": 4},
+    "ernie4_5_moe": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "moe_num_experts": 4,
+        "moe_layer_start_index": 0,
+    },
+    "openai-gpt": {"n_embd": 64, "n_layer": 4, "n_head": 4},
+}
+"""Families whose `_init_weights` leaves some weights to the constructors of their modules."""
+
+
+@pytest.fixture
+def no_memory_is_zero_by_chance():
+    """Memory that nobody has written to is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("no_memory_is_zero_by_chance")
+@pytest.mark.parametrize("family", LEFT_TO_CONSTRUCTORS)
+def test_what_a_family_does_not_draw_starts_as_constructed_whole_and_in_stages(family):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 128}
+    config = AutoConfig.for_model(family, **sizes | LEFT_TO_CONSTRUCTORS[family])
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    initialise(model, 1)
+    whole = dict(model.named_parameters())
+    assert not [name for name, weight in whole.items() if weight.isnan().any()]
+    constructed = dict(AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_parameters())
+    for name, weight in whole.items():
+        assert abs(weight.std(correction=0) - constructed[name].std(correction=0)) < 0.005, name
+        assert abs(weight.mean() - constructed[name].mean()) < 0.005, name
+    bounds = (StageBounds(0, 2), StageBounds(2, 4))
+    for index in range(2):
+        stage = build_stage(config, index, bounds, "eager", torch.float32, torch.device("cpu"))
+        initialise(stage.model, 1)
+        for own, name in stage.hf_names().items():
+            assert torch.equal(stage.get_parameter(own), whole[name]), name

@@ -56,4 +56,24 @@ def loss_scale(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 
-RULES = (router_noise, router_loss, router_precision, loss_scale)
+@rule(
+    "expert.modules",
+    "An expert that no token of a step meets has no gradient, and plain PyTorch does not update it; the engines sum "
+    "zeros for it, and decay it.",
+    "run",
+)
+def modules(draft: Draft) -> Iterator[Fault]:
+    """Experts that are modules of their own, in a model's own code; families of `transformers` have one tensor."""
+    facts, parallel = draft.facts, draft.parallel
+    if facts is None or not facts.expert_modules:
+        return
+    if parallel.backend != "data_parallel" and parallel.strategy != "ddp":
+        message = (
+            f"each expert of '{facts.model_type}' is a module of its own: one that no token of a step meets has no "
+            "gradient, and would be decayed here, unlike in plain PyTorch"
+        )
+        fix = assignment(parallel__backend="accelerate", parallel__accelerate="ddp", parallel__zero_stage=0)
+        yield Fault("model", message, f"{fix}, or keep the experts of a layer in one tensor")
+
+
+RULES = (modules, router_noise, router_loss, router_precision, loss_scale)

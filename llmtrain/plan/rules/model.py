@@ -94,6 +94,28 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "model.rotary_follows",
+    "The frequencies follow the longest position of each forward pass, so a run would depend on its micro-batches.",
+    "run",
+)
+def rotary_follows(draft: Draft) -> Iterator[Fault]:
+    """`dynamic` rotary embeddings beyond the declared length, and `longrope` beyond that of its origin."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is None or facts.rotary_follows is None or length <= facts.rotary_follows[1]:
+        return
+    kind, fixed = facts.rotary_follows
+    message = (
+        f"{length} was given: beyond {fixed} positions the frequencies of rope_type '{kind}' follow the longest "
+        "document of each forward pass, so every micro-batch would train another model"
+    )
+    fixes = [assignment(data__sequence_length=fixed)] if fixed else []
+    if "dynamic" in kind:
+        fixes.append(assignment(model__config__max_position_embeddings=length))
+    fixes.append("a rope_type with fixed frequencies, such as 'yarn', 'linear' or 'llama3'")
+    yield Fault("data.sequence_length", message, ", or ".join(fixes))
+
+
+@rule(
     "data.documents_mixed",
     "A recurrence or a convolution goes on from one packed document to the next, whatever the attention.",
     "run",
@@ -160,6 +182,7 @@ RULES = (
     pretrained_tokenizer,
     positions,
     rotary_length,
+    rotary_follows,
     documents_mixed,
     attention_device,
     attention_precision,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.plan.rules.slices import SLICED_FAMILIES
 
 _WORK = (
     "arcee biogpt cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
@@ -39,7 +40,11 @@ def family(draft: Draft) -> Iterator[Fault]:
             yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
     elif facts.model_type not in TENSOR_FAMILIES:
         message = f"{degree} was given, but the engine cannot cut '{facts.model_type}' right"
-        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+        fix = assignment(parallel__tensor=1)
+        if facts.model_type in SLICED_FAMILIES:
+            message += "; within pipeline stages it is split by llmtrain itself, which can"
+            fix += f", or {assignment(parallel__pipeline=2)}"
+        yield Fault("parallel.tensor", message, fix)
 
 
 RULES = (family,)

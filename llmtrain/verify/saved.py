@@ -1,0 +1,61 @@
+"""What a plan trains can be saved, loaded again and exported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from llmtrain.checkpoint.export import stored_names
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.engines import Engine
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.distributed import barrier
+from llmtrain.engines.state import Source
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models import model_configuration
+from llmtrain.models.hub_names import empty_model
+from llmtrain.plan import Plan
+from llmtrain.verify.compare import Weights
+
+DATA = "verify"
+"""Key of the data, which no checkpoint of a run has."""
+
+
+def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> None:
+    """Saves an engine, joins each weight as an export does, and has the engine go on from the checkpoint.
+
+    weights: what the engine holds. folder: for the checkpoint, removed afterwards; called by all ranks. Raises
+    CheckpointError where a weight is missing, or has other values than the engine's.
+    """
+    Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA))
+    checkpoint = newest(folder)
+    assert checkpoint is not None, "a save leaves a checkpoint or raises"
+    if dist.get_rank() == 0:
+        _check_export(checkpoint, plan, weights)
+    load(checkpoint, engine, plan, DATA)
+    for name, weight in engine.named_weights():
+        _check_equal(name, weight, weights, checkpoint, "after loading")
+    barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
+    recipe = plan.recipe
+    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+    source = Source(checkpoint)
+    for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
+        if name in weights:  # buffers are no weights that are trained
+            whole = source.whole(name).to(dtype).view(weights[name].shape)
+            _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
+
+
+def _check_equal(name: str, found: torch.Tensor, weights: Weights, checkpoint: Path, where: str) -> None:
+    if not torch.equal(found.to("cpu", torch.float32), weights[name]):
+        message = f"'{name}' has other values {where} than in the engine that was saved"
+        raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))

@@ -1,0 +1,121 @@
+"""What gets no gradient stays as it is, under every strategy, and is saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from harness import run_ranks
+from traces import Trace, engine_of, plan_of, trace
+
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.models import build_model
+from llmtrain.recipe import Recipe
+
+STEPS = 3
+INDEXED = {
+    **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 8},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "max_position_embeddings": 32},
+}
+"""DeepSeek V3.2: the indexer's choice has no gradient."""
+BIASED = {
+    **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "num_hidden_layers": 2, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
+    **{"moe_intermediate_size": 24, "output_router_logits": True, "router_aux_loss_coef": 0.02},
+    **{"max_position_embeddings": 32},
+}
+"""Ernie 4.5: a correction of its router is declared to be frozen, and the auxiliary loss is on."""
+CONFIGS = {"deepseek_v32": INDEXED, "ernie4_5_moe": BIASED}
+ACCELERATE = {"parallel.backend": "accelerate"}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"parallel.zero_stage": stage} for stage in range(4)},
+    "zero1 offload": {"parallel.zero_stage": 1, "parallel.offload_optimizer": "cpu"},
+    "zero3 offload": {
+        **{"parallel.zero_stage": 3, "parallel.offload_optimizer": "cpu"},
+        "parallel.offload_param": "cpu",
+    },
+    "ddp": {**ACCELERATE, "parallel.accelerate": "ddp", "parallel.zero_stage": 0},
+    "fsdp2": {**ACCELERATE, "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+    "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+    "pipeline zero0": {"parallel.pipeline": 2, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0},
+}
+WITHOUT_GRADIENT = ("indexer", "e_score_correction_bias")
+
+
+def _recipe(family: str, **fields: Any) -> Recipe:
+    model = {"architecture": family, "config": CONFIGS[family]}
+    return tiny_recipe(**{"model": model, "optim.name": "sgd", "optim.lr": 0.1, **fields})
+
+
+def _plain(recipe: Recipe) -> dict[str, np.ndarray[Any, Any]]:
+    """Weights after a loop that knows nothing but torch: what has no gradient is left out by torch itself."""
+    model = build_model(recipe, torch.float32, torch.device("cpu")).train()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    optim = recipe.optim
+    decayed = [one for one in model.parameters() if one.dim() >= 2]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
+    from llmtrain.engines.optim import schedule
+
+    scheduler = schedule(optimizer, recipe)
+    for step in range(STEPS):
+        batch = step_batch(step, 1, GLOBAL_BATCH)
+        optimizer.zero_grad()
+        for one in batch.micro_batches:
+            output = model(input_ids=one.input_ids, position_ids=one.position_ids, use_cache=False)
+            loss = torch.nn.functional.cross_entropy(output.logits[0], one.labels[0], reduction="sum")
+            loss = loss / batch.target_tokens
+            if getattr(output, "aux_loss", None) is not None:
+                loss = loss + model.config.router_aux_loss_coef * output.aux_loss / len(batch.micro_batches)
+            loss.backward()
+        if optim.clip_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad_norm)
+        optimizer.step()
+        scheduler.step()
+    return {name: weight.detach().numpy() for name, weight in model.named_parameters()}
+
+
+def _run(rank: int, recipes: list[Recipe], folder: Path) -> list[tuple[Trace, dict[str, Any]]]:
+    """Of each recipe a run, and the weights of an engine of another seed that has loaded its checkpoint."""
+    found = []
+    for index, recipe in enumerate(recipes):
+        plan = plan_of(recipe, 2)
+        engine = engine_of(plan)
+        shape = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
+        run = trace(engine, range(STEPS), *shape, engine.data_parallel_rank, plan.layout.dp)
+        Saver(folder / str(index), plan, engine).save(TrainerState(step=STEPS, data="key"))
+        other = engine_of(plan_of(recipe.with_(**{"train.seed": 99}), 2))
+        load(newest(folder / str(index)), other, plan, "key")
+        found.append((run, {name: weight.float().numpy().copy() for name, weight in other.named_weights()}))
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "names", [("zero0", "zero1", "fsdp2"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_every_strategy_leaves_alone_what_has_no_gradient(family, names, tmp_path):
+    recipes = [_recipe(family, **STRATEGIES[name]) for name in names]
+    start = dict(build_model(recipes[0], torch.float32, torch.device("cpu")).named_parameters())
+    idle = [name for name in start if any(part in name for part in WITHOUT_GRADIENT)]
+    assert idle
+    expected = {clip: _plain(_recipe(family, **{"optim.clip_grad_norm": clip})) for clip in (0.0, 0.5)}
+    for runs in run_ranks(2, _run, recipes, tmp_path):
+        for name, recipe, (run, loaded) in zip(names, recipes, runs, strict=True):
+            assert run.weights.keys() == loaded.keys() == start.keys(), name
+            for weight, value in expected[recipe.optim.clip_grad_norm].items():
+                np.testing.assert_allclose(run.weights[weight], value, rtol=0, atol=1e-5, err_msg=f"{name} {weight}")
+                assert np.array_equal(loaded[weight], run.weights[weight]), (name, weight)
+            for weight in idle:
+                assert np.array_equal(run.weights[weight], start[weight].detach().numpy()), (name, weight)
