@@ -129,7 +129,8 @@ class OptimConfig(Part):
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
     """The rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`,
     d = `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w
-    for `wsd`. Then `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n − w))) / 2.
+    for `wsd`. Then `constant`: 1. `linear`: (n − s) / (n − w).
+    `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n − w))) / 2.
     `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) where w = 0. `wsd` (warm-up, stable, decay; arXiv 2404.06395):
     1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
     warmup_steps: NonNegativeInt = 0

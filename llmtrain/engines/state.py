@@ -117,7 +117,7 @@ def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place
 def untrained_pieces(
     model: nn.Module, copy: tuple[int, int], hugging_face_name: Callable[[str], str] = lambda name: name
 ) -> list[Piece]:
-    """Live pieces of what a model has besides trained parameters: frozen ones, and buffers that are part of its weights.
+    """Live pieces of what a model has beside trained parameters: frozen ones, and buffers that belong to its weights.
 
     copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`.
     """

@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward
 from llmtrain.models import build_model
+from llmtrain.models.cut import packed_input, reference
+from llmtrain.models.tiny import shrink
 
 CPU = torch.device("cpu")
 SPLIT = 12
@@ -63,3 +65,21 @@ def test_the_routers_loss_is_kept_where_the_model_gives_it():
     theirs = model(input_ids=tokens, position_ids=_batch(tokens, tokens).position_ids, use_cache=False).aux_loss
     assert auxiliary.item() == pytest.approx(0.5 * theirs.item(), rel=1e-6)
     assert auxiliary.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "weight"),
+    [
+        ("jetmoe", {"aux_loss_coef": 0.25}, 0.25),
+        ("dbrx", {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"moe_loss_weight": 0.125}}, 0.125),
+    ],
+)
+def test_the_routers_loss_is_weighed_by_whatever_name_a_family_has_for_it(family, fields, weight):
+    config = AutoConfig.for_model(family, **fields)
+    config = shrink(config, 2, attn_config=fields.get("attn_config"), output_router_logits=True)
+    model = reference(config, "eager")
+    tokens, positions = packed_input(config)
+    batch = MicroBatch(tokens, positions, labels=tokens)
+    _, auxiliary = forward(model, model, batch, torch.device("cpu"))
+    output = model(input_ids=tokens, position_ids=positions, use_cache=False)
+    torch.testing.assert_close(auxiliary, weight * output.aux_loss)

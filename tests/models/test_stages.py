@@ -286,3 +286,16 @@ def test_the_families_are_documented_as_they_are():
     assert works >= 120
     assert works / (works + refused) >= 0.95
     assert (ROOT / "docs/families.md").read_text(encoding="utf-8") == families.render(verdicts)
+
+
+def test_opt_with_projections_around_its_layers_is_cut_as_it_is():
+    """`facebook/opt-350m`: the embedding is narrower than the layers, and norms come after them."""
+    sizes = {"hidden_size": 96, "word_embed_proj_dim": 48, "ffn_dim": 128, "num_attention_heads": 4}
+    fields = {"num_hidden_layers": 4, "vocab_size": 99, "max_position_embeddings": 64, "do_layer_norm_before": False}
+    config = AutoConfig.for_model("opt", **sizes, **fields, dropout=0.0)
+    whole, inputs = reference(config, "eager"), packed_input(config)
+    cut = check_cut(config, HALVES)
+    with torch.no_grad():
+        expected = whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits
+        (found,) = run_chain(build_chain(whole, cut, "eager"), inputs)[-1]
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,41 @@
+"""The formulas in the documentation of `optim.schedule` are what the engines run, and the picture shows them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPEC = importlib.util.spec_from_file_location("render_schedules", ROOT / "docs/render_schedules.py")
+drawn = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(drawn)
+
+
+def documented(kind: str, s: int, n: int, w: int, d: int, m: float) -> float:
+    """As in docs/recipe.md."""
+    if s < w:
+        return m + (1 - m) * s / w if kind == "wsd" else s / w
+    match kind:
+        case "constant":
+            return 1.0
+        case "linear":
+            return (n - s) / (n - w)
+        case "cosine":
+            return m + (1 - m) * (1 + math.cos(math.pi * (s - w) / (n - w))) / 2
+        case "inverse_sqrt":
+            return math.sqrt(w / s) if w else math.sqrt(10_000 / (10_000 + s))
+    return 1.0 if s < n - d else m + (1 - m) * (n - s) / d
+
+
+@pytest.mark.parametrize("kind", drawn.COLOURS)
+@pytest.mark.parametrize(("n", "w", "d", "m"), [(100, 10, 30, 0.1), (37, 0, 12, 0.0), (20, 5, 15, 0.5)])
+def test_every_step_has_the_documented_rate(kind, n, w, d, m):
+    rates = drawn.rates(kind, n, w, d, m)
+    assert rates[:n] == pytest.approx([documented(kind, s, n, w, d, m) for s in range(n)], rel=1e-12, abs=1e-15)
+
+
+def test_the_picture_is_rendered():
+    assert (ROOT / "docs/schedules.svg").read_text(encoding="utf-8") == drawn.render()
