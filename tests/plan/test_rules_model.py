@@ -66,7 +66,8 @@ def test_the_refusal_names_the_stages_within_which_a_family_is_split(family, nam
 
 def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99}
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
     with pytest.raises(RecipeError, match="clip_qkv"):
-        model_facts(ModelConfig(architecture="dbrx", config={**sizes, "attn_config": {"kv_n_heads": 2}}), 99)
-    clipped = {**sizes, "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}}
+        model_facts(ModelConfig(architecture="dbrx", config={**sizes, "attn_config": attention}), 99)
+    clipped = {**sizes, "attn_config": {**attention, "clip_qkv": 8.0}}
     assert model_facts(ModelConfig(architecture="dbrx", config=clipped), 99).layers == 2
