@@ -69,7 +69,7 @@ class RegionHead(_Part):
 class PieceHead(_Part):
     """A flat range of a region, and the kinds of tensors that are held of it."""
 
-    name: Annotated[str, Field(min_length=1, max_length=1000)]
+    name: Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]+$")]
     region: RegionHead
     start: Count
     numel: Annotated[Count, Field(gt=0)]

@@ -25,7 +25,7 @@ from llmtrain.piece_heads import read_head
 from llmtrain.run_dir import RunDir
 from llmtrain.untrusted import UNREADABLE
 
-ROUNDS = 120
+ROUNDS = 100
 """Edits of each document."""
 STRANGE = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**400),
@@ -88,6 +88,7 @@ def _only_designed(action, *named: Path) -> bool:
     except CheckpointError as error:
         told = error.report()
         assert any(str(path) in told for path in named), told
+        assert told.replace("\n", "").isprintable()
         return True
     return False
 
@@ -113,8 +114,8 @@ def test_plan_and_state(run, name):
     for seed in range(ROUNDS):
         draw = random.Random(seed)
         (made / name).write_bytes(_text(_changed(whole, draw), draw))
-        _only_designed(lambda: read_plan(made) and read_state(made), made / name)
-        refused += _only_designed(lambda: check_data(made, "key"), made)
+        refused += _only_designed(lambda: (read_plan(made), read_state(made)), made / name)
+        _only_designed(lambda: check_data(made, "key"), made)
     assert refused > 0
 
 
@@ -280,12 +281,12 @@ def test_a_flipped_byte_in_the_head_of_the_newest_falls_back(two):
     content = file.read_bytes()
     length = 8 + struct.unpack("<Q", content[:8])[0]
     fell_back = 0
-    for at in range(length):
+    for at in range(0, length, 7):
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         chosen = check_resume(small_plan(), two, "auto", is_local=True)
         assert chosen is not None
         fell_back += chosen.name == "step_00000001"
-    assert fell_back > length // 2
+    assert fell_back > length // 14
 
 
 @pytest.mark.parametrize("how", ["byte", "folder", "fifo", "device", "binary", "empty", "loop", "long"])
@@ -313,6 +314,8 @@ def test_a_damaged_latest_costs_nothing(two, how):
     assert check_resume(small_plan(), two, "auto", is_local=True) == two.checkpoints / "step_00000002"
     (problem,) = faults(two.checkpoints)
     assert problem.field == str(latest)
+    if how in ("binary", "empty"):
+        assert "is no name of a checkpoint" in problem.message
 
 
 @pytest.mark.parametrize("how", ["file", "fifo", "dangling", "loop", "closed"])

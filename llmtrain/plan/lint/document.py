@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmtrain.untrusted import printable
+
 Severity = Literal["error", "warning"]
 Where = tuple[str, ...]
 LARGEST_NUMBER = 2**63
@@ -22,12 +24,6 @@ class Finding:
     fix: str = ""
     line: int = 0
     column: int = 0
-
-
-def printable(text: str, longest: int = 300) -> str:
-    """A text of a stranger, safe for any terminal and any encoding, and of bounded length."""
-    short = text if len(text) <= longest else text[:longest] + "…"
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)
 
 
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from llmtrain.plan.lint.document import Document, Finding, Severity, Where, printable
+from llmtrain.plan.lint.document import Document, Finding, Severity, Where
+from llmtrain.untrusted import printable
 
 Fault = tuple[Where, str, str]
 """The key, what is wrong with it, and what to do (or nothing)."""
