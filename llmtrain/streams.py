@@ -49,6 +49,6 @@ def take_any_text() -> None:
 
 def outlive_the_terminal() -> None:
     """From now on, what cannot be printed is lost, and nothing else."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        sys.stdout.flush()
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+        sys.__stdout__.flush()
         sys.stdout = lossy(1, owned=False)
