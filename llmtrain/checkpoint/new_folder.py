@@ -8,11 +8,16 @@ from pathlib import Path
 
 from llmtrain.durable import flush_tree, remove_tree, rename
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.untrusted import UNREADABLE, why
 
 
 def check_new(out: Path) -> None:
-    """Raises CheckpointError where there is something already."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    """Raises CheckpointError where there is something already, or nobody may look."""
+    try:
+        is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("out.write", str(out), why(error), "name another folder")) from None
+    if is_taken:
         raise CheckpointError(Problem("out.exists", str(out), "is not empty", "name a new folder"))
 
 

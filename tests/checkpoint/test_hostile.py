@@ -20,6 +20,7 @@ from llmtrain.checkpoint.before import check_data, check_resume
 from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import faults, find, newest
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
+from llmtrain.checkpoint.new_folder import check_new
 from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
 from llmtrain.piece_heads import read_head
 from llmtrain.run_dir import RunDir
@@ -352,6 +353,12 @@ def test_what_is_no_file_is_never_opened(run, name, kind):
         file.symlink_to("/dev/zero")
     with pytest.raises(UserError, match=f"is a {'FIFO' if kind == 'fifo' else 'device'} and no file"):
         check_resume(small_plan(), run, "auto", is_local=True)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 2100])
+def test_a_folder_that_cannot_be_is_a_message(name, tmp_path):
+    with pytest.raises(CheckpointError, match=r"out\.write"):
+        check_new(tmp_path / name)
 
 
 def test_what_a_save_writes_is_what_the_reader_takes(run):
