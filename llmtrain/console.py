@@ -22,6 +22,7 @@ from llmtrain.launch.rank import Rank
 from llmtrain.run_dir import RunDir
 from llmtrain.streams import lossy, take_any_text
 
+ERASE_LINE = "\r\x1b[2K"
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -55,7 +56,9 @@ class WorkerOutput:
         print(failure.traceback, file=sys.stderr, flush=True)
         if self.rank.launcher != "local" and not self._told_by_another(failure):
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
-            print(f"{message}\n    see {self.run_dir.log_file(failure.rank)}", file=self.stderr, flush=True)
+            told = f"{message}\n    see {self.run_dir.log_file(failure.rank)}"
+            # Rank 0 may show a spinner on this line.
+            print(f"{ERASE_LINE}{told}" if self.stderr.isatty() else told, file=self.stderr, flush=True)
         with suppress(OSError):  # the disk that is full may be what ended it
             failure.write(self.run_dir.error_file(failure.rank))
         return failure.exit_code

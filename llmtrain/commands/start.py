@@ -196,6 +196,7 @@ def _run(
 
     arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
     if tool:
+        console.print(f"starting workers by {tool}")
         return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
     command = [sys.executable, "-m", "llmtrain.worker", *arguments]
     code = train_with_restarts(

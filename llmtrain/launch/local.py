@@ -74,7 +74,6 @@ def run_workers(
         common = common_environment(world_size, env)
         if template:
             if (stopped_by := _settle(template, common, events)) is not None:
-                print(f"stopped on {_signal_name(stopped_by)} before a worker was started", flush=True)
                 return 128 + stopped_by
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
                 log.write(template.said())  # as each worker's own imports would have
