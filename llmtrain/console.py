@@ -54,13 +54,16 @@ class WorkerOutput:
             return INTERRUPTED
         failure = Failure.of(self.rank.rank, error)
         print(failure.traceback, file=sys.stderr, flush=True)
-        if self.rank.launcher != "local" and not self._told_by_another(failure):
+        must_tell = self.rank.launcher != "local" and not self._told_by_another(failure)
+        try:
+            failure.write(self.run_dir.error_file(failure.rank))
+        except OSError:  # the disk may be full, which may be what the error says
+            must_tell = True
+        if must_tell:
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
             told = f"{message}\n    see {self.run_dir.log_file(failure.rank)}"
             # Rank 0 may show a spinner on this line.
             print(f"{ERASE_LINE}{told}" if self.stderr.isatty() else told, file=self.stderr, flush=True)
-        with suppress(OSError):  # the disk that is full may be what ended it
-            failure.write(self.run_dir.error_file(failure.rank))
         return failure.exit_code
 
     def _told_by_another(self, failure: Failure) -> bool:

@@ -30,6 +30,16 @@ BUFFER_BYTES = 1 << 20
 """Small writes are gathered up to this, and files are read back in such pieces."""
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Has an OSError name its file: one of a write or a flush names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """What a file must be, to be what was written."""
@@ -44,7 +54,7 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -106,10 +116,11 @@ class DurableFile(io.RawIOBase):
 
     def finish(self) -> None:
         """Waits until the file is on the disk. Raises OSError where any write has failed."""
-        self.stream.flush()
-        if self.error is not None:
-            raise self.error
-        os.fsync(self._descriptor)
+        with naming(self.path):
+            self.stream.flush()
+            if self.error is not None:
+                raise self.error
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Lets the file go, as it is."""
@@ -145,7 +156,8 @@ def flush(path: Path) -> None:
     """Waits until a file's content, or a folder's list of names, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -7,11 +7,13 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -55,8 +57,19 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNOREC
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Replaces a file by a JSON document, atomically."""
-    write_atomically(path, json.dumps(document, indent=2) + "\n")
+    """Replaces a file by a JSON document, atomically. Raises RecipeError where it cannot be written."""
+    with _writing(path):
+        write_atomically(path, json.dumps(document, indent=2) + "\n")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Says which file of a run directory cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot write {error.filename or path}: {error.strerror or error}"
+        raise RecipeError(Problem("run_dir.write", "--run-dir", message, "make room, or name another folder")) from None
 
 
 def default_run_dir(recipe: Recipe, variant: str | None = None) -> RunDir:
@@ -167,7 +180,7 @@ class RunDir:
         that was started with another recipe; every differing field that matters is named.
         """
         self.check(plan.recipe)
-        try:
+        with _writing(self.path):
             for folder in (self.logs, self.checkpoints, self.tensorboard):
                 folder.mkdir(parents=True, exist_ok=True)
             self.write_plan(plan.model_copy(update={"kernels": self._kernels()}))
@@ -180,9 +193,6 @@ class RunDir:
             self.write_environment()
             # Last, since a folder with a recipe is a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
-        except OSError as error:
-            problem = Problem("run_dir.write", "--run-dir", f"cannot write {self.path}: {error.strerror}")
-            raise RecipeError(problem) from None
 
     def write_plan(self, plan: Plan) -> None:
         """Replaces the plan of the run: by one that knows its kernels."""
@@ -222,6 +232,13 @@ class RunDir:
             fix = "restore the file, or start a new run with --run-dir"
             problem = Problem("run_dir.damaged", str(file), f"cannot be read: {why(error)}", fix)
         raise CheckpointError(problem)
+
+    def keep_tokenizer(self, folder: Path) -> None:
+        """Copies a tokenizer. Raises RecipeError where that cannot be written."""
+        with _writing(self.tokenizer):
+            self.tokenizer.mkdir(exist_ok=True)
+            for file in folder.iterdir():
+                shutil.copyfile(file, self.tokenizer / file.name)  # without its permissions: the umask decides
 
     def write_environment(self) -> None:
         """Records versions, machine, commit and the variables that matter, as this process has them."""

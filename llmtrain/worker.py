@@ -7,7 +7,6 @@ torchrun, deepspeed or accelerate arrives at `work` by way of the command line.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import typer
 
 from llmtrain import watchdog
 from llmtrain.console import WorkerOutput, take_over_output
-from llmtrain.errors import Exit
+from llmtrain.errors import Exit, RecipeError
 from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.interfaces import settle
@@ -150,9 +149,7 @@ class _Worker:
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
-            run_dir.tokenizer.mkdir(exist_ok=True)
-            for file in prepared.tokenizer_dir.iterdir():
-                shutil.copyfile(file, run_dir.tokenizer / file.name)  # without its permissions: the umask decides
+            run_dir.keep_tokenizer(prepared.tokenizer_dir)
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
@@ -254,9 +251,13 @@ class _Worker:
         return state
 
     def _note_history(self, state: TrainerState) -> None:
-        """Into the run directory."""
-        if self.rank.is_main:
+        """Into the run directory, for people: what goes on from a checkpoint reads it there."""
+        if not self.rank.is_main:
+            return
+        try:
             write_json(self.run_dir.history_file, [asdict(one) for one in state.history])
+        except RecipeError as error:
+            self.output.warn(str(error))
 
     def _tell_changes(self, state: TrainerState) -> None:
         """What is not as it was when the run began, and what that does to the learning rate."""

@@ -67,9 +67,10 @@ class TrainingProgress:
         self._trained_s += seconds
         self._trained_tokens += record["tokens_per_second"] * seconds
         self._last = record
-        self._print(_plain_line(record, self._max_steps))
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
+            self._bar.refresh()  # else the live line of before would be shown again below the one that is printed
+        self._print(_plain_line(record, self._max_steps))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
