@@ -112,7 +112,7 @@ class RunLock:
             while not _renamed(staged, lock):
                 _remove_dead_owner(lock, say)
         except OSError as error:
-            message = f"cannot write {error.filename or folder}: {error.strerror}"
+            message = f"cannot write {error.filename2 or error.filename or folder}: {error.strerror}"
             problem = Problem("run_dir.write", "--run-dir", message, "name another folder, or make this one writable")
             raise RecipeError(problem) from None
         finally:
@@ -250,8 +250,12 @@ def _opened(file: Path) -> BinaryIO:
 
 
 def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    """What process ids count in; where that cannot be told, a name that no owner has, so that files are watched."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return f"unknown {uuid.uuid4().hex}"
 
 
 def _exists(pid: int) -> bool:
