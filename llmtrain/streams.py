@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -15,10 +16,10 @@ class _Lossy(io.FileIO):
     """A file that drops what it cannot write."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
+        with suppress(OSError):
+            if done := super().write(data):  # nothing, where a terminal is not ready and does not wait
+                return done
+        return memoryview(data).nbytes
 
 
 def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> TextIO:
