@@ -20,7 +20,7 @@ from llmtrain.durable import open_log
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.rank import Rank
 from llmtrain.run_dir import RunDir
-from llmtrain.streams import lossy, take_any_text
+from llmtrain.streams import lossy, open_closed
 
 ERASE_LINE = "\r\x1b[2K"
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -79,7 +79,7 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
-    take_any_text()
+    open_closed()
     sys.stdout.flush()
     sys.stderr.flush()
     stdout, stderr = lossy(os.dup(1)), lossy(os.dup(2))

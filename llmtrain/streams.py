@@ -32,17 +32,22 @@ def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> T
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
 
 
-def take_any_text() -> None:
-    """Opens the standard streams that are closed, to nothing, and has the others take what their encoding lacks.
+def open_closed() -> None:
+    """Opens the standard streams that are closed, to nothing.
 
     A descriptor that is left closed would be that of the next file, which would get what is printed.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    if sys.stdout is None:
-        sys.stdout = lossy(1, owned=False)
-    elif isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout = sys.stdout or lossy(1, owned=False)
+    sys.stderr = sys.stderr or lossy(2, owned=False)
+
+
+def take_any_text() -> None:
+    """Has the standard streams, once they are open, take what their encoding lacks."""
+    open_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is sys.__stderr__:
         sys.stderr = lossy(2, owned=False)  # whatever it tells, the exit code tells too
