@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.untrusted import utf8_name
 
 
 def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
@@ -18,7 +19,8 @@ def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: f
     if not (folder / "config.json").is_file():
         problem = Problem("generate.folder", str(folder), "holds no model (no config.json)", "name an exported folder")
         raise RecipeError(problem)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with utf8_name(folder) as named:
+        tokenizer = AutoTokenizer.from_pretrained(named)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)

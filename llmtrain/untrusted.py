@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -52,6 +53,19 @@ def open_regular(path: Path) -> FileIO:
 def expanded(name: str) -> Path:
     """A path with its `~` replaced; as it is where nobody knows that home."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises RuntimeError
+
+
+@contextmanager
+def utf8_name(folder: Path) -> Iterator[Path]:
+    """A folder under a name that is UTF-8, which libraries written in Rust demand."""
+    if str(folder).isascii() or os.fsencode(folder).decode(errors="replace") == str(folder):
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:

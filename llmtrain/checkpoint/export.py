@@ -29,6 +29,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.plan import Plan
+from llmtrain.untrusted import utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 * 10**9
@@ -60,7 +61,8 @@ def export(
     model = _model(plan, dtype)
     outgoing = Outgoing(model, stored_names(checkpoint, source, model))
     with new_folder(out, replace) as folder:
-        _write_settings(model, tokenizer, folder)
+        with utf8_name(folder) as named:
+            _write_settings(model, tokenizer, named)
         _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
@@ -107,7 +109,8 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> No
     if not tokenizer.is_dir():
         message = "is not there, and an exported model needs it"
         raise CheckpointError(Problem("export.tokenizer", str(tokenizer), message, "name it by --tokenizer FOLDER"))
-    text = AutoTokenizer.from_pretrained(tokenizer)
+    with utf8_name(tokenizer) as named:
+        text = AutoTokenizer.from_pretrained(named)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
