@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path

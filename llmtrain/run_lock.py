@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import sys
 import time
 import uuid
@@ -28,11 +27,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Thread
-from typing import Annotated, BinaryIO, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from llmtrain.errors import Exit, Problem, RecipeError
+from llmtrain.untrusted import UNREADABLE, open_regular, read_json
 
 BEAT_S = 10.0
 """Seconds after which an owner touches its file again."""
@@ -222,9 +222,8 @@ def _owner_file(lock: Path) -> Path | None:
 def _read(file: Path) -> Owner | None:
     """The owner that a file names; None where it cannot be told."""
     try:
-        with _opened(file) as content:
-            return Owner.model_validate_json(content.read(MOST_BYTES))
-    except (OSError, ValidationError):
+        return read_json(file, Owner, MOST_BYTES)
+    except UNREADABLE:
         return None
 
 
@@ -234,19 +233,10 @@ def _touched(file: Path) -> int | None:
     It is opened for that: a network filesystem then asks its server.
     """
     try:
-        with _opened(file) as content:
+        with open_regular(file) as content:
             return os.fstat(content.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _opened(file: Path) -> BinaryIO:
-    """A regular file, for reading. Raises OSError for anything else."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "Not a regular file", str(file))
-    return os.fdopen(descriptor, "rb")
 
 
 def _machine() -> str:
