@@ -196,7 +196,7 @@ def assert_whole(checkpoints: Path, at_least: int) -> int:
     """What must hold after a kill at any instant; returns the step that would be continued from, 0 for none."""
     for one in find(checkpoints):
         verify(one.folder)  # no half of a checkpoint looks like one
-    latest = read_latest(checkpoints)
+    latest, _ = read_latest(checkpoints)
     if latest is None:
         # Each kill so far came before the first `latest`; the newest of all is what is continued from.
         step = find(checkpoints)[-1].manifests[0].step if find(checkpoints) else 0

@@ -47,7 +47,7 @@ def test_training_goes_on_before_anything_is_on_the_disk(tmp_path, held_disk):
     saver = saver_of(tmp_path)
     _start(saver, 1)
     saver.engine.step = 2  # the engine trains on
-    assert read_latest(tmp_path) is None
+    assert read_latest(tmp_path)[0] is None
     held_disk.set()
     saver.wait()
     load(newest(tmp_path), saver.engine, saver.plan, "key")
@@ -66,7 +66,7 @@ def test_one_save_at_a_time(tmp_path, held_disk):
     second.join(SECONDS)
     assert "step_00000001" in [path.name for path in whole(tmp_path)]
     saver.wait()
-    assert read_latest(tmp_path) == "step_00000002"
+    assert read_latest(tmp_path)[0] == "step_00000002"
 
 
 def test_a_step_of_another_size_fits(tmp_path):
@@ -84,7 +84,7 @@ def test_what_fails_is_told_and_tried_again(tmp_path):
     saver.warn, saver.pauses = said.append, (0.0, 0.0)
     with injected(Faults(5, "full")):
         save(saver, 1)
-    assert read_latest(tmp_path) == "step_00000001"
+    assert read_latest(tmp_path)[0] == "step_00000001"
     assert len(said) == 1
     assert "No space left" in said[0]
     assert "trying again" in said[0]
@@ -103,7 +103,7 @@ def test_what_fails_for_good_is_told_and_costs_one_save(tmp_path, monkeypatch):
     assert "step_00000001 is the last whole checkpoint" in said[0]
     _start(saver, 3)  # the run has gone on
     saver.wait()
-    assert read_latest(tmp_path) == "step_00000003"
+    assert read_latest(tmp_path)[0] == "step_00000003"
 
 
 def test_the_last_save_of_a_run_must_succeed(tmp_path, monkeypatch):

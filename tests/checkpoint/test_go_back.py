@@ -72,7 +72,7 @@ def test_goes_back_to_before_the_first_skipped_step_and_past_the_data(tmp_path):
     assert engine.step == 4
     assert (trouble.state.step, trouble.state.samples, trouble.state.rollbacks) == (4, 80, 1)
     assert engine.guard.total == 4
-    assert read_latest(tmp_path) == "step_00000004"
+    assert read_latest(tmp_path)[0] == "step_00000004"
 
 
 def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
