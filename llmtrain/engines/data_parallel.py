@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import check_kernels, forward
-from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
 
 
-class TorchDataParallel(ReferenceEngine):
+class TorchDataParallel(PlainLoop):
     """The plain loop, whose forward pass is spread over the devices of the process.
 
     A pass reads the micro-batches of all devices, joined. Each replica computes its own loss, so that

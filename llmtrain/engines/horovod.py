@@ -16,13 +16,13 @@ from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.guard import Measured
 from llmtrain.engines.horovod_ranks import join
-from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
 
 
-class HorovodDataParallel(ReferenceEngine):
+class HorovodDataParallel(PlainLoop):
     """A replica on each rank.
 
     Gradients are summed, not averaged: each rank's loss is divided by the target tokens of the global

@@ -8,7 +8,7 @@ the recipe masks documents, another one begins at place (j+1)·T/(B+1) of sample
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from llmtrain.data import MicroBatch, Prepared, Schedule, StepBatch
+from llmtrain.data.evaluation import EvalOrder
 from llmtrain.models import IGNORE
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from llmtrain.verify.documents import read_documents
+from llmtrain.verify.reference import NO_TARGET, Document, Sequences, count_targets
 
 EVAL_SEQUENCES = 16
 """Held-out sequences of the comparison, at most."""
 
 
 class Batches:
-    """The batches of a recipe: whole, in any order, or as a plan gives them to a rank."""
+    """The batches of a recipe: as documents, for the reference, or as a plan gives them to a rank."""
 
     def __init__(self, recipe: Recipe, prepared: Prepared, steps: int) -> None:
         self.recipe = recipe
@@ -33,60 +36,94 @@ class Batches:
         self.steps = steps
         self.size = recipe.batch.global_batch_size
 
-    def whole(self, micro_batch_size: int, order: int | None = None) -> Iterator[StepBatch]:
-        """The whole batch of each step, cut into micro-batches; in another order of its samples for each `order`."""
-        for step, (rows, targets) in enumerate(zip(self._rows, self._targets, strict=True)):
+    def whole(self, order: int | None = None) -> Iterator[Sequences]:
+        """The global batch of each step; in another order of its samples for each `order`."""
+        for step, sequences in enumerate(self._uneven_steps):
             generator = torch.Generator().manual_seed(self.steps * (order or 0) + step)
             places = torch.arange(self.size) if order is None else torch.randperm(self.size, generator=generator)
-            parts = torch.split(places, micro_batch_size)
-            yield StepBatch([_pick(rows, part) for part in parts], targets, self.size, step * self.size)
+            yield [sequences[place] for place in places.tolist()]
+
+    def held_out(self) -> Sequences:
+        """Held-out sequences."""
+        views = [source.eval for source in self.prepared.sources]
+        order = EvalOrder(views, [source.key for source in self.prepared.sources])
+        places = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
+        data, padding = self.recipe.data, self.prepared.eos_id
+        return [read_documents(views[source], number, data, padding) for source, number in places]
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """What a plan's own schedule gives to a data parallel rank in each step."""
         schedule = Schedule.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
-        for step, targets in enumerate(self._targets):
+        for step, hidden in enumerate(self._hidden):
             batch = schedule.train_batch(step * self.size)
             uneven = []
             for index, micro_batch in enumerate(batch.micro_batches):
                 first = (index * dp + dp_rank) * micro
                 uneven.append(self._uneven(micro_batch, torch.arange(first, first + micro)))
-            yield replace(batch, micro_batches=uneven, target_tokens=targets)
+            yield replace(batch, micro_batches=uneven, target_tokens=batch.target_tokens - hidden)
 
-    def held_out(self, plan: Plan | None = None, dp_rank: int = 0) -> Iterator[StepBatch]:
-        """Held-out sequences, whole or as a plan splits them."""
-        schedule = Schedule.of(plan, self.prepared, dp_rank) if plan else self._schedule
-        most = min(EVAL_SEQUENCES, self.recipe.evaluation.max_sequences or EVAL_SEQUENCES)
-        return schedule.eval_batches(most)
+    def held_out_part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
+        """Held-out sequences as a plan gives them to a data parallel rank."""
+        return Schedule.of(plan, self.prepared, dp_rank).eval_batches(self._held_out)
+
+    @property
+    def _held_out(self) -> int:
+        return min(EVAL_SEQUENCES, self.recipe.evaluation.max_sequences or EVAL_SEQUENCES)
 
     @cached_property
-    def _schedule(self) -> Schedule:
+    def _read_steps(self) -> list[Sequences]:
+        """Global batches, read by document."""
+        data, padding = self.recipe.data, self.prepared.eos_id
         sizes = {"global_batch_size": self.size, "micro_batch_size": self.size, "gradient_accumulation_steps": 1}
-        return Schedule(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
+        schedule = Schedule(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
+        views = [source.train for source in self.prepared.sources]
+        steps: list[Sequences] = []
+        for step in range(self.steps):
+            ids = zip(*(one.tolist() for one in schedule.sample_ids(step * self.size, self.size)), strict=True)
+            steps.append([read_documents(views[source], number, data, padding) for source, number in ids])
+        return steps
 
     @cached_property
-    def _rows(self) -> list[MicroBatch]:
-        """The global batch of each step as one micro-batch."""
-        batches = (self._schedule.train_batch(step * self.size) for step in range(self.steps))
-        return [self._uneven(batch.micro_batches[0], torch.arange(self.size)) for batch in batches]
+    def _uneven_steps(self) -> list[Sequences]:
+        return [
+            [self._uneven_documents(documents, sample) for sample, documents in enumerate(sequences)]
+            for sequences in self._read_steps
+        ]
 
     @cached_property
-    def _targets(self) -> list[int]:
-        return [int((rows.labels != IGNORE).sum()) for rows in self._rows]
+    def _hidden(self) -> list[int]:
+        """Targets that each global batch has lost."""
+        steps = zip(self._read_steps, self._uneven_steps, strict=True)
+        return [count_targets(read) - count_targets(uneven) for read, uneven in steps]
+
+    def _places(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Of samples with these numbers within their batch: how many places lose their target, and where to cut."""
+        length = self.recipe.data.sequence_length
+        return samples * length // (2 * self.size), (samples + 1) * length // (self.size + 1)
 
     def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
         """Rows with the numbers `samples` within their batch."""
-        length = rows.labels.shape[1]
-        places = torch.arange(length)[None]
-        hidden = places < (samples * length // (2 * self.size))[:, None]
+        hidden, start = (one[:, None] for one in self._places(samples))
+        places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
         if self.recipe.data.mask_documents:
-            start = ((samples + 1) * length // (self.size + 1))[:, None]
             # Only the document that lies across the place is cut there.
             across = (places >= start) & (places - positions < start)
             positions = torch.where(across, places - start, positions)
-        return replace(rows, labels=rows.labels.masked_fill(hidden, IGNORE), position_ids=positions)
+        return replace(rows, labels=rows.labels.masked_fill(places < hidden, IGNORE), position_ids=positions)
 
-
-def _pick(rows: MicroBatch, places: Tensor) -> MicroBatch:
-    return MicroBatch(rows.input_ids[places], rows.position_ids[places], rows.labels[places])
+    def _uneven_documents(self, documents: Sequence[Document], sample: int) -> list[Document]:
+        """The same, of the documents of one sequence."""
+        hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
+        found: list[Document] = []
+        begin = 0
+        for one in documents:
+            end = begin + len(one.inputs)
+            places = torch.arange(begin, end)
+            targets = one.targets.masked_fill(places < hidden, NO_TARGET)
+            is_cut = self.recipe.data.mask_documents and begin < start < end
+            sizes = [start - begin, end - start] if is_cut else [end - begin]
+            found += map(Document, torch.split(one.inputs, sizes), torch.split(targets, sizes))
+            begin = end
+        return found

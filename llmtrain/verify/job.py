@@ -167,9 +167,10 @@ def worst(values: Iterable[float | None]) -> float | None:
 
 
 def comparable(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe as it is compared: the whole schedule within `steps`, and nothing drawn at random.
+    """The recipe as it is compared: the whole schedule within `steps`, nothing drawn at random, no update skipped.
 
-    Ranks draw different dropout masks, as they should, so with it no two layouts train the same.
+    Ranks draw different dropout masks, as they should, so with it no two layouts train the same. The reference has no
+    guard against spikes.
     Raises RecipeError for a precision that the reference does not compute, and for an unknown model.
     """
     if recipe.kernels.fp8 != "off":
@@ -184,6 +185,7 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         "train.max_steps": steps,
         "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
+        "guard.spike_sigma": 0.0,
     }
     for key, value in _model_values(recipe).items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:

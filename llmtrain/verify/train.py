@@ -18,12 +18,11 @@ from llmtrain.durable import write_atomically
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.distributed import barrier
-from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.verify.batches import Batches
-from llmtrain.verify.compare import Trace, Weights, clone, deviation, tolerance
+from llmtrain.verify.compare import Trace, clone, deviation, tolerance
 from llmtrain.verify.job import (
     PROBES,
     Deviation,
@@ -38,6 +37,7 @@ from llmtrain.verify.job import (
     reference_file,
     worst,
 )
+from llmtrain.verify.reference import ReferenceLoop
 from llmtrain.verify.saved import check_saved
 
 SGD_STEP = 0.05
@@ -75,7 +75,7 @@ def work(job: Job, folder: Path, device: torch.device, say: Say) -> None:
 
 def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torch.device, say: Say) -> None:
     """Trains every probe with plain PyTorch, and writes its numbers, its tolerance and its weights."""
-    initial = clone(dict(_reference_engine(recipe, device).named_weights()))
+    initial = clone(dict(_reference(recipe, device).named_weights()))
     save_file(initial, folder / "initial.safetensors")
     fields: dict[str, Any] = {}
     for probe in PROBES:
@@ -140,7 +140,7 @@ def trace_plan(plan: Plan, batches: Batches, device: torch.device, saved_in: Pat
     """
     engine = build_engine(plan, render(plan), device)
     replica = engine.data_parallel_rank
-    trace = _trace(engine, batches.part(plan, replica), batches.held_out(plan, replica))
+    trace = _trace(engine, batches.part(plan, replica), batches.held_out_part(plan, replica))
     if saved_in is not None:
         check_saved(engine, plan, trace.weights, saved_in)
     del engine
@@ -149,17 +149,32 @@ def trace_plan(plan: Plan, batches: Batches, device: torch.device, saved_in: Pat
 
 
 def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device) -> Trace:
-    """The plain run; order 0 is the one that plans are compared with."""
+    """The plain run; order 0 is the one that plans are compared with.
+
+    The others show what rounding does: they take samples in other orders, and the documents of a micro-batch at once.
+    """
     own, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch: there the size is part of the run.
     sizes = (own,) if recipe.model.config.get("output_router_logits") else (own, 1, total)
-    whole = batches.whole(sizes[order % len(sizes)], order or None)
-    return _trace(_reference_engine(recipe, device), whole, batches.held_out())
+    loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0)
+    steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
+    held_out = batches.held_out()
+    return Trace(
+        losses=[step.loss for step in steps],
+        grad_norms=[step.grad_norm for step in steps],
+        rates=[step.lr for step in steps],
+        evaluation=loop.evaluate(held_out) if held_out else None,
+        weights=clone(dict(loop.named_weights())),
+    )
 
 
-def _reference_engine(recipe: Recipe, device: torch.device) -> ReferenceEngine:
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    return ReferenceEngine(build_model(recipe, dtype, device), recipe)
+def _reference(
+    recipe: Recipe, device: torch.device, micro_batch_size: int | None = None, together: bool = False
+) -> ReferenceLoop:
+    weights = None
+    if recipe.model.pretrained is None:
+        weights = build_model(recipe, WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32), device).state_dict()
+    return ReferenceLoop(recipe, weights, device, micro_batch_size, together)
 
 
 def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBatch]) -> Trace:
@@ -173,12 +188,8 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBa
         grad_norms=[result.grad_norm.item() for result in results],
         rates=[result.lr for result in results],
         evaluation=total / targets if targets else None,
-        weights=_weights(engine),
+        weights=clone(dict(engine.named_weights())),
     )
-
-
-def _weights(engine: Engine) -> Weights:
-    return clone(dict(engine.named_weights()))
 
 
 def _worst_rank(mine: Deviation) -> Deviation:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
+from reference_run import ReferenceRun
 from torch.distributed.tensor import DTensor
 from traces import Trace, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
@@ -18,7 +19,6 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan import resolve
@@ -133,11 +133,8 @@ def test_autocast_stays_near_the_plain_loop():
         assert run.losses[0] != _reference().losses[0]
 
 
-def _bf16_reference() -> ReferenceEngine:
-    import torch
-
-    recipe = tiny_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": 1, **SGD})
-    return ReferenceEngine(build_model(recipe, torch.bfloat16, torch.device("cpu")), recipe)
+def _bf16_reference() -> ReferenceRun:
+    return reference_of(tiny_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": 1, **SGD}))
 
 
 def test_bf16_under_fsdp2_is_the_bf16_loop_with_fp32_master_weights():

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from reference_run import ReferenceRun
 from torch import nn
 from traces import Trace, trace, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.engines.data_parallel import TorchDataParallel
-from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.engines.writer import DiskWriter
-from llmtrain.models import build_model
 from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe
 
@@ -50,8 +49,7 @@ def _engine(devices: int, device: torch.device, micro_batch: int, **fields) -> T
 
 
 def _reference(recipe: Recipe, micro_batch: int, device: torch.device = CPU) -> Trace:
-    engine = ReferenceEngine(build_model(recipe, torch.float32, device), recipe)
-    return trace(engine, range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+    return trace(ReferenceRun(recipe, device), range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
 
 
 def _same(run: Trace, expected: Trace) -> None:

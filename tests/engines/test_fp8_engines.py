@@ -6,12 +6,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from torch import nn
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 
-from llmtrain.models import fp8
+from llmtrain.engines.plain import PlainLoop
+from llmtrain.models import build_model, fp8
 
 STEPS = 4
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
@@ -56,7 +58,8 @@ def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch):
     fields = {"kernels.fp8": "rowwise", "parallel.precision": "bf16", "batch.micro_batch_size": 2}
     runs = run_ranks(2, _train, {name: tiny_recipe(**fields | case) for name, case in CASES.items()})
     plain = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
-    reference = reference_of(tiny_recipe())
+    recipe = tiny_recipe()
+    reference = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     _emulate(monkeypatch)
     fp8.use_fp8(reference.model, "rowwise")
     expected = trace(reference, range(STEPS), 1, GLOBAL_BATCH)

@@ -148,7 +148,7 @@ def _without(name: str):
     found = []
     for step in range(STEPS):
         if step == BAD:
-            engine.scheduler.step()
+            engine.loop.steps += 1
         else:
             result = engine.train_step(step_batch(step, 1, GLOBAL_BATCH))
             found.append((result.loss.item(), result.grad_norm.item(), result.lr))

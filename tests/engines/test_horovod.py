@@ -10,15 +10,12 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, plan_of, trace, trace_plan, worst
+from traces import Trace, engine_of, plan_of, reference_of, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
-from llmtrain.engines.reference import ReferenceEngine
-from llmtrain.models import build_model
 from llmtrain.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(
@@ -48,9 +45,7 @@ def _recipe(ranks: int, accumulation: int, **fields) -> Recipe:
 
 
 def _reference(recipe: Recipe, micro_batch: int = 1) -> Trace:
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    engine = ReferenceEngine(build_model(recipe, dtype, torch.device("cpu")), recipe)
-    return trace(engine, range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+    return trace(reference_of(recipe), range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
 
 
 def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:

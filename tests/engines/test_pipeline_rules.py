@@ -10,11 +10,10 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, trace, worst
+from traces import Trace, engine_of, reference_of, trace, worst
 
 from llmtrain.cluster import Cluster
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
-from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
@@ -92,8 +91,7 @@ def _run(rank: int, cases: list[dict[str, object]]) -> list[Outcome]:
 
 def _expected(fields: dict[str, object]) -> Trace:
     recipe = _draft(fields).recipe
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    return trace(ReferenceEngine(build_model(recipe, dtype, torch.device("cpu")), recipe), range(STEPS), 1, 8)
+    return trace(reference_of(recipe), range(STEPS), 1, 8)
 
 
 def _falsified(fields: dict[str, object], ranks: list[Outcome]) -> str:
@@ -153,7 +151,7 @@ def test_it_goes_wrong_as_the_rules_say(outcomes, fields, words):
 
 def test_at_zero_0_the_first_stage_alone_decides_what_is_clipped(ranks):
     recipe = _draft(CLIPPED).recipe.with_(**UNCLIPPED)
-    engine = ReferenceEngine(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
+    engine = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     whole = engine.train_step(step_batch(0, 1, GLOBAL_BATCH)).grad_norm
     run, first = ranks[0][CASES.index(CLIPPED)]
     gradients = {name: weight.grad for name, weight in engine.model.named_parameters()}

@@ -10,14 +10,14 @@ import pytest
 import torch
 from batches import step_batch
 from numpy.typing import NDArray
+from reference_run import ReferenceRun
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
-from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.engines.state import Source
-from llmtrain.models import build_model, model_configuration
+from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.plan import Plan, resolve
 from llmtrain.recipe import Recipe
@@ -43,8 +43,8 @@ def engine_of(plan: Plan) -> Engine:
     return build_engine(plan, render(plan), torch.device("cpu"))
 
 
-def reference_of(recipe: Recipe) -> ReferenceEngine:
-    return ReferenceEngine(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
+def reference_of(recipe: Recipe) -> ReferenceRun:
+    return ReferenceRun(recipe)
 
 
 def trace(engine, steps: range, micro_batch: int, accumulation: int, rank: int = 0, ranks: int = 1) -> Trace:

@@ -21,15 +21,13 @@ import torch
 from batches import global_batch, part_of
 from harness import run_ranks
 from random_plans import Case, rules_of
+from reference_run import ReferenceRun
 from torch import distributed as dist
 
 from llmtrain.data import StepBatch
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
-from llmtrain.engines.reference import ReferenceEngine
 from llmtrain.engines.shards import split_of
-from llmtrain.models import build_model
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor import shard_of
 from llmtrain.plan import Plan
@@ -238,7 +236,7 @@ def _cached(text: str, order: int) -> Trace:
     if order % 2:
         others = {"sdpa": "eager", "eager": "sdpa", "varlen": "eager"}
         recipe = recipe.with_(**{"model.attention": others[recipe.model.attention_kernel]})
-    engine = _reference_engine(recipe)
+    engine = ReferenceRun(recipe, together=order > 0)
     total = recipe.batch.global_batch_size
     routed = recipe.model.config.get("output_router_logits")
     own = recipe.batch.micro_batch_size
@@ -258,12 +256,7 @@ def _allowed(recipe: Recipe) -> Deviation:
 
 
 def _initial(recipe: Recipe) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().float().clone() for name, weight in _reference_engine(recipe).named_weights()}
-
-
-def _reference_engine(recipe: Recipe) -> ReferenceEngine:
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    return ReferenceEngine(build_model(recipe, dtype, CPU), recipe)
+    return {name: weight.detach().float().clone() for name, weight in ReferenceRun(recipe).named_weights()}
 
 
 def _trace(

@@ -115,7 +115,7 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from llmtrain.data import Schedule, prepare
-    from llmtrain.engines.reference import ReferenceEngine
+    from llmtrain.engines.plain import PlainLoop
     from llmtrain.plan.load import load_recipe
 
     run_dir, _ = one_worker
@@ -123,7 +123,7 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
     model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
     assert tokenizer.decode(tokenizer("def f(x):\n\treturn 1")["input_ids"]) == "def f(x):\n\treturn 1"
-    engine = ReferenceEngine(model.to(torch.float32), recipe)
+    engine = PlainLoop(model.to(torch.float32), recipe)
     sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
     data = Schedule(prepare(recipe), seed=1, dp_rank=0, dp_size=1, **sizes)
     batches = list(data.eval_batches(10))

@@ -31,9 +31,12 @@ CPU = torch.device("cpu")
 
 
 def write_corpus(folder: Path) -> Path:
+    """Documents that fill many sequences, and others of which several share one."""
     path = folder / "corpus.jsonl"
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"))
-    path.write_text("".join(json.dumps({"text": file.read_text(encoding="utf-8")[:2000]}) + "\n" for file in modules))
+    texts = [file.read_text(encoding="utf-8") for file in modules]
+    parts = [part for text in texts for part in (text[:1200], *(text[at : at + 20] for at in range(1200, 2000, 20)))]
+    path.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
     return path
 
 

@@ -10,6 +10,7 @@ from llmtrain.data import prepare
 from llmtrain.engines.optim import parameter_groups
 from llmtrain.models import IGNORE, build_model
 from llmtrain.verify.batches import Batches
+from llmtrain.verify.reference import count_targets
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,10 @@ def recipe(verify_corpus):
 @pytest.fixture(scope="module")
 def batches(recipe):
     return Batches(recipe, prepare(recipe), STEPS)
+
+
+def _rows(sequences, field: str) -> torch.Tensor:
+    return torch.stack([torch.cat([getattr(one, field) for one in documents]) for documents in sequences])
 
 
 def _targets(rows) -> int:
@@ -42,27 +47,29 @@ def test_micro_batches_and_ranks_have_different_numbers_of_targets(recipe, batch
 def test_a_plan_trains_on_the_samples_of_the_reference(name, recipe, batches):
     plan = job_of(recipe, [name]).plans[name]
     parts = [list(batches.part(plan, rank)) for rank in range(plan.layout.dp)]
-    for step, whole in enumerate(batches.whole(recipe.batch.global_batch_size)):
+    for step, whole in enumerate(batches.whole()):
         accumulated = range(plan.batch.gradient_accumulation_steps)
         micros = [part[step].micro_batches[index] for index in accumulated for part in parts]
-        for field in ("input_ids", "position_ids", "labels"):
-            joined = torch.cat([getattr(micro, field) for micro in micros])
-            assert torch.equal(joined, getattr(whole.micro_batches[0], field))
+        rows = {name: torch.cat([getattr(micro, name) for micro in micros]) for name in ("input_ids", "labels")}
+        positions = torch.cat([micro.position_ids for micro in micros])
+        assert torch.equal(rows["input_ids"], _rows(whole, "inputs"))
+        assert torch.equal(rows["labels"], _rows(whole, "targets"))
+        assert positions.tolist() == [[at for one in row for at in range(len(one.inputs))] for row in whole]
+        assert {part[step].target_tokens for part in parts} == {count_targets(whole)}
 
 
 def test_every_sequence_holds_several_documents(batches):
-    for batch in batches.whole(8):
-        starts = (batch.micro_batches[0].position_ids == 0).sum(dim=1)
-        assert (starts >= 2).all()
-        assert len({tuple(row) for row in batch.micro_batches[0].position_ids.tolist()}) == 8
+    for sequences in batches.whole():
+        lengths = {tuple(len(one.inputs) for one in documents) for documents in sequences}
+        assert len(lengths) == 8
+        assert all(len(one) >= 2 for one in lengths)
 
 
 def test_other_orders_hold_the_same_samples(batches):
-    for own, other in zip(batches.whole(8), batches.whole(8, order=1), strict=True):
-        rows, shuffled = (batch.micro_batches[0].input_ids.tolist() for batch in (own, other))
+    for own, other in zip(batches.whole(), batches.whole(order=1), strict=True):
+        rows, shuffled = (_rows(sequences, "inputs").tolist() for sequences in (own, other))
         assert rows != shuffled
         assert sorted(rows) == sorted(shuffled)
-        assert own.target_tokens == other.target_tokens
 
 
 def test_the_small_model_is_tied_and_has_weights_that_decay_and_others(recipe):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib
 
+import planted_shared
 import pytest
 from harness import run_ranks
-from small_verify import certified, job_of, refer, small
+from small_verify import CPU, certified, job_of, refer, small
+
+from llmtrain.verify import train
+from llmtrain.verify.job import certified as is_certified
+from llmtrain.verify.job import read_references, read_verdicts
 
 REPRESENTATIVE = ["dp2-zero2-acc1-offload", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
 MOE = {
@@ -68,13 +73,52 @@ def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpu
     assert {name for name, plans in found.items() if plans} == set()
 
 
+def _judge(rank: int, job, folder) -> list[str]:
+    """The plans of one worker that are certified, by a reference that is made here."""
+    train.work(job, folder, CPU, lambda text: None)
+    references = read_references(folder)
+    return [one.name for one in read_verdicts(folder) if is_certified(one, references)]
+
+
+def _plant_shared(rank: int, job, folder, bugs: str, chosen: slice) -> dict[str, list[str]]:
+    """Bug → the plans that are certified with it, by a reference that is made with it too; `none` without any."""
+    planted = getattr(planted_shared, bugs)[chosen]
+    found = {}
+    for bug in (None, *planted):
+        name = bug.__name__ if bug else "none"
+        with pytest.MonkeyPatch.context() as patch:
+            if bug:
+                bug(patch)
+            (folder / name).mkdir()
+            found[name] = _judge(rank, job, folder / name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "bugs", "chosen"),
+    [
+        pytest.param({}, "SHARED", slice(0, 3)),
+        pytest.param({}, "SHARED", slice(3, None), marks=SLOW),
+        pytest.param(MOE, "ROUTED", slice(None), marks=SLOW),
+    ],
+)
+def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus, **fields, **{"model.config.rms_norm_eps": 1e-2}), ["dp1-zero0-acc4"], nproc=1)
+    (found,) = run_ranks(1, _plant_shared, job, tmp_path, bugs, chosen, timeout=600)
+    assert found.pop("none") == ["dp1-zero0-acc4"]
+    assert found
+    assert {name for name, plans in found.items() if plans} == set()
+
+
 def test_there_are_bugs_of_every_kind():
-    planted, zero, pipeline = (importlib.import_module(f"planted{kind}") for kind in ("", "_zero", "_pipeline"))
+    kinds = ("", "_zero", "_pipeline", "_shared")
+    planted, zero, pipeline, shared = modules = [importlib.import_module(f"planted{kind}") for kind in kinds]
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
-    assert len({bug for bugs in lists for bug in bugs}) >= 30
+    lists += (shared.SHARED, shared.ROUTED)
+    assert len({bug for bugs in lists for bug in bugs}) >= 50
     defined = {
         value
-        for module in (planted, zero, pipeline)
+        for module in modules
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
     }
@@ -91,6 +135,16 @@ def _clean(names: list[str], corpus, folder, **fields) -> dict[str, bool]:
 def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
     verdicts = _clean(REPRESENTATIVE, verify_corpus, tmp_path, **{"train.seed": seed})
     assert verdicts == dict.fromkeys(REPRESENTATIVE, True)
+
+
+@pytest.mark.parametrize("mask_documents", [True, False])
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+def test_all_ways_to_pack_are_certified(packing, mask_documents, verify_corpus, tmp_path):
+    """Documents that are cut, and sequences in which they see each other."""
+    fields = {"data.packing": packing, "data.mask_documents": mask_documents}
+    job = job_of(small(verify_corpus, **fields), ["dp1-zero1-acc4"], nproc=1)
+    (found,) = run_ranks(1, _judge, job, tmp_path)
+    assert found == ["dp1-zero1-acc4"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Plain PyTorch in one process: what every strategy must agree with."""
+"""A plain PyTorch loop: what Horovod and nn.DataParallel spread over devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmtrain.engines.writer import Writer
 from llmtrain.recipe import Recipe
 
 
-class ReferenceEngine:
+class PlainLoop:
     """A loop over micro-batches, a clipped gradient, `optimizer.step()`; nothing else.
 
     A model in fp32 is trained as it is, or under autocast. For one in a lower type the loop keeps

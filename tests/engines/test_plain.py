@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 
-from llmtrain.engines.reference import ReferenceEngine
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.writer import DiskWriter
 from llmtrain.models import build_model
 
@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 RECIPE = tiny_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": 1, "optim.lr": 1e-5})
 
 
-def _engine() -> ReferenceEngine:
-    return ReferenceEngine(build_model(RECIPE, torch.bfloat16, CPU), RECIPE)
+def _engine() -> PlainLoop:
+    return PlainLoop(build_model(RECIPE, torch.bfloat16, CPU), RECIPE)
 
 
 def test_master_weights_start_rounded_and_keep_what_bf16_cannot():
@@ -53,7 +53,7 @@ def test_a_saved_bf16_reference_continues_as_it_was(tmp_path):
 def test_a_weight_that_no_token_met_decays_like_the_others():
     model = build_model(RECIPE, torch.float32, CPU)
     model.unmet = torch.nn.Parameter(torch.ones(2, 2))
-    engine = ReferenceEngine(model, RECIPE.with_(**{"parallel.precision": "fp32", "optim.lr": 1e-2}))
+    engine = PlainLoop(model, RECIPE.with_(**{"parallel.precision": "fp32", "optim.lr": 1e-2}))
     for step in range(3):
         engine.train_step(step_batch(step, 2, GLOBAL_BATCH // 2))
     assert (model.unmet < 1).all()

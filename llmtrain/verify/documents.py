@@ -1,0 +1,45 @@
+"""The documents of a sequence, read from the tokens on disk for the reference.
+
+`llmtrain.data` reads sequences as matrices of tokens, positions and shifted labels. Here the same places of the stream
+are read one document at a time, so that a fault in positions or labels shows. What is shared: the tokens, where
+documents begin, which pieces are packed into a sequence, and the order of the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmtrain.recipe import DataConfig
+from llmtrain.verify.reference import NO_TARGET, Document, join
+
+
+def read_documents(samples: Any, number: int, data: DataConfig, padding: int) -> list[Document]:
+    """The documents of sequence `number` of `samples` (`llmtrain.data.samples`), and its padding as one more.
+
+    One document where the recipe does not keep them apart.
+    """
+    found = []
+    for begin, end in _pieces(samples, number, data):
+        first, last = np.searchsorted(samples.stream.documents, np.array([begin + 1, end], np.uint64))
+        inside = samples.stream.documents[first:last].tolist()
+        for first, last in zip([begin, *inside], [*inside, end], strict=True):
+            tokens = torch.from_numpy(np.asarray(samples.stream.tokens[first : last + 1], dtype=np.int64))
+            found.append(Document(tokens[:-1], tokens[1:]))
+    missing = data.sequence_length - sum(len(one.inputs) for one in found)
+    if missing:
+        found.append(Document(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
+    return found if data.mask_documents else [join(found)]
+
+
+def _pieces(samples: Any, number: int, data: DataConfig) -> Iterator[tuple[int, int]]:
+    """Where the inputs of a sequence lie in the stream."""
+    if data.packing == "concat":
+        yield number * data.sequence_length, (number + 1) * data.sequence_length
+        return
+    for piece in range(int(samples.offsets[number]), int(samples.offsets[number + 1])):
+        begin = int(samples.starts[piece])
+        yield begin, begin + int(samples.lengths[piece])

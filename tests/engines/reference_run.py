@@ -1,0 +1,48 @@
+"""The independent reference of `llmtrain verify`, driven as an engine is."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.seam import StepResult
+from llmtrain.models import build_model
+from llmtrain.recipe import Recipe
+from llmtrain.verify.reference import Document, ReferenceLoop, Sequences
+
+CPU = torch.device("cpu")
+
+
+class ReferenceRun:
+    """Takes whole global batches. A router's loss is a mean within the micro-batches that come."""
+
+    def __init__(self, recipe: Recipe, device: torch.device = CPU, together: bool = False) -> None:
+        weights = None
+        if recipe.model.pretrained is None:
+            dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+            weights = build_model(recipe, dtype, device).state_dict()
+        self.loop = ReferenceLoop(recipe, weights, device, together=together)
+        self.named_weights = self.loop.named_weights
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        self.loop.micro_batch_size = len(batch.micro_batches[0].labels)
+        step = self.loop.train_step(documents_of(batch.micro_batches))
+        return StepResult(torch.tensor(step.loss), torch.tensor(step.grad_norm), step.lr)
+
+    def eval_step(self, batch: StepBatch) -> torch.Tensor:
+        return torch.tensor(self.loop.evaluate(documents_of(batch.micro_batches)))
+
+
+def documents_of(micro_batches: list[MicroBatch]) -> Sequences:
+    """Of each row its documents, which begin where the positions begin."""
+    sequences = []
+    for micro_batch in micro_batches:
+        for tokens, positions, labels in zip(
+            micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, strict=True
+        ):
+            bounds = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
+            sequences.append([Document(tokens[a:b], labels[a:b]) for a, b in pairwise(bounds)])
+    return sequences

@@ -1,0 +1,45 @@
+"""The forward pass that engines share gives the numbers of the reference, family by family."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from batches import step_batch, tiny_recipe
+from reference_run import ReferenceRun
+
+from llmtrain.engines.plain import PlainLoop
+from llmtrain.models import build_model
+from llmtrain.models.tiny import shrink
+from llmtrain.verify.compare import FP32
+from llmtrain.verify.job import worst
+
+DEFAULTS = {"model_type", "transformers_version", "architectures", "dtype"}
+"""What a configuration writes of itself that is no field of a recipe."""
+# Of those whose documents run alone, learned positions and none, masks of their own, experts; then whole sequences.
+ALONE = ("gpt2", "opt", "bloom", "mpt", "falcon", "gpt_oss", "gemma2", "deepseek_v3", "ernie4_5_moe")
+WHOLE = ("falcon_h1", "jamba", "qwen3_next", "minimax", "xlstm", "deepseek_v32", "glm_moe_dsa", "doge")
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("family", ALONE + WHOLE)
+def test_packed_sequences_are_what_the_reference_makes_of_documents(family):
+    fields = shrink(AutoConfig.for_model(family), 4).to_dict()
+    fields = {key: value for key, value in fields.items() if key not in DEFAULTS}
+    fields |= {key: 0.0 for key, value in fields.items() if ("drop" in key or "jitter" in key) and value}
+    recipe = tiny_recipe(
+        **{"model.architecture": family, "model.config": fields, "model.attention": "eager", "optim.warmup_steps": 0}
+    )
+    plain = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
+    reference = ReferenceRun(recipe)
+    assert reference.loop.runs_whole is (family in WHOLE)
+    for step in range(2):
+        batch = step_batch(step, 2, 2, size=4, vocab=fields["vocab_size"])
+        ours, theirs = plain.train_step(batch), reference.train_step(batch)
+        pairs = ((ours.loss, theirs.loss), (ours.grad_norm, theirs.grad_norm))
+        assert worst(abs(a.item() / b.item() - 1) for a, b in pairs) < FP32

@@ -1,0 +1,42 @@
+"""What proves shares no code with what is proved."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "llmtrain"
+PROOF = ("verify/reference.py", "verify/documents.py")
+DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.rules.model"}
+LIBRARIES = {"torch", "transformers", "numpy"}
+STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "math", "sys", "typing"}
+OWN = {"llmtrain.verify.reference"}
+
+
+def _imported(path: Path) -> dict[str, set[str]]:
+    """Module → the names taken from it."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name: set() for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found.setdefault(node.module or "", set()).update(alias.name for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("name", PROOF)
+def test_the_reference_imports_declarations_only(name):
+    for module, names in _imported(PACKAGE / name).items():
+        known = module in DECLARATIONS | OWN or module.split(".")[0] in LIBRARIES | STANDARD
+        assert known, f"{name} imports {module}"
+        if module == "llmtrain.plan.rules.model":
+            assert names == {"MIXES_DOCUMENTS"}
+
+
+def test_nothing_else_uses_what_the_reference_is_made_of():
+    allowed = {PACKAGE / "verify" / name for name in ("train.py", "batches.py", "documents.py")}
+    for path in set(PACKAGE.rglob("*.py")) - allowed:
+        assert not _imported(path).keys() & {"llmtrain.verify.reference", "llmtrain.verify.documents"}, path

@@ -1,0 +1,88 @@
+"""The reference, taken by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_verify import CPU, small
+from test_prover import MOE
+
+from llmtrain.data import prepare
+from llmtrain.engines.optim import schedule
+from llmtrain.verify import reference, train
+from llmtrain.verify.batches import Batches
+from llmtrain.verify.compare import FP32
+from llmtrain.verify.job import worst
+from llmtrain.verify.reference import Document, ReferenceLoop, learning_rate
+
+MAMBA = {
+    "model.architecture": "mamba",
+    "model.attention": "eager",
+    "model.config": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 4},
+}
+
+
+def _losses(recipe, **fields) -> list[float]:
+    batches = Batches(recipe, prepare(recipe), 3)
+    loop = train._reference(recipe, CPU, **fields)
+    steps = [loop.train_step(sequences) for sequences in batches.whole()]
+    numbers = [number for step in steps for number in (step.loss, step.grad_norm)]
+    return [*numbers, loop.evaluate(batches.held_out())]
+
+
+@pytest.mark.parametrize("fields", [{}, MOE, MAMBA], ids=["llama", "experts", "recurrence"])
+def test_documents_at_once_are_documents_alone(fields, verify_corpus):
+    recipe = small(verify_corpus, **fields)
+    alone, at_once = _losses(recipe), _losses(recipe, together=True)
+    assert worst(abs(a - b) / b for a, b in zip(alone, at_once, strict=True)) < FP32
+
+
+def test_a_document_is_the_same_whatever_is_beside_it(verify_corpus):
+    recipe = small(verify_corpus)
+    documents = [Document(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (5, 9, 3)]
+    loop = train._reference(recipe, CPU)
+    apart = sum(loop.evaluate([[one]]) * len(one.inputs) for one in documents) / 17
+    assert loop.evaluate([documents]) == pytest.approx(apart, rel=FP32)
+
+
+def test_a_recurrence_goes_on_from_document_to_document(verify_corpus):
+    """In such a family sequences are run whole, by their positions; in others each document begins anew."""
+    for fields, goes_on in ((MAMBA, True), ({}, False)):
+        loop = train._reference(small(verify_corpus, **fields), CPU)
+        first, second = (Document(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (9, 5))
+        unseen = Document(first.inputs, torch.full_like(first.targets, reference.NO_TARGET))
+        assert (loop.evaluate([[unseen, second]]) != loop.evaluate([[second]])) is goes_on
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_learning_rates_are_the_engines(name, warmup, verify_corpus):
+    """Two ways to write the same formulas."""
+    for steps, least in ((50, 0.1), (97, 0.0)):
+        fields = {"optim.schedule": name, "optim.warmup_steps": warmup, "train.max_steps": steps}
+        fields |= {"optim.decay_steps": 9} if name == "wsd" else {}
+        fields |= {"optim.min_lr_ratio": least} if name in ("wsd", "cosine") else {}
+        recipe = small(verify_corpus).with_(**fields)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=recipe.optim.lr)
+        scheduler = schedule(optimizer, recipe)
+        for step in range(steps):
+            assert optimizer.param_groups[0]["lr"] == learning_rate(recipe.optim, step, steps), step
+            optimizer.step()
+            scheduler.step()
+
+
+def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
+    own = reference._model
+
+    def with_unused(*arguments):
+        model = own(*arguments)
+        model.unused = torch.nn.Parameter(torch.ones(2, 2))
+        return model
+
+    monkeypatch.setattr(reference, "_model", with_unused)
+    loop = ReferenceLoop(small(verify_corpus), None, CPU)
+    for _ in range(2):  # the rate of the first is 0
+        loop.train_step([[Document(torch.arange(8), torch.arange(1, 9))]])
+    weights = dict(loop.named_weights())
+    assert torch.equal(weights["unused"], torch.ones(2, 2))
+    assert not torch.equal(weights["model.norm.weight"], torch.ones(32))
