@@ -5,23 +5,26 @@ What a recipe file needs is imported from here.
 
 from collections.abc import Callable
 
-from llmtrain.cluster import Cluster
-from llmtrain.recipe import (
-    BatchConfig,
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    ExportConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    Recipe,
-    Source,
-    TrainConfig,
-    TrainedTokenizer,
-    WatchdogConfig,
-)
+from llmtrain.stops import importing, stop_by_exception
+
+with importing():
+    from llmtrain.cluster import Cluster
+    from llmtrain.recipe import (
+        BatchConfig,
+        CheckpointConfig,
+        DataConfig,
+        EvalConfig,
+        ExportConfig,
+        LoggingConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        Recipe,
+        Source,
+        TrainConfig,
+        TrainedTokenizer,
+        WatchdogConfig,
+    )
 
 __version__ = "0.1.0"
 
@@ -47,6 +50,7 @@ __all__ = [
 
 def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
+    stop_by_exception()
     # Imported here, so that reading a recipe stays as cheap as the recipe.
     from llmtrain.entry import main as run
 

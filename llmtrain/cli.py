@@ -24,6 +24,7 @@ from llmtrain.commands.options import (
 )
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.quiet import quiet_libraries
+from llmtrain.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
 from llmtrain.streams import take_any_text
 
 app = typer.Typer(
@@ -48,6 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         sys.exit(error.exit_code)
+    except Stopped as stopped:
+        say(before_the_first_step(stopped.number))
+        leave(Exit.RESUME)
     except BrokenPipeError:
         # The reader of our output has gone (`llmtrain plan ... | head`).
         _drop_output()
@@ -129,6 +133,7 @@ def train(
     --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
     default; with --nproc a dry run is of so many workers on this machine.
     """
+    stop_by_exception()
     from llmtrain.commands.request import TrainRequest
     from llmtrain.commands.train import train as start
 

@@ -16,13 +16,13 @@ from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
 from llmtrain.durable import open_log
+from llmtrain.errors import Exit
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.rank import Rank
 from llmtrain.run_dir import RunDir
 from llmtrain.streams import lossy, open_closed
 
 ERASE_LINE = "\r\x1b[2K"
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WorkerOutput:
         to the original standard error, unless another rank has failed with the same one.
         """
         if isinstance(error, KeyboardInterrupt):
-            return INTERRUPTED
+            return Exit.INTERRUPTED
         failure = Failure.of(self.rank.rank, error)
         print(failure.traceback, file=sys.stderr, flush=True)
         must_tell = self.rank.launcher != "local" and not self._told_by_another(failure)

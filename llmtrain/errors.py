@@ -23,6 +23,7 @@ class Exit(IntEnum):
     CHECKPOINT = 4
     WORKER = 5  # a worker died
     RESUME = 75  # stopped on a signal after saving (EX_TEMPFAIL): run the same command again
+    INTERRUPTED = 130  # ended at once by a second SIGINT, or by SIGQUIT
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class UserError(Exception):
             lines.append(f"{self.nearest_title}:")
         for plan, figures in itertools.zip_longest(self.nearest, self.nearest_figures):
             lines += [f"    {plan}", *([f"        {figures}"] if figures else [])]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def as_dict(self) -> dict[str, Any]:
         """A refusal as JSON data."""
@@ -117,6 +118,14 @@ class WorkerError(UserError):
     """A worker process died."""
 
     exit_code = Exit.WORKER
+
+
+def printable(text: str) -> str:
+    """The text without what moves a terminal's cursor or changes its state; newlines and tabs stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

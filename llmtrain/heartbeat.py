@@ -257,6 +257,10 @@ class Board:
         """The step that the last of the workers has begun; 0 where one of them never came to one."""
         return min(reader.read().step for reader in self._readers)
 
+    def has_begun(self) -> bool:
+        """Whether any of the workers has begun a step."""
+        return any(reader.read().step for reader in self._readers)
+
     def close(self) -> None:
         """Lets go of the descriptor."""
         os.close(self._descriptor)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import Signals
 
 from rich.console import Console
 
-from llmtrain.errors import Problem, WorkerError
+from llmtrain.errors import Exit, Problem, WorkerError
 from llmtrain.heartbeat import Board
 from llmtrain.launch import run_workers
-from llmtrain.launch.local import wait_for_signal
+from llmtrain.launch.standstill import ALLOWED_S
 from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir
+from llmtrain.stops import is_impatient, say, wait_for_signal
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Before the first restart; twice as long before each one after it, until there is a new checkpoint."""
@@ -41,18 +43,19 @@ def train_with_restarts(
     max_restarts: int,
     console: Console,
     template: Template | None = None,
+    allowed_s: float = ALLOWED_S,
 ) -> int:
     """Runs workers until the job is over; starts a job that died again, `max_restarts` times at most.
 
-    command: of a worker, without its --resume. template: as for `run_workers`. A job that a user's mistake or a
-    signal ended is not started again, nor one that dies twice in the same step while no checkpoint was added.
+    command: of a worker, without its --resume. template, allowed_s: as for `run_workers`. A job is not started again
+    where a user's mistake or a signal ended it, nor where it dies twice in the same step with no checkpoint in between.
     Returns as `run_workers`. Raises what that raises, of the last attempt.
     """
     deaths: list[Death] = []
     while True:
         board = Board(workers)
         try:
-            return run_workers([*command, "--resume", resume], workers, folder, board=board, template=template)
+            return run_workers([*command, "--resume", resume], workers, folder, None, board, template, allowed_s)
         except WorkerError as error:
             if not max_restarts:
                 raise
@@ -68,7 +71,10 @@ def train_with_restarts(
         told = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
         console.print(told, highlight=False)
         if (stopped_by := wait_for_signal(pause_s)) is not None:
-            return 128 + stopped_by
+            if is_impatient(stopped_by, None):
+                return Exit.INTERRUPTED
+            say(f"stopped on {Signals(stopped_by).name}; the same command continues")
+            return Exit.RESUME
 
 
 def enough(deaths: Sequence[Death], max_restarts: int) -> str | None:

@@ -6,22 +6,25 @@ to whom, so all of these mean the same from any rank: finish the step, save, lea
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Self
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import STOPS
+from llmtrain.launch.seal import Seal, opened
+from llmtrain.stops import STOPS, leave
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 KEPT_VERDICTS = 2048
 """Rank 0 is never so many steps ahead of another: a CUDA device queues 1024 launches, and a step is more than one."""
+
+REQUEST = "request"
+"""Key of the store under which a rank says that it was told to stop."""
 
 
 class StopSignals:
@@ -34,6 +37,7 @@ class StopSignals:
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # what was ignored stays so (nohup)
                 signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may keep them for this object
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if self._nothing_to_save:
@@ -59,9 +63,11 @@ class Agreement:
     device; the price is that a run ends one step later.
     """
 
-    def __init__(self, signals: StopSignals, rank: int, store: Store | None) -> None:
-        """store: where the ranks meet, for nobody but this object; None for a rank on its own."""
+    def __init__(self, signals: StopSignals, rank: int, store: Store | None, seal: Seal, attempt: int = 0) -> None:
+        """store: where the ranks meet, for nobody but this object; None for a rank on its own. attempt: see below."""
         self.signals = signals
+        self._seal = seal
+        self._attempt = attempt
         self.rank = rank
         self.store = store
         self.stopped_by: signal.Signals | None = None
@@ -71,10 +77,10 @@ class Agreement:
         self._thread: Thread | None = None
 
     @classmethod
-    def of_group(cls, signals: StopSignals, attempt: int = 0) -> Self:
+    def of_group(cls, signals: StopSignals, seal: Seal, attempt: int = 0) -> Self:
         """Among the ranks of the process group.
 
-        attempt: counts up where a run takes steps again, whose old verdicts nobody must read.
+        seal: the same for all. attempt: counts up where a run takes steps again, whose old verdicts nobody must read.
         """
         from torch import distributed as dist
 
@@ -82,7 +88,7 @@ class Agreement:
 
         # A connection of its own: on a shared one, whoever waits for a key keeps the others from asking.
         own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
-        return cls(signals, dist.get_rank(), own)
+        return cls(signals, dist.get_rank(), own, seal, attempt)
 
     def agreed(self, step: int) -> bool:
         """Whether the ranks stop after `step` steps. Each rank asks for the same steps, one after the other.
@@ -128,17 +134,23 @@ class Agreement:
         received = int(self.signals.received or 0)
         if self.rank != 0:
             if received:
-                self.store.set("request", str(received))
-            return int(self.store.get(str(step)))
-        if not received and self.store.check(["request"]):
-            received = int(self.store.get("request"))
-        self.store.set(str(step), str(received))
+                self.store.set(REQUEST, self._sealed(REQUEST, received))
+            return int(opened(self.store, str(step), self._seal, self._about(str(step))))
+        if not received and self.store.check([REQUEST]):
+            received = self._requested()
+        self.store.set(str(step), self._sealed(str(step), received))
         self.store.delete_key(str(step - KEPT_VERDICTS))
         return received
 
+    def _requested(self) -> int:
+        """The signal that another rank got; 0 where a stranger wrote that."""
+        assert self.store is not None
+        with suppress(ValueError):
+            return int(self._seal.opened(self._about(REQUEST), self.store.get(REQUEST)))
+        return 0
 
-def leave(code: int) -> NoReturn:
-    """Ends the process, not the interpreter: that would first put back handlers by which a late signal kills."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+    def _sealed(self, key: str, number: int) -> str:
+        return self._seal.seal(self._about(key), str(number))
+
+    def _about(self, key: str) -> str:
+        return f"stop {self._attempt} {key}"

@@ -20,11 +20,13 @@ from llmtrain.errors import Exit, RecipeError
 from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.interfaces import settle
+from llmtrain.launch.seal import Secret
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
 from llmtrain.run_lock import RunLock
-from llmtrain.signals import StopSignals, leave
+from llmtrain.signals import StopSignals
+from llmtrain.stops import hear_no_more, leave
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +45,12 @@ def main(
     max_steps: Annotated[int | None, typer.Option()] = None,
 ) -> None:
     """Trains as one rank of the run that a launcher has written to a folder."""
+    signals = StopSignals()
     rank = discover(os.environ, sys.argv)
     if rank is None:
         raise SystemExit("llmtrain.worker is started by a launcher, which sets RANK; use `llmtrain train`")
     folder = RunDir(run_dir)
-    work(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps)
+    work(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps, signals)
 
 
 def work(
@@ -57,20 +60,21 @@ def work(
     ds_config: dict[str, object],
     resume: str,
     max_steps: int | None,
+    signals: StopSignals,
     lock: RunLock | None = None,
 ) -> None:
     """Trains as `rank`; leaves the process with the exit code of its failure, or 75 where a signal stopped it.
 
-    resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after. lock: of the
+    resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after. signals: those so far. lock: of the
     run directory, where this process holds it; released in the end.
     """
-    signals = StopSignals()
     output = take_over_output(run_dir, rank)
     _settle_interfaces(rank, run_dir, plan)
     heart = Heartbeat.of_worker(rank.local_rank)
-    watch = watchdog.start(rank, run_dir, plan, heart, output.stderr)
+    secret = Secret.of_worker()
+    watch = watchdog.start(rank, run_dir, plan, heart, secret.seal, output.stderr)
     try:
-        code = _Worker(rank, run_dir, plan, signals, output, heart, watch).train(ds_config, resume, max_steps)
+        code = _Worker(rank, run_dir, plan, signals, output, heart, watch, secret).train(ds_config, resume, max_steps)
     except BaseException as error:
         failed = output.report_failure(error)
         watch.stop()
@@ -83,6 +87,7 @@ def work(
         lock.release()
     if code != Exit.DONE:
         leave(code)
+    hear_no_more()
 
 
 def _settle_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
@@ -105,6 +110,7 @@ class _Worker:
     output: WorkerOutput
     heart: Heartbeat
     watch: watchdog.Watch
+    secret: Secret
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """The whole life of a worker."""
@@ -112,12 +118,13 @@ class _Worker:
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         with self.output.console.status("starting torch and DeepSpeed") as status:
-            from llmtrain.engines.distributed import init_process_group, store
+            from llmtrain.engines.distributed import agreed_secret, init_process_group, store
             from llmtrain.tune.settle import settle
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
-            self.watch.meet(store("watch"))
-            settled = replace(self, plan=settle(self.plan, device, self.rank, status.update))
+            secret = agreed_secret(self.secret, self.rank)
+            self.watch.meet(store("watch"), secret.seal)
+            settled = replace(self, secret=secret, plan=settle(self.plan, device, self.rank, status.update))
         settled._note_kernels()
         return settled._train(prepared, device, ds_config, resume, max_steps)
 
@@ -207,7 +214,7 @@ class _Worker:
         metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn) if self.rank.is_main else None
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
-                stop = Agreement.of_group(self.signals, attempt=state.rollbacks)
+                stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
                 skipped = engine.guard.read().total
                 fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
                 stop.close()

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "heartbeat", "host", "recipe", "cluster", "quiet", "untrusted", "piece_heads", "streams"},
+    {"errors", "durable", "heartbeat", "host", "stops", "recipe", "cluster"}
+    | {"quiet", "untrusted", "piece_heads", "streams"},
     {"plan"},
     {"ds_config", "run_dir", "run_lock", "launch"},
     {"models", "data"},
@@ -38,6 +39,7 @@ PURE = {
     "streams",
     "heartbeat",
     "host",
+    "stops",
     "recipe",
     "cluster",
     "quiet",

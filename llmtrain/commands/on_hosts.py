@@ -35,9 +35,9 @@ def train_on_hosts(request: TrainRequest) -> None:
     from llmtrain.cluster import Cluster, local_cluster
     from llmtrain.launch.hostfile import read_hosts
     from llmtrain.launch.hosts import HostsJob, described, run_on_hosts
-    from llmtrain.launch.local import caught_signals, clear_failures
+    from llmtrain.launch.local import clear_failures
     from llmtrain.plan.memory import memory_of
-    from llmtrain.signals import leave
+    from llmtrain.stops import caught_signals, leave
 
     if request.hostfile is None:
         raise RecipeError(Problem("launch.hostfile", "--hostfile", "is not given", "a file of HOST slots=N lines"))

@@ -34,6 +34,9 @@ def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = Non
 
 def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.cluster import Cluster, local_cluster
+    from llmtrain.signals import StopSignals
+
+    signals = StopSignals()
     from llmtrain.ds_config import render
     from llmtrain.precheck import check_machine
     from llmtrain.run_lock import RunLock
@@ -56,7 +59,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
         lock = RunLock.take(folder.path, _say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
-    work(rank, folder, plan, ds_config, request.resume, request.max_steps, lock)
+    work(rank, folder, plan, ds_config, request.resume, request.max_steps, signals, lock)
 
 
 def _say(line: str) -> None:
@@ -149,12 +152,12 @@ def _launch(
 
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.data import Progress, Schedule, prepare, report
-    from llmtrain.launch.local import caught_signals, common_environment
+    from llmtrain.launch.local import common_environment
     from llmtrain.launch.tools import check_tool
     from llmtrain.plan.memory import memory_of
     from llmtrain.precheck import check_stages
     from llmtrain.run_lock import RunLock
-    from llmtrain.signals import leave
+    from llmtrain.stops import caught_signals, leave
 
     console = Console()
     if tool:
@@ -199,9 +202,8 @@ def _run(
         console.print(f"starting workers by {tool}")
         return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
     command = [sys.executable, "-m", "llmtrain.worker", *arguments]
-    code = train_with_restarts(
-        command, plan.workers, folder, request.resume, request.max_restarts, console, forked_from
-    )
+    restarts, allowed_s = request.max_restarts, plan.recipe.watchdog.min_seconds
+    code = train_with_restarts(command, plan.workers, folder, request.resume, restarts, console, forked_from, allowed_s)
     if forked_from:
         forked_from.close()
     return code

@@ -9,15 +9,16 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
 import statistics
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.launch.interfaces import settle
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.interfaces import settle, stay_on_loopback
+from llmtrain.launch.rank import LOOPBACK, Rank
 
 if TYPE_CHECKING:
     import torch
@@ -77,11 +78,19 @@ def _work(job: Job, tell: Any) -> None:
     from torch import distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    place = (job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
-    interfaces = settle(Rank(*place), job.on_cpu).lines
+    rank = Rank(job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
+    interfaces = settle(rank, job.on_cpu).lines
+    if rank.on_one_machine:
+        stay_on_loopback()
     limit = datetime.timedelta(seconds=job.seconds + LATER_S)
     is_main = job.rank == 0
-    store = TCPStore(job.master, job.port, job.world_size, is_main, limit, wait_for_workers=False)
+    listener = None
+    if is_main and rank.on_one_machine:
+        listener = socket.create_server((LOOPBACK, 0))
+        job = replace(job, port=listener.getsockname()[1])
+    descriptor = listener.detach() if listener else None
+    place = (job.master, job.port, job.world_size, is_main, limit)
+    store = TCPStore(*place, wait_for_workers=False, master_listen_fd=descriptor)
     tell("met", port=store.port, interfaces=interfaces)
     device = torch.device("cpu") if job.on_cpu else torch.device("cuda", job.local_rank)
     if not job.on_cpu:

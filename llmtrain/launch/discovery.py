@@ -15,6 +15,7 @@ from llmtrain.launch.rank import FIX, Launcher, Rank, Reader
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
 """Variables that no launcher set, but a user or a template."""
+TORCHRUN = "torchrun"
 HOROVODRUN = "horovodrun"
 """Name of a launcher that tells where Horovod's ranks meet, and not where torch's do."""
 
@@ -24,7 +25,7 @@ HOROVODRUN = "horovodrun"
 LAUNCHERS = (
     Launcher("local", markers=(LAUNCHER_VARIABLE,)),
     # `accelerate launch` on several GPUs calls torchrun in its own process.
-    Launcher("torchrun", markers=("TORCHELASTIC_RUN_ID",)),
+    Launcher(TORCHRUN, markers=("TORCHELASTIC_RUN_ID",)),
     # deepspeed/launcher/launch.py
     Launcher("deepspeed", markers=("CROSS_RANK", "CROSS_SIZE"), local_world_size="LOCAL_SIZE"),
     Launcher(

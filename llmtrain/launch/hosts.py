@@ -14,7 +14,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,11 +31,12 @@ from typing import IO, Any
 from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
-from llmtrain.launch.local import caught_signals
 from llmtrain.launch.on_host import facts, folder_of
 from llmtrain.launch.rank import Reader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
+from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
+from llmtrain.stops import caught_signals, is_impatient
 from llmtrain.untrusted import UNREADABLE, read_text, why
 
 PREPARE_S = 120
@@ -75,11 +75,11 @@ def run_on_hosts(job: HostsJob) -> int:
     said = log.stat().st_size if log.exists() else 0
     try:
         with _started(job, launch) as process:
-            code, killed_by = _wait(job, process)
+            code = _wait(job, process)
     finally:
         _everywhere(job, "end")
         _everywhere(job, "forget")
-    return 128 + killed_by if killed_by else _outcome(job, code, said)
+    return code if code == Exit.INTERRUPTED else _outcome(job, code, said)
 
 
 def _check_here(runner: RunnerName) -> None:
@@ -154,7 +154,7 @@ def _prepare(job: HostsJob) -> dict[str, Any]:
 
     Raises RecipeError naming each host that does not answer, lacks llmtrain or has something else than this one.
     """
-    env = forwarded(os.environ, Path.home())
+    env = forwarded(os.environ, Path.home()) | Secret.new().environment
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
     own = facts(job.recipe)
     with ThreadPoolExecutor(len(job.hosts)) as pool:
@@ -236,8 +236,8 @@ def _started(job: HostsJob, launch: Launch) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def _wait(job: HostsJob, process: subprocess.Popen[str]) -> tuple[int, int]:
-    """Passes lines on until the launcher ends; its exit code, and the signal of an impatient user, or 0."""
+def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
+    """Passes lines on until the launcher ends; its exit code, or 130 for an impatient user."""
     assert process.stdout is not None
     log, is_chatter = job.run_dir.logs / "launcher.log", RUNNERS[job.runner].chatter()
     reader = Thread(target=_pass_on, args=(process.stdout, log, is_chatter), daemon=True)
@@ -250,13 +250,13 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> tuple[int, int]:
             except Empty:
                 continue
             assert isinstance(event, int)
-            if stopped_by is not None and event == signal.SIGINT:
-                return 0, stopped_by
+            if is_impatient(event, stopped_by):
+                return Exit.INTERRUPTED
             if stopped_by is None:
                 _everywhere(job, "signal", event)
             stopped_by = stopped_by or event
     reader.join(timeout=5)
-    return process.returncode, 0
+    return process.returncode
 
 
 def _pass_on(lines: IO[str], log: Path, is_chatter: Callable[[str], bool]) -> None:

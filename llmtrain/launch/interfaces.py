@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.rank import LOOPBACK, Rank
 from llmtrain.untrusted import UNREADABLE, expanded, read_text
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -97,11 +97,22 @@ def settle(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None
     Nothing is looked at where all workers are on one machine.
     """
     env = os.environ if env is None else env
-    if rank.local_world_size >= rank.world_size:
+    if rank.on_one_machine:
         return Choice(())
     choice = choose(rank.master_addr, on_cpu, Network.here(), env)
     env.update(choice.variables)
     return choice
+
+
+def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
+    """Has gloo and NCCL listen where only this machine reaches them; what the user has set is kept."""
+    env = os.environ if env is None else env
+    name = next((one.name for one in interfaces() if one.is_up and LOOPBACK in one.addresses), None)
+    if name is None:
+        return
+    env.setdefault(GLOO, name)
+    if nccl_setting(env) is None:
+        env[NCCL] = name
 
 
 def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> Choice:

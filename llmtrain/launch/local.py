@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from llmtrain.durable import open_log
@@ -28,7 +27,10 @@ from llmtrain.heartbeat import Board
 from llmtrain.host import own_cores
 from llmtrain.launch.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.seal import Secret
+from llmtrain.launch.standstill import ALLOWED_S, LOOK_S, Standstill
 from llmtrain.run_dir import RunDir
+from llmtrain.stops import QUIT, STOPS, before_the_first_step, caught_signals, is_impatient, say
 
 if TYPE_CHECKING:
     from llmtrain.launch.template import Forked, Template
@@ -42,8 +44,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Signals that strike a worker out of the blue, so that it dies before it can write an error file.
 # SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What tells a run to save and stop, the launcher and the workers alike."""
 
 
 def run_workers(
@@ -53,40 +53,44 @@ def run_workers(
     env: Mapping[str, str] | None = None,
     board: Board | None = None,
     template: Template | None = None,
+    allowed_s: float = ALLOWED_S,
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
     Rank 0 writes where the launcher does; the others write to their logs. When one dies, the others
-    get SIGTERM, and SIGKILL `GRACE_S` later. The first of `STOPS` is passed on. A Ctrl-C after it kills; the
-    others change nothing then, since batch systems repeat them. No worker outlives the launcher, even if that
-    is killed. Must be called from the main thread, and `run_dir` must exist.
+    get SIGTERM, and SIGKILL `GRACE_S` later. The first of `STOPS` is passed on, or ends workers that have begun no step
+    yet. A Ctrl-C after it kills, and SIGQUIT does at any time; the others change nothing then, since batch systems
+    repeat them. No worker outlives the launcher, even if that is killed. Must be called from the main thread, and
+    `run_dir` must exist.
 
     env: variables for the workers, over those of this process. board: where they leave their heartbeats.
     template: forks them, where the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
-    Returns the exit code: 0, 75 (stopped after saving), or 128 + the signal that stopped the launcher.
-    Raises the `UserError` that a worker raised, or WorkerError where it died otherwise: that of the
+    allowed_s: for a child that stands still, as in `Standstill`.
+    Returns the exit code: 0, 75 (stopped, after saving where a step was begun), 130 (ended at once).
+    Raises the `UserError` that a worker raised, or WorkerError where it died or stands still: that of the
     worker that failed first.
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
     with caught_signals() as events, reserved_port() as port, _null() as null:
-        pool = _Pool(run_dir, events, (board.descriptor,) if board else (), template)
+        standstill = Standstill(allowed_s)
+        pool = _Pool(run_dir, events, standstill, board, template)
         common = common_environment(world_size, env)
         if template:
-            if (stopped_by := _settle(template, common, events)) is not None:
-                return 128 + stopped_by
+            if (stopped_by := _settle(template, common, events, standstill)) is not None:
+                return _ended_early(stopped_by)
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
                 log.write(template.said())  # as each worker's own imports would have
-        env = {**common, **(board.environment if board else {})}
+        env = {**common, **Secret.new().environment, **(board.environment if board else {})}
         try:
             for rank in range(world_size):
                 pool.start(rank, command, {**env, **_own_environment(rank, world_size, port)}, null)
-            stopped_by = pool.wait()
+            pool.wait()
         finally:
             pool.kill()
             if any(worker.failed for worker in pool.workers) and sys.stdout.isatty():
                 print()  # rank 0 may have left the cursor behind its progress line
-    return _outcome(pool.workers, stopped_by, run_dir)
+    return _outcome(pool)
 
 
 def clear_failures(run_dir: RunDir) -> None:
@@ -130,13 +134,16 @@ def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _settle(template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int]) -> int | None:
+def _settle(
+    template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int], standstill: Standstill
+) -> int | None:
     """Waits until workers can be forked; the signal that came before."""
     from rich.console import Console
 
     template.start(env)
     with Console().status("starting workers"):
         while not template.settled(_POLL_S):
+            standstill.look(template.process)
             if not events.empty():
                 event = events.get()
                 assert isinstance(event, int), "there are no workers"
@@ -214,12 +221,20 @@ class _Pool:
         self,
         run_dir: RunDir,
         events: SimpleQueue[_Worker | int],
-        inherited: tuple[int, ...] = (),
+        standstill: Standstill,
+        board: Board | None = None,
         template: Template | None = None,
     ) -> None:
-        """inherited: file descriptors for the workers."""
+        """board: where the workers leave their heartbeats, if they do."""
         self.run_dir = run_dir
-        self.inherited = inherited
+        self.standstill = standstill
+        self.board = board
+        self.inherited = (board.descriptor,) if board else ()
+        self.stopped_by: int | None = None
+        """The signal that stopped the launcher, if one did."""
+        self.had_begun = True
+        """Whether a worker had begun a step before that, as far as is known."""
+        self.was_interrupted = False
         self.template = template
         self.events = events
         self.workers: list[_Worker] = []
@@ -255,29 +270,39 @@ class _Pool:
         if self.template is None:
             return None
         streams = {number: number if output is None else output for number in (1, 2)}
-        return self.template.fork(command, env, streams | {number: number for number in self.inherited})
+        descriptors = streams | {number: number for number in self.inherited}
+        return self.template.fork(command, env, descriptors, self.standstill)
 
-    def wait(self) -> int | None:
-        """Waits for all workers; returns the signal that stopped the launcher, if one did."""
+    def wait(self) -> None:
+        """Waits for all workers."""
         for worker in self.workers:
             Thread(target=worker.wait, args=(self.events,), daemon=True).start()
-        stopped_by: int | None = None
         deadline: float | None = None
         while self.running:
+            self.standstill.look({f"rank {worker.rank}": worker.process.pid for worker in self.running})
             event = self._next(deadline)
-            if event is None:
+            if deadline is not None and time.monotonic() > deadline:
                 self.kill()
             elif isinstance(event, _Worker):
                 event.reap()
                 if event.failed and deadline is None:
                     self.send(signal.SIGTERM)
                     deadline = time.monotonic() + GRACE_S
-            elif stopped_by is None:
-                stopped_by = event
-                self.send(event)
-            elif event == signal.SIGINT:
+            elif event is not None:
+                self._hear(event)
+
+    def _hear(self, number: int) -> None:
+        """A signal that the launcher got."""
+        if is_impatient(number, self.stopped_by):
+            self.was_interrupted = True
+            self.kill()
+        elif self.stopped_by is None:
+            self.stopped_by = number
+            self.had_begun = self.board is None or self.board.has_begun()
+            if self.had_begun:
+                self.send(number)
+            else:
                 self.kill()
-        return stopped_by
 
     def send(self, number: int) -> None:
         for worker in self.running:
@@ -292,39 +317,12 @@ class _Pool:
             worker.process.wait()
 
     def _next(self, deadline: float | None) -> _Worker | int | None:
-        """What happens next; None once the deadline has passed."""
+        """What happens next; None where nothing does for a while, or before the deadline."""
+        left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         try:
-            return self.events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            return self.events.get(timeout=left)
         except Empty:
             return None
-
-
-def wait_for_signal(seconds: float) -> int | None:
-    """Waits so long; ends at once with the number of a signal that stops a program. From the main thread only."""
-    with caught_signals() as events:
-        try:
-            event = events.get(timeout=seconds)
-        except Empty:
-            return None
-    return event if isinstance(event, int) else None
-
-
-@contextmanager
-def caught_signals() -> Iterator[SimpleQueue[_Worker | int]]:
-    """A queue into which the signals that stop a program go, instead of stopping this one."""
-    events: SimpleQueue[_Worker | int] = SimpleQueue()  # its `put` may be called from a signal handler
-
-    def note(number: int, _: FrameType | None) -> None:
-        events.put(number)
-
-    # What was ignored stays so (nohup).
-    caught = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, note) for number in caught}
-    try:
-        yield events
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -343,19 +341,31 @@ def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _outcome(workers: list[_Worker], stopped_by: int | None, run_dir: RunDir) -> int:
+def _ended_early(number: int) -> int:
+    """The exit code of a run that a signal ended before its first step."""
+    if number == QUIT:
+        return Exit.INTERRUPTED
+    say(before_the_first_step(number))
+    return Exit.RESUME
+
+
+def _outcome(pool: _Pool) -> int:
     """The exit code of the whole, or the error of the worker that failed first."""
-    failed = [worker for worker in workers if worker.failed]
+    if pool.was_interrupted:
+        return Exit.INTERRUPTED
+    if pool.stopped_by is not None and not pool.had_begun:
+        return _ended_early(pool.stopped_by)
+    failed = [worker for worker in pool.workers if worker.failed]
     if not failed:
-        return Exit.RESUME if any(worker.returncode == Exit.RESUME for worker in workers) else Exit.DONE
-    failures = {worker.rank: Failure.read(run_dir.error_file(worker.rank)) for worker in failed}
+        return Exit.RESUME if any(worker.returncode == Exit.RESUME for worker in pool.workers) else Exit.DONE
+    failures = {worker.rank: Failure.read(pool.run_dir.error_file(worker.rank)) for worker in failed}
     first = min(failed, key=lambda worker: _blame(worker, failures[worker.rank]))
     failure = failures[first.rank]
     user_error = failure.user_error() if failure else None
     if user_error is not None:
         raise user_error
-    if stopped_by is not None:
-        return 128 + stopped_by  # who was stopped may fail in any way
+    if pool.stopped_by is not None and -(first.returncode or 0) in STOPS:
+        return Exit.RESUME  # it was not listening yet, and so had nothing to save
     message, fix = (failure.summary, f"see {first.log}") if failure else (_death(first), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 

@@ -23,12 +23,15 @@ from typing import Any
 
 from llmtrain.launch.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
+from llmtrain.stops import STOPS
 
 END_S = 5.0
 """From SIGTERM to SIGKILL for workers that outlive their job."""
 START = """
-import json, os, sys
+import json, os, signal, sys
 
+stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # until the worker listens
 folder = os.path.dirname(os.path.abspath(__file__))
 with open(os.path.join(folder, "job.json")) as file:
     job = json.load(file)
@@ -44,6 +47,10 @@ else:
     node, rank = os.environ["CROSS_RANK"], os.environ["RANK"]
 with open(os.path.join(folder, node + "." + rank + ".pid"), "w") as file:
     file.write(f"{os.getpid()} {started}")
+stop = os.path.join(folder, node + ".stop")
+if os.path.exists(stop):
+    with open(stop) as file:
+        os.kill(os.getpid(), int(file.read()))
 os.environ.update(job["env"])
 os.environ.update(place)
 os.chdir(job["cwd"])
@@ -136,6 +143,11 @@ def _workers(folder: Path, node: int) -> list[int]:
 
 
 def _signal(folder: Path, node: int, number: int) -> None:
+    """Also those that are not there yet: they look for the number once they have noted their process id."""
+    if number in STOPS:
+        temporary = folder / f".{node}.stop"
+        temporary.write_text(str(int(number)))
+        temporary.replace(folder / f"{node}.stop")
     for pid in _workers(folder, node):
         with suppress(ProcessLookupError):
             os.kill(pid, number)

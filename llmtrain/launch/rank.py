@@ -10,7 +10,7 @@ from llmtrain.errors import Problem
 
 T = TypeVar("T")
 
-FIX = "start it with a launcher that sets all of them, or unset RANK, WORLD_SIZE and LOCAL_RANK to start workers here"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class Rank:
         if self.world_size % self.nodes:
             return self.world_size, 1
         return self.nodes, self.world_size // self.nodes
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all workers are on this machine, so that nothing need be reached from another."""
+        return self.local_world_size >= self.world_size
 
     @property
     def is_main(self) -> bool:

@@ -26,7 +26,9 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from llmtrain.launch.local import STOPS, die_with
+from llmtrain.launch.local import die_with
+from llmtrain.launch.standstill import LOOK_S, Standstill
+from llmtrain.stops import STOPS
 
 IMPORTED = (
     *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
@@ -108,10 +110,18 @@ class Template:
         """What was printed while it imported."""
         return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
 
-    def fork(self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int]) -> Forked | None:
+    @property
+    def process(self) -> dict[str, int]:
+        """What `Standstill` looks at; nothing where there is no process."""
+        return {"the process that forks workers": self._process.pid} if self._process else {}
+
+    def fork(
+        self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int], standstill: Standstill
+    ) -> Forked | None:
         """A worker, leader of a session of its own; None where there is no process to fork it from.
 
         command: PYTHON -m MODULE ARGUMENT... descriptors: ours, by the number that it has in the worker.
+        Raises WorkerError where the process that forks stands still.
         """
         if not self._is_ready or self._channel is None:
             return None
@@ -125,6 +135,8 @@ class Template:
                     socket.send_fds(self._channel, [b"w"], [request, told, *descriptors.values()])
                 finally:
                     os.close(told)
+                while not select.select([report], [], [], LOOK_S)[0]:
+                    standstill.look(self.process)
                 pid = os.read(report, 32)  # nothing, once all are gone who could write
         finally:
             os.close(request)
@@ -135,7 +147,7 @@ class Template:
         """Ends it; the workers live on."""
         if self._process is not None and self._channel is not None:
             self._channel.close()
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # with a worker that has no session of its own yet
             self._process.wait()
         if self._output is not None:
             os.close(self._output)

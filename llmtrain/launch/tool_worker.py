@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from llmtrain.durable import write_atomically
 from llmtrain.errors import Exit
-from llmtrain.launch.local import STOPS, die_with
+from llmtrain.launch.local import die_with
+from llmtrain.stops import STOPS
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
         signal.signal(stop, pass_on)
     prctl = ctypes.CDLL(None).prctl
     die_with(tool, prctl)
-    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(die_with, os.getpid(), prctl))
+    child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(_begin, os.getpid(), prctl))
     children.append(child)
     for number in told:
         child.send_signal(number)
@@ -51,6 +53,12 @@ def main() -> None:
     if code < 0:
         code = 128 - code
     sys.exit(0 if code == Exit.RESUME else code)
+
+
+def _begin(parent: int, prctl: Callable[[int, int], int]) -> None:
+    """Runs in the forked child: signals wait until it listens (`StopSignals`), and it ends with its parent."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    die_with(parent, prctl)
 
 
 if __name__ == "__main__":

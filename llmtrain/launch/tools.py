@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,12 @@ from typing import IO, Any, Literal
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
 from llmtrain.launch.accelerate import has_configuration, render_configuration
 from llmtrain.launch.failure import Failure
-from llmtrain.launch.local import SUDDEN, caught_signals, clear_failures, die_with
+from llmtrain.launch.local import SUDDEN, clear_failures, die_with
+from llmtrain.launch.seal import Secret
+from llmtrain.launch.standstill import Standstill
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.stops import STOPS, caught_signals, is_impatient
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -64,10 +67,11 @@ def run_by_tool(job: ToolJob) -> int:
         command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.worker", *job.arguments]
         job.run_dir.write_launch(job.tool, job.plan.workers, command)
         log = job.run_dir.logs / "launcher.log"
-        with caught_signals() as events, log.open("ab") as errors, started(command, errors) as process:
-            stopped_by, impatient = wait(process, folder, events)
+        secret, standstill = Secret.new().environment, Standstill(job.plan.recipe.watchdog.min_seconds)
+        with caught_signals() as events, log.open("ab") as errors, started(command, errors, secret) as process:
+            stopped_by, impatient = wait(process, folder, events, standstill)
             if impatient:
-                return 128 + signal.SIGINT
+                return Exit.INTERRUPTED
             return _outcome(job, folder, process.returncode, stopped_by)
 
 
@@ -85,10 +89,16 @@ def worker_command(folder: Path) -> list[str]:
 
 
 @contextmanager
-def started(command: list[str], errors: IO[bytes] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A tool, in a session of its own: a Ctrl-C goes to the workers by us. errors: takes what it says itself."""
+def started(
+    command: list[str], errors: IO[bytes] | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A tool, in a session of its own: a Ctrl-C goes to the workers by us.
+
+    errors: takes what it says itself. env: variables over those of this process.
+    """
     process = subprocess.Popen(
         command,
+        env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         stderr=errors,
         start_new_session=True,
@@ -101,22 +111,32 @@ def started(command: list[str], errors: IO[bytes] | None = None) -> Iterator[sub
         process.wait()
 
 
-def wait(process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any]) -> tuple[int | None, bool]:
-    """Waits for a tool; the signal that stopped the run, and whether a second Ctrl-C ended the wait.
+def wait(
+    process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any], standstill: Standstill | None = None
+) -> tuple[int | None, bool]:
+    """Waits for a tool; the signal that stopped the run, and whether another one ended the wait.
 
-    events: the numbers of signals, as they come.
+    events: the numbers of signals, as they come. standstill: looks at the tool and at the workers that have begun.
     """
     stopped_by: int | None = None
     told: set[str] = set()
     while process.poll() is None:
         with suppress(Empty):
             event: int = events.get(timeout=LOOK_S)
-            if stopped_by is not None and event == signal.SIGINT:
+            if is_impatient(event, stopped_by):
                 return stopped_by, True
             stopped_by = stopped_by or event
+        if standstill is not None:
+            standstill.look({"the launcher's process": process.pid, **_running(folder)})
         if stopped_by is not None:
             _tell(folder, stopped_by, told)
     return stopped_by, False
+
+
+def _running(folder: Path) -> dict[str, int]:
+    """Process ids of the workers that have begun and did not end."""
+    begun = [file for file in folder.glob("*.pid") if not file.with_suffix(".ended.json").exists()]
+    return {f"rank {file.stem}": int(file.read_text()) for file in begun}
 
 
 def _tell(folder: Path, number: int, told: set[str]) -> None:
@@ -173,8 +193,8 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None) -> i
     struck = first is not None and first.blame[0] == 0
     if written is not None and (error := written.user_error()) is not None and not struck:
         raise error
-    if stopped_by is not None:
-        return 128 + stopped_by
+    if stopped_by is not None and (first is None or -first.code in STOPS):
+        return Exit.RESUME  # it was not listening yet, and so had nothing to save
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
         raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))

@@ -6,14 +6,13 @@ of SIGUSR1; batch systems and Kubernetes decide by exit codes what becomes of a 
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from llmtrain.errors import Exit
-from llmtrain.launch.local import caught_signals
 from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
+from llmtrain.stops import STOPS, caught_signals
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """What another attempt would make again."""
@@ -31,7 +30,7 @@ def main() -> None:
         with caught_signals() as events, started(command) as process:
             stopped_by, impatient = wait(process, folder, events)
             if impatient:
-                sys.exit(128 + signal.SIGINT)
+                sys.exit(Exit.INTERRUPTED)
             sys.exit(code_of(Ended.all_in(folder), process.returncode, stopped_by))
 
 
@@ -49,7 +48,8 @@ def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
     mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
     if mistake is not None:
         return mistake
-    return 128 + stopped_by if stopped_by is not None else Exit.WORKER
+    is_early = not failed or -failed[0].code in STOPS  # it was not listening yet, and so had nothing to save
+    return Exit.RESUME if stopped_by is not None and is_early else Exit.WORKER
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.host import own_cores
-from llmtrain.launch.local import STOPS
 from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.stages import Hole, decoder_layers
 from llmtrain.models.tiny import shrink
+from llmtrain.stops import STOPS
 
 KINDS = 8
 """Most kinds of layers, each of which is compiled by itself: the families that alternate have two or three."""

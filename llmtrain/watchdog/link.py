@@ -1,29 +1,45 @@
 """How the watchers of a run talk: each tells that of rank 0 how its rank does, and is told what to do.
 
-Lines of JSON over TCP. A line that does not carry the token, which the ranks exchange through their store, ends the
-connection it came by.
+Lines over TCP. Each end begins with a random word. Every line after that is JSON behind an HMAC, which covers both
+words, the direction and the number of the line: what a stranger makes up, or repeats, ends the connection before it is
+parsed.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import selectors
 import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
-from llmtrain.errors import Problem
+from llmtrain.errors import Problem, printable
 from llmtrain.heartbeat import Phase
+from llmtrain.launch.rank import LOOPBACK
+from llmtrain.launch.seal import Seal
 from llmtrain.watchdog.verdict import Status
 
 LONGEST_LINE = 65536
+LONGEST_NAME = 256
 SILENT_S = 8.0
 """A watcher that says nothing for so long is taken for gone, and its rank with it; and one that takes nothing."""
 SEND_S = 2.0
 """A connection that takes nothing for so long is given up."""
+MOST_STRANGERS = 64
+"""Connections beyond one for each rank that have not shown yet whose they are; the oldest is closed for a new one."""
+_WORD = re.compile(rb"[0-9a-f]{32}")
+_NUMBER = (int, float)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **{"host": (str,), "state": (str,), "frame": (str,), "waiting": (bool,)},
+    **{"pid": (int,), "step": (int,), "phase": (int,), "measured": (int,)},
+    **{"idle_s": _NUMBER, "own_s": _NUMBER, "limit_s": (*_NUMBER, type(None))},
+}
+"""Of the fields of a `Status`, as they come."""
 
 
 @dataclass
@@ -31,30 +47,63 @@ class _Connection:
     """One end of a line."""
 
     socket: socket.socket
+    seal: Seal
+    end: Literal["hub", "peer"]
+    """Which one."""
     buffer: bytes = b""
     rank: int | None = None
     """Of whom the other end watches, once it has said so."""
+    since: float = field(default_factory=time.monotonic)
+    sent: int = 0
+    taken: int = 0
+    """Lines sent and taken."""
+    own_word: str = field(default_factory=lambda: secrets.token_hex(16))
+    other_word: str | None = None
+
+    def greet(self) -> None:
+        """Sends the own word. Raises OSError where the other end is gone."""
+        self.socket.sendall(self.own_word.encode() + b"\n")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Raises OSError where the other end is gone."""
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
+        line = self.seal.seal(f"{self.end} {self.own_word} {self.other_word} {self.sent}", json.dumps(message))
+        self.sent += 1
+        self.socket.sendall(line.encode() + b"\n")
 
     def received(self) -> list[dict[str, Any]]:
-        """What has come. Raises OSError at the end of the line, ValueError for what is none."""
+        """What has come. Raises OSError at the end of the line, ValueError for what is none of this run's."""
         data = self.socket.recv(LONGEST_LINE)
         if not data:
             raise ConnectionError("the other end is gone")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
-        if len(self.buffer) > LONGEST_LINE:
+        if any(len(line) > LONGEST_LINE for line in (*lines, self.buffer)):
             raise ValueError("a line without end")
-        return [json.loads(line) for line in lines]
+        if self.other_word is None and lines:
+            word = lines.pop(0)
+            if not _WORD.fullmatch(word):
+                raise ValueError("a stranger")
+            self.other_word = word.decode()
+        return [self._opened(line) for line in lines]
+
+    def _opened(self, line: bytes) -> dict[str, Any]:
+        other = "peer" if self.end == "hub" else "hub"
+        content = self.seal.opened(f"{other} {self.other_word} {self.own_word} {self.taken}", line)
+        self.taken += 1
+        try:
+            message = json.loads(content)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if not isinstance(message, dict):
+            raise ValueError("no message")
+        return message
 
 
 class Hub:
     """At rank 0's watcher: what those of the other ranks say."""
 
-    def __init__(self, listener: socket.socket, token: str) -> None:
-        self._token = token
+    def __init__(self, listener: socket.socket, seal: Seal, world_size: int) -> None:
+        self._seal = seal
+        self._world_size = world_size
         self._frames: dict[int, str] = {}
         self._statuses: dict[int, tuple[float, Status]] = {}
         self._gone: set[int] = set()
@@ -73,7 +122,8 @@ class Hub:
         }
 
     def poll(self, seconds: float) -> None:
-        """Listens for so long."""
+        """Tells all that it is there, and listens for so long."""
+        self._send({"do": "stay"})
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left):
@@ -81,6 +131,9 @@ class Hub:
                     self._accept()
                 else:
                     self._read(key.data)
+        for stranger in self._strangers():
+            if time.monotonic() - stranger.since > SILENT_S:
+                self._drop(stranger)
 
     def ask_for_stacks(self) -> None:
         """Has all ranks write their stacks to their logs."""
@@ -90,7 +143,7 @@ class Hub:
     def answers(self, seconds: float) -> dict[int, str]:
         """Where each rank is, of those that answer in time."""
         deadline = time.monotonic() + seconds
-        while set(self._connected()) - set(self._frames) and time.monotonic() < deadline:
+        while {link.rank for link in self._known()} - set(self._frames) and time.monotonic() < deadline:
             self.poll(0.05)
         return dict(self._frames)
 
@@ -98,42 +151,61 @@ class Hub:
         """Has all ranks end."""
         self._send({"do": "end", "problem": problem.as_dict()})
 
-    def _connected(self) -> list[int]:
-        links = (key.data for key in self._selector.get_map().values())
-        return [link.rank for link in links if link is not None and link.rank is not None]
+    def _links(self) -> list[_Connection]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _known(self) -> list[_Connection]:
+        return [link for link in self._links() if link.rank is not None]
+
+    def _strangers(self) -> list[_Connection]:
+        """Those that have not shown yet whose they are; the oldest first."""
+        return [link for link in self._links() if link.rank is None]
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None and key.data.rank is not None:
-                try:
-                    key.data.send(message)
-                except OSError:
-                    self._drop(key.data)
+        for link in self._known():
+            try:
+                link.send(message)
+            except OSError:
+                self._drop(link)
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        strangers = self._strangers()
+        try:
             connection, _ = self._listener.accept()
-            connection.settimeout(SEND_S)
+        except OSError:  # perhaps there are too many open files
+            if strangers:
+                self._drop(strangers[0])
+            return
+        if len(strangers) >= self._world_size + MOST_STRANGERS:
+            self._drop(strangers[0])
+        connection.settimeout(SEND_S)
+        link = _Connection(connection, self._seal, "hub")
+        self._selector.register(connection, selectors.EVENT_READ, link)
+        try:
             _notice_silence(connection)
-            self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
+            link.greet()
+        except OSError:
+            self._drop(link)
 
     def _read(self, link: _Connection) -> None:
+        if link.socket.fileno() < 0:
+            return  # dropped for another one since it was selected
         try:
             for message in link.received():
                 self._take(link, message)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError):
             self._drop(link)
 
     def _take(self, link: _Connection, message: dict[str, Any]) -> None:
-        if message.get("token") != self._token:
-            raise ValueError("a stranger")
-        link.rank = rank = int(message["rank"])
-        self._gone.discard(rank)
+        rank = message["rank"]
+        if type(rank) is not int or not 0 < rank < self._world_size:
+            raise ValueError("no rank")
         if "frame" in message:
-            self._frames[rank] = str(message["frame"])
+            self._frames[rank] = _name(message["frame"])
         else:
-            fields = message["status"]
-            self._statuses[rank] = time.monotonic(), Status(**fields | {"phase": Phase(fields["phase"])})
+            self._statuses[rank] = time.monotonic(), _status(message["status"])
+        link.rank = rank
+        self._gone.discard(rank)
 
     def _drop(self, link: _Connection) -> None:
         self._selector.unregister(link.socket)
@@ -148,20 +220,27 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._link: _Connection | None = None
-        self._token = ""
+        self._heard = self._polled = 0.0
+
+    @property
+    def has_link(self) -> bool:
+        """Whether a connection is there, perhaps to nobody who answers."""
+        return self._link is not None
 
     @property
     def is_connected(self) -> bool:
         """Whether rank 0's watcher answers."""
-        return self._link is not None
+        return self._link is not None and self._link.other_word is not None
 
     def connect(self, address: str) -> None:
         """Tries to reach rank 0's watcher at what `address_of` made."""
-        host, port, self._token = json.loads(address)
+        host, port, key = json.loads(address)
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=SEND_S)
             _notice_silence(connection)
-            self._link = _Connection(connection)
+            link = _Connection(connection, Seal(key), "peer")
+            link.greet()
+            self._link, self._heard = link, time.monotonic()
 
     def tell(self, status: Status) -> None:
         """How the rank does."""
@@ -171,27 +250,33 @@ class Peer:
         """Where the rank is, after its stacks were written."""
         self._send({"frame": frame})
 
-    def poll(self, seconds: float) -> list[dict[str, Any]]:
-        """What it is told to do, within so many seconds."""
-        link = self._link
+    def poll(self, seconds: float) -> list[Literal["dump"] | Problem]:
+        """What it is told to do within so many seconds: to have the stacks written, or to end for a reason."""
+        link, now = self._link, time.monotonic()
+        if now - self._polled > SILENT_S:
+            self._heard = now  # it stood still itself
+        self._polled = now + seconds
         if link is None:
             time.sleep(seconds)
             return []
         link.socket.settimeout(seconds)
         try:
-            return link.received()
+            messages = link.received()
+            self._heard = time.monotonic()
+            return [_order(message) for message in messages if message.get("do") != "stay"]
         except TimeoutError:
-            return []
+            if time.monotonic() - self._heard > SILENT_S:
+                self._close()
         except (OSError, ValueError):
             self._close()
-            return []
+        return []
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._link is None:
+        if self._link is None or not self.is_connected:
             return
         try:
             self._link.socket.settimeout(SEND_S)
-            self._link.send({"token": self._token, "rank": self.rank, **message})
+            self._link.send({"rank": self.rank, **message})
         except OSError:
             self._close()
 
@@ -201,19 +286,51 @@ class Peer:
             self._link = None
 
 
+def _order(message: Mapping[str, Any]) -> Literal["dump"] | Problem:
+    """Raises ValueError for what is none."""
+    if message.get("do") == "dump":
+        return "dump"
+    problem = message.get("problem")
+    if not isinstance(problem, dict) or problem.keys() != {one.name for one in fields(Problem)}:
+        raise ValueError("no order")
+    if not all(isinstance(text, str) for text in problem.values()):
+        raise ValueError("no order")
+    return Problem(**problem)
+
+
+def _status(given: object) -> Status:
+    """Raises ValueError for what is none."""
+    if not isinstance(given, dict) or given.keys() != _KINDS.keys():
+        raise ValueError("no status")
+    for name, kinds in _KINDS.items():
+        if type(given[name]) not in kinds:
+            raise ValueError(f"no {name}")
+    texts = {name: _name(given[name]) for name in ("host", "state", "frame")}
+    return Status(**given | texts | {"phase": Phase(given["phase"])})
+
+
+def _name(text: object) -> str:
+    """What can be printed. Raises ValueError for what is no text."""
+    if not isinstance(text, str):
+        raise ValueError("no text")
+    return printable(text[:LONGEST_NAME]).replace("\n", " ")
+
+
 def _notice_silence(connection: socket.socket) -> None:
     """Has the kernel give up what nobody acknowledges: a machine without power closes no connection."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
 
 
-def listen() -> socket.socket:
-    """A socket that the watchers of all nodes can reach."""
+def listen(on_one_machine: bool) -> socket.socket:
+    """A socket that all watchers can reach: those of other machines only where there are any."""
+    if on_one_machine:
+        return socket.create_server((LOOPBACK, 0), backlog=4096)
     dual = socket.has_dualstack_ipv6()
     return socket.create_server(
         ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=4096
     )
 
 
-def address_of(host: str, port: int, token: str) -> str:
+def address_of(host: str, port: int, seal: Seal) -> str:
     """What `Peer.connect` takes."""
-    return json.dumps([host, port, token])
+    return json.dumps([host, port, seal.key])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
-import secrets
 import signal
 import sys
 import traceback
@@ -19,10 +17,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from llmtrain.heartbeat import Heartbeat
-from llmtrain.launch.local import STOPS, die_with
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.local import die_with
+from llmtrain.launch.rank import LOOPBACK, Rank
+from llmtrain.launch.seal import Seal, opened
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.stops import STOPS
 from llmtrain.watchdog.link import Hub, address_of, listen
 from llmtrain.watchdog.target import Target, prepare_end
 from llmtrain.watchdog.watcher import Follower, Leader, Watched, Watcher
@@ -36,22 +36,22 @@ PR_SET_NAME = 15  # <linux/prctl.h>
 class Watch:
     """A rank's side of its watcher."""
 
-    def __init__(self, heart: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0, token: str = "") -> None:
-        """pid: of the watcher, None where there is none. port, token: of the socket that rank 0's listens on."""
+    def __init__(self, heart: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0) -> None:
+        """pid: of the watcher, None where there is none. port: that rank 0's listens on."""
         self._heart = heart
         self._rank = rank
         self._pid = pid
         self._port = port
-        self._token = token
 
-    def meet(self, store: Store) -> None:
+    def meet(self, store: Store, seal: Seal) -> None:
         """Tells the watchers of the other ranks where to find that of rank 0; called by all ranks."""
         if self._rank.rank == 0:
-            store.set("address", json.dumps([self._port, self._token]))
+            store.set("port", seal.seal("watcher", str(self._port)))
             return
-        port, token = json.loads(store.get("address"))
+        port = int(opened(store, "port", seal, "watcher"))
         if port:
-            self._heart.tell_address(address_of(os.environ["MASTER_ADDR"], port, token))
+            host = LOOPBACK if self._rank.on_one_machine else os.environ["MASTER_ADDR"]
+            self._heart.tell_address(address_of(host, port, seal))
 
     def stop(self) -> None:
         """Ends the watcher. The kernel does that too, but leaves a zombie to whoever started the rank."""
@@ -62,17 +62,16 @@ class Watch:
             self._pid = None
 
 
-def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, stderr: TextIO) -> Watch:
+def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, seal: Seal, stderr: TextIO) -> Watch:
     """Forks the watcher of this process. To be called before there are threads, with the log as standard error.
 
-    stderr: the terminal, for who has no launcher of ours to say what happened.
+    seal: of rank 0, if this is it. stderr: the terminal, for who has no launcher of ours to say what happened.
     """
     config = plan.recipe.watchdog
     if not (config.min_seconds or config.straggler_ratio):
         return Watch(heart, rank)
     prepare_end()
-    token = secrets.token_hex(16)
-    listener = listen() if rank.rank == 0 else None
+    listener = listen(rank.on_one_machine) if rank.rank == 0 else None
     port = listener.getsockname()[1] if listener else 0
     for stream in (sys.stdout, sys.stderr, stderr):
         stream.flush()
@@ -81,11 +80,13 @@ def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, stderr: Tex
     pid = os.fork()
     if pid == 0:
         _live(
-            lambda: Leader(watched, Hub(listener, token)) if listener else Follower(watched), watched.target.pid, prctl
+            lambda: Leader(watched, Hub(listener, seal, rank.world_size)) if listener else Follower(watched),
+            watched.target.pid,
+            prctl,
         )
     if listener:
         listener.close()
-    return Watch(heart, rank, pid, port, token)
+    return Watch(heart, rank, pid, port)
 
 
 def _live(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmtrain.errors import Exit
+from llmtrain.launch.standstill import process_state
 
 DUMP = signal.SIGRTMIN + 8
 """Has a rank write its stacks to its log. Nobody sends it but us: SIGUSR1 and 2 mean stop (`llmtrain.signals`)."""
@@ -50,10 +51,7 @@ class Target:
     @property
     def state(self) -> str:
         """Of the process, a letter as in `/proc/PID/stat`; empty once it is over."""
-        with suppress(OSError, IndexError):
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return "" if state in "ZX" else state
-        return ""
+        return process_state(self.pid)
 
     def dump(self) -> str:
         """Has the stacks of all threads written to the log; where the main thread is, as `FILE:LINE in FUNCTION`."""

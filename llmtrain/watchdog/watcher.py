@@ -164,14 +164,13 @@ class Follower(Watcher):
     def look(self, status: Status) -> None:
         """Decides alone where it cannot ask, and waits longer then: the others may do what takes time."""
         address = self.watched.reader.address()
-        if not self.peer.is_connected and address is not None:
+        if not self.peer.has_link and address is not None:
             self.peer.connect(address)
         self.peer.tell(status)
-        for message in self.peer.poll(self.poll_s):
-            if message["do"] == "dump":
-                self.peer.answer(self.watched.target.dump())
-            elif message["do"] == "end":
-                self.end(Problem(**message["problem"]))
+        for order in self.peer.poll(self.poll_s):
+            if isinstance(order, Problem):
+                self.end(order)
+            self.peer.answer(self.watched.target.dump())
         self._was_connected |= self.peer.is_connected
         if self.lasts(self._was_connected and not self.peer.is_connected and status.phase not in ENDING):
             self._end_with(loss({}, [0]))

@@ -7,13 +7,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from llmtrain.errors import DataError, UserError, WorkerError
-from llmtrain.launch import local
+from llmtrain.heartbeat import Board
+from llmtrain.launch import local, standstill
 from llmtrain.launch.local import reserved_port, run_workers
 from llmtrain.launch.template import Template
+from llmtrain.stops import QUIT, STOPS
 
 END_S = 15
 """A dead worker ends the others within so many seconds."""
@@ -236,6 +239,7 @@ from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
 from llmtrain.launch.template import Template
+from llmtrain.stops import QUIT, STOPS
 from llmtrain.run_dir import RunDir
 template = Template(["json"]) if {template is not None} else None
 try:
@@ -264,7 +268,7 @@ def test_a_signal_is_passed_on(script, run_dir, tmp_path, number, template):
     workers = pids(tmp_path, 2)
     process.send_signal(number)
     output, _ = process.communicate(timeout=END_S)
-    assert process.returncode == 128 + number
+    assert process.returncode == 75
     assert "rank" not in output
     assert not any(alive(pid) for pid in workers)
 
@@ -300,6 +304,89 @@ def test_a_second_interrupt_kills(script, run_dir, tmp_path, template):
     assert not any(alive(pid) for pid in workers)
 
 
+@pytest.mark.parametrize("before", [[], [signal.SIGTERM]])
+def test_a_quit_kills_at_any_time(script, run_dir, tmp_path, template, before):
+    body = "".join(f"import signal; signal.signal({int(one)}, signal.SIG_IGN)\n" for one in before) + SLEEP
+    process = launcher(template, run_dir, [*worker(script, body), str(tmp_path)])
+    workers = pids(tmp_path, 2)
+    for number in (*before, QUIT):
+        process.send_signal(number)
+        time.sleep(0.02)
+    process.communicate(timeout=END_S)
+    assert process.returncode == 130
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_workers_that_have_begun_no_step_end_at_once(script, run_dir, tmp_path, template, capfd):
+    """Nothing is lost with them, and they may need minutes to come to one."""
+    body = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
+
+    def stop():
+        pids(tmp_path, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=stop).start()
+    command = [*worker(script, body), str(tmp_path)]
+    assert run_workers(command, 2, run_dir, board=Board(2), template=template) == 75
+    assert "stopped on SIGTERM before the first step" in capfd.readouterr().err
+    assert not any(alive(pid) for pid in pids(tmp_path, 2))
+
+
+def test_a_worker_that_stands_still_ends_the_job(script, run_dir, tmp_path, template, monkeypatch):
+    monkeypatch.setattr(standstill, "LATER_S", 0.5)
+
+    def stop():
+        os.kill(pids(tmp_path, 2)[0], signal.SIGSTOP)
+
+    Thread(target=stop).start()
+    command = [*worker(script, SLEEP), str(tmp_path)]
+    with pytest.raises(WorkerError, match=r"rank \d: stopped by a signal \(SIGSTOP\) for \d s, where 1 s are allowed"):
+        run_workers(command, 2, run_dir, template=template, allowed_s=1.0)
+    assert not any(alive(pid) for pid in pids(tmp_path, 2))
+
+
+def test_a_process_that_stands_still_before_it_forks_ends_the_job(script, run_dir, tmp_path, monkeypatch):
+    """While it imports, and when it is to fork."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(standstill, "LATER_S", 0.5)
+    command = worker(script, "")
+    for waits in (False, True):
+        with Template(["json"]) as template:
+            template.start(local.common_environment(1))
+            while waits and not template.settled(0.1):
+                pass
+            (pid,) = template.process.values()
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(WorkerError, match="the process that forks workers: stopped by a signal"):
+                run_workers(command, 1, run_dir, template=template, allowed_s=0.5)
+        assert not alive(pid)
+
+
+def test_time_in_which_the_launcher_stood_still_too_does_not_count(monkeypatch):
+    """A job that is suspended as a whole."""
+    clock = [0.0]
+    monkeypatch.setattr(standstill.time, "monotonic", lambda: clock[0])
+    child = subprocess.Popen(["sleep", "60"])
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: standstill.process_state(child.pid) == "T")
+    still = standstill.Standstill(60.0)
+    try:
+        for _ in range(10):
+            clock[0] += 3600.0
+            still.look({"rank 0": child.pid})
+        standstill.Standstill(0.0).look({"rank 0": child.pid})
+        still = standstill.Standstill(60.0)
+        for _ in range(70):
+            clock[0] += 1.0
+            still.look({"rank 0": child.pid})
+        clock[0] += 1.0
+        with pytest.raises(WorkerError, match="where 60 s are allowed"):
+            still.look({"rank 0": child.pid})
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_killed_worker_is_blamed_however_late_it_is_noticed(script, run_dir, tmp_path, template):
     """The launcher is stopped while rank 1 is killed and rank 0 fails over it, as on a busy machine."""
     body = """
@@ -328,9 +415,9 @@ def test_a_command_that_does_not_exist_leaves_nothing(run_dir):
 
 
 def test_the_signal_handlers_are_put_back(script, run_dir, template):
-    before = [signal.getsignal(number) for number in local.STOPS]
+    before = [signal.getsignal(number) for number in STOPS]
     run_workers(worker(script, ""), 1, run_dir, template=template)
-    assert [signal.getsignal(number) for number in local.STOPS] == before
+    assert [signal.getsignal(number) for number in STOPS] == before
 
 
 def test_a_reserved_port_is_free_for_rank_0_alone():

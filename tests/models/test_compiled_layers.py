@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.local import STOPS
 from llmtrain.models import compiled, target_loss_sum
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
+from llmtrain.stops import STOPS
 
 FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
 FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}

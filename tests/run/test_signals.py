@@ -158,9 +158,10 @@ while True: signal.pause()
 def _ask(rank, told, at):
     """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
     from llmtrain.engines.distributed import barrier
+    from llmtrain.launch.seal import Seal
     from llmtrain.signals import Agreement, StopSignals
 
-    stop = Agreement.of_group(StopSignals())
+    stop = Agreement.of_group(StopSignals(), Seal("secret"))
     pace = random.Random(rank)
     step = 0
     while not stop.agreed(step):

@@ -1,0 +1,168 @@
+"""The signals that end a run, before it has anything to save and while it has.
+
+From the first line of ours on, none of them ends a run with another exit code than a promised one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, NoReturn
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What tells a run to save and stop, the launcher and the workers alike."""
+QUIT = signal.SIGQUIT
+"""What ends a run at once (Ctrl-\\), as a second SIGINT does."""
+RESUME, INTERRUPTED = 75, 130
+"""As in `errors.Exit`, which takes longer to import."""
+MODULES = ("llmtrain.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
+"""What `python -m` runs as a part of a run, besides `llmtrain train`."""
+
+_events: SimpleQueue[Any] | None = None
+"""Where signals go at present, but for those that nobody asked for yet."""
+
+
+class Stopped(BaseException):
+    """A run was told to stop before its workers were started. Raised by a signal handler, in the main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def before_the_first_step(number: int) -> str:
+    """What a user is told of a run that has nothing to save."""
+    return f"stopped on {signal.Signals(number).name} before the first step; the same command starts it again"
+
+
+def is_impatient(number: int, stopped_by: int | None) -> bool:
+    """Whether a signal ends a run at once. stopped_by: the one that had told it to stop, if any."""
+    return number == QUIT or (number == signal.SIGINT and stopped_by is not None)
+
+
+def say(line: str) -> None:
+    """To the user, if there is still one."""
+    with suppress(OSError, ValueError):
+        os.write(2, f"{line}\n".encode())
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process, not the interpreter: that would first put back handlers by which a late signal kills."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def hear_no_more() -> None:
+    """The run is over: a signal that comes while the interpreter ends makes no other exit code of it."""
+    for number in (*STOPS, QUIT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """While a run's first modules are imported, a signal ends it; after that too, until somebody else hears them."""
+    is_run, is_script = _is_run(), sys.argv[:1] != ["-c"] and sys.argv[:1] != ["-m"] and bool(sys.argv[:1])
+    if threading.current_thread() is not threading.main_thread() or not (is_run or is_script):
+        yield
+        return
+    previous = _handle(lambda number, _: _end_before_the_first_step(number))
+    yield
+    if not is_run:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def stop_by_exception() -> None:
+    """From now on a signal raises `Stopped` in the main thread, once; while the interpreter ends none is heard."""
+    global _events
+    told = _events = SimpleQueue()
+
+    def note(number: int, _: FrameType | None) -> None:
+        is_first = told.empty()
+        told.put(number)
+        if is_impatient(number, None if is_first else number):
+            _end_at_once()
+        if is_first:
+            raise Stopped(number)
+
+    _handle(note)
+    atexit.register(hear_no_more)
+
+
+@contextmanager
+def caught_signals() -> Iterator[SimpleQueue[Any]]:
+    """A queue into which the signals that end a program go, instead of ending this one.
+
+    Inside of another one it begins with what came there, and hands back what nobody took.
+    """
+    global _events
+    outer, events = _events, SimpleQueue[Any]()  # its `put` may be called from a signal handler
+    previous = _handle(lambda number, _: events.put(number))
+    _events = events
+    _move(outer, events)
+    try:
+        yield events
+    finally:
+        _events = outer
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if outer is not None:
+            _move(events, outer)
+
+
+def wait_for_signal(seconds: float) -> int | None:
+    """Waits so long; ends at once with the number of a signal that stops a program. From the main thread only."""
+    with caught_signals() as events:
+        try:
+            number: int = events.get(timeout=seconds)
+        except Empty:
+            return None
+    return number
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Hears all of them but those that were ignored, which stay so (nohup); what heard them before."""
+    heard = [number for number in (*STOPS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def _move(given: SimpleQueue[Any] | None, taker: SimpleQueue[Any]) -> None:
+    """The signals of one queue to another."""
+    while given is not None and not given.empty():
+        event = given.get()
+        if isinstance(event, int):
+            taker.put(event)
+
+
+def _is_run() -> bool:
+    """Whether this process is `llmtrain train`, or a part of a run."""
+    if sys.argv[:1] == ["-m"]:
+        module = "".join(sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1])
+        return module in MODULES or (module == "llmtrain" and sys.argv[1:2] == ["train"])
+    return Path(sys.argv[0] if sys.argv else "").name == "llmtrain" and sys.argv[1:2] == ["train"]
+
+
+def _end_before_the_first_step(number: int) -> NoReturn:
+    if number == QUIT:
+        _end_at_once()
+    say(before_the_first_step(number))
+    os._exit(RESUME)
+
+
+def _end_at_once() -> NoReturn:
+    """Without any cleaning up; the kernel ends what has asked to end with this process."""
+    with suppress(OSError, ValueError):
+        me = os.getpid()
+        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+    os._exit(INTERRUPTED)

@@ -1,0 +1,142 @@
+"""Signals at drawn moments of a run's life, alone and in pairs: a promised exit code, a word, and no process left."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmtrain.stops import QUIT, STOPS
+
+MARK = "LLMTRAIN_TEST_MARK"
+"""Every process of a run inherits it."""
+RUN = (
+    *("--nproc", "2", "--set", "parallel.zero_stage=1", "--set", "train.max_steps=60"),
+    *("--set", "checkpoint.every_steps=20", "--set", "evaluation.every_steps=30"),
+)
+SECONDS = 14.0
+"""Most moments lie in the first seconds, in which all begins."""
+END_S = 100.0
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One signal or two."""
+
+    program: str
+    after_s: float
+    """From our first line on."""
+    first: signal.Signals
+    second: signal.Signals | None
+    gap_s: float
+
+    @classmethod
+    def drawn(cls, draw: random.Random, programs: tuple[str, ...]) -> "Strike":
+        second = draw.choice([None, *STOPS, QUIT, signal.SIGPIPE])
+        after_s = SECONDS * draw.random() ** 2
+        first = draw.choice([*STOPS, *STOPS, QUIT, signal.SIGPIPE])
+        return cls(draw.choice(programs), after_s, first, second, draw.choice([0.0, 0.005, 0.02, 0.3, 2.0]))
+
+    @property
+    def promised(self) -> set[int]:
+        """Exit codes; a run may have ended before it is struck, or between the two."""
+        sent = self.stops
+        impatient = QUIT in sent or (len(sent) == 2 and sent[1] == signal.SIGINT)
+        return {0} | ({75} if sent[:1] != [QUIT] else set()) | ({130} if impatient else set())
+
+    @property
+    def stops(self) -> list[signal.Signals]:
+        """Those that end a run; SIGPIPE does not."""
+        return [one for one in (self.first, self.second) if one not in (None, signal.SIGPIPE)]
+
+
+def marked(mark: str) -> dict[int, str]:
+    """What runs with a mark in its environment."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM: from our first line on."""
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+def command(program: str, recipe: Path, run_dir: Path) -> list[str]:
+    train = {
+        "module": [sys.executable, "-m", "llmtrain", "train", str(recipe)],
+        "script": [sys.executable, str(recipe)],
+        "torchrun": [sys.executable, "-m", "llmtrain", "train", str(recipe), "--launcher", "torchrun"],
+    }
+    return [*train[program], "--run-dir", str(run_dir), *RUN]
+
+
+def struck(strike: Strike, recipe: Path, run_dir: Path) -> None:
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command(strike.program, recipe, run_dir),
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    while not listens(process.pid):
+        assert process.poll() is None
+        time.sleep(0.001)
+    time.sleep(strike.after_s)
+    process.send_signal(strike.first)
+    if strike.second is not None:
+        time.sleep(strike.gap_s)
+        process.send_signal(strike.second)
+    if not strike.stops:
+        time.sleep(1)
+        process.terminate()
+    try:
+        output, _ = process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        left = marked(mark)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        pytest.fail(f"{strike} does not end: {left}\n{process.communicate()[0]}")
+    assert process.returncode in strike.promised, f"{strike}\n{output}"
+    assert "Traceback" not in output, f"{strike}\n{output}"
+    if process.returncode == 75:
+        assert re.search(r"stopped on SIG\w+ (after step|before the first step)", output), f"{strike}\n{output}"
+    deadline = time.monotonic() + 10
+    while left := marked(mark):
+        assert time.monotonic() < deadline, f"{strike} leaves {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_signals_at_any_moment(small_recipe, tmp_path, number):
+    struck(Strike.drawn(random.Random(number), ("module", "script")), small_recipe, tmp_path / "run")
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("number", range(100, 200))
+def test_signals_at_many_moments(small_recipe, tmp_path, number):
+    struck(Strike.drawn(random.Random(number), ("module", "script", "torchrun")), small_recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("program", ["module", "script"])
+def test_signals_from_our_first_line_on(small_recipe, tmp_path, program):
+    """While the first modules are imported."""
+    for after_s, numbers in ((0.0, (signal.SIGTERM, None)), (0.1, (signal.SIGINT, signal.SIGINT)), (0.3, (QUIT, None))):
+        struck(Strike(program, after_s, *numbers, 0.0), small_recipe, tmp_path / "run")
