@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -47,8 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()
     except UserError as error:
-        print(error.report(), file=sys.stderr)
-        sys.exit(error.exit_code)
+        refuse(error)
     except Stopped as stopped:
         say(before_the_first_step(stopped.number))
         leave(Exit.RESUME)
@@ -79,6 +78,12 @@ def _check_surroundings() -> None:
 def _drop_output() -> None:
     """Lets nothing more be written to standard output, whose rest would fail again at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Says what is wrong, and ends with its exit code."""
+    print(error.report(), file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 @app.command()

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+MOST_SHOWN = 200
+"""Characters of a value that a message shows."""
+
 
 class Exit(IntEnum):
     """Exit codes of every command."""
@@ -132,3 +135,26 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: on one line, and not much longer."""
+    try:
+        return short(repr(value))
+    except Exception:  # nesting beyond the interpreter's limit, an integer of thousands of digits, a faulty __repr__
+        return f"a value of type {type(value).__name__}"
+
+
+def short(text: str) -> str:
+    """A text as a message shows it, cut where it is long."""
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, on one line; an error of somebody else's program may fail to say it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    try:
+        return " ".join(short(str(error)).split()) or "it gives no reason"
+    except BaseException:
+        return "it gives no reason, since its __str__ fails"

@@ -10,9 +10,19 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, nearest, short, shown
+from llmtrain.json_data import TOO_DEEP, TOO_LARGE, json_fault
+from llmtrain.other_names import OURS
 
 T = TypeVar("T")
 Many = Annotated[Sequence[T], AfterValidator(tuple)]
@@ -34,6 +44,13 @@ class Part(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_data(cls, value: Any) -> Any:
+        if isinstance(value, (str, dict)) and (fault := json_fault(value)):
+            raise ValueError(fault)
+        return value
 
 
 class ModelConfig(Part):
@@ -391,15 +408,28 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
-            problems.append(Problem("set.form", "--set", f"'{assignment}' is not KEY=VALUE", "--set optim.lr=3e-4"))
+            message = f"{shown(assignment)} is not KEY=VALUE"
+            problems.append(Problem("set.form", "--set", message, "--set optim.lr=3e-4"))
             continue
-        try:
-            fields[key] = json.loads(text)
-        except ValueError:
-            fields[key] = text
+        fields[key], fault = _json_or_text(text)
+        if fault:
+            problems.append(Problem("set.form", short(key), f"{shown(text)} was given: {fault}"))
     if problems:
         raise RecipeError(problems)
     return fields
+
+
+def _json_or_text(text: str) -> tuple[Any, str | None]:
+    """A value as `--set` means it, and what is wrong with it."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        return None, TOO_DEEP
+    except json.JSONDecodeError:
+        value = text
+    except ValueError:  # Python turns no text of that length into an integer
+        return None, TOO_LARGE
+    return value, json_fault(value)
 
 
 # A part that a recipe file builds on its own does not know its place in the recipe; its class does.
@@ -424,12 +454,25 @@ def _problem(details: Any, place: str) -> Problem:
     if details["type"] == "missing":
         return Problem("recipe.missing", field, "is required")
     message = details["msg"].removeprefix("Value error, ")
-    return Problem("recipe.value", field, f"{details['input']!r} was given: {message}")
+    return Problem("recipe.value", field, f"{shown(details['input'])} was given: {message}")
 
 
 def _unknown_field(path: str) -> Problem:
+    """What is closest to a field that does not exist: ours of another's name, one spelt like it, and all there are."""
     parent, _, name = path.rpartition(".")
-    return Problem("recipe.field", path, f"there is no such field{nearest(name, _fields_of(parent))}")
+    known = _fields_of(parent)
+    ours = OURS.get(name) or _only_place_of(name)
+    hint = f"; the field for that is '{ours}'" if ours else nearest(name, known)
+    listing = f"fields of {short(parent)}: {', '.join(known)}" if parent and known else ""
+    if not listing:
+        listing = f"a field is PART.NAME, and the parts are {', '.join(Recipe.model_fields)}"
+    return Problem("recipe.field", short(path), f"there is no such field{hint}", listing)
+
+
+def _only_place_of(name: str) -> str | None:
+    """The dotted field of a name that one part has, and no other."""
+    places = [f"{part}.{name}" for part in Recipe.model_fields if name in _fields_of(part)]
+    return places[0] if len(places) == 1 else None
 
 
 def _fields_of(path: str) -> list[str]:
@@ -470,18 +513,24 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
     target: Any = values
     for depth, parent in enumerate(parents):
         if isinstance(target, list):
-            target = target[int(parent)] if parent.isdigit() and int(parent) < len(target) else None
+            target = target[index] if (index := _index(parent, target)) is not None else None
         elif isinstance(target, dict):
             target = target.get(parent)
         if not isinstance(target, (dict, list)):
             return _unknown_field(".".join(parents[: depth + 1]))
     if isinstance(target, list):
-        if not name.isdigit() or int(name) >= len(target):
-            return Problem("recipe.field", path, f"there are {len(target)} items, numbered from 0")
-        target[int(name)] = value
+        index = _index(name, target)
+        if index is None:
+            return Problem("recipe.field", short(path), f"there are {len(target)} items, numbered from 0")
+        target[index] = value
         return None
     open_part = parents[:2] == ["model", "config"]
     if not open_part and name not in target:
         return _unknown_field(path)
     target[name] = value
     return None
+
+
+def _index(name: str, items: list[Any]) -> int | None:
+    """The number of an item as a path names it; None where there is no such item."""
+    return next((number for number in range(len(items)) if str(number) == name), None)

@@ -16,8 +16,21 @@ PACKAGE = ROOT / "llmtrain"
 
 # From the bottom up; a module imports from its own row and those above it in this list.
 LAYERS = (
-    {"errors", "durable", "heartbeat", "host", "stops", "recipe", "cluster"}
-    | {"quiet", "untrusted", "piece_heads", "streams"},
+    {
+        "errors",
+        "durable",
+        "heartbeat",
+        "host",
+        "stops",
+        "json_data",
+        "other_names",
+        "recipe",
+        "cluster",
+        "quiet",
+        "untrusted",
+        "piece_heads",
+        "streams",
+    },
     {"plan"},
     {"ds_config", "run_dir", "run_lock", "launch"},
     {"models", "data"},
@@ -40,6 +53,8 @@ PURE = {
     "heartbeat",
     "host",
     "stops",
+    "json_data",
+    "other_names",
     "recipe",
     "cluster",
     "quiet",

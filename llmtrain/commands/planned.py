@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.commands.options import named_cluster
 from llmtrain.commands.shown import print_plan
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, reason, short
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -79,33 +79,45 @@ def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
     from llmtrain.plan.time import predict
 
     ds_config = render(plan)
+    written: list[str] = []
     if request.write:
-        _write(request.write, plan, memory, ds_config)
+        try:
+            written = _write(request.write, plan, memory, ds_config)
+        except OSError as error:
+            message = f"{short(str(request.write))} cannot be written: {reason(error)}"
+            raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
     if request.as_json:
         time = predict(plan)
         known = {"memory": memory and memory.summary(), "time": time and time.model_dump()}
         print(json.dumps({**plan.summary(), **known, "ds_config": ds_config or None}, indent=2))
     else:
         print_plan(plan, Console(), memory)
+    if written:
+        print(f"wrote {', '.join(written)} to {request.write}", file=sys.stderr if request.as_json else None)
 
 
-def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> None:
-    """The plan, its configurations for DeepSpeed and accelerate, and pictures of its memory and of its schedule."""
+def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> list[str]:
+    """The plan, its configurations for DeepSpeed and accelerate, and pictures of its memory and of its schedule.
+
+    Returns the names of the files.
+    """
     from llmtrain.launch.accelerate import has_configuration, render_configuration
     from llmtrain.plan.memory.drawn import memory_svg
     from llmtrain.plan.schedule import schedule_svg
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if plan.layout.pp > 1:
-        (folder / "schedule.svg").write_text(schedule_svg(plan.layout.pp, plan.batch), encoding="utf-8")
-    if memory:
-        (folder / "memory.svg").write_text(memory_svg(memory), encoding="utf-8")
-    (folder / "plan.json").write_text(plan.model_dump_json(indent=2) + "\n")
-    ds_config_file = folder / "ds_config.json"
+    files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
     if ds_config:
-        ds_config_file.write_text(json.dumps(ds_config, indent=2) + "\n")
+        files["ds_config.json"] = json.dumps(ds_config, indent=2) + "\n"
     if has_configuration(plan):
-        (folder / "accelerate.yaml").write_text(render_configuration(plan, ds_config_file.absolute()))
+        files["accelerate.yaml"] = render_configuration(plan, (folder / "ds_config.json").absolute())
+    if memory:
+        files["memory.svg"] = memory_svg(memory)
+    if plan.layout.pp > 1:
+        files["schedule.svg"] = schedule_svg(plan.layout.pp, plan.batch)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return list(files)
 
 
 def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:

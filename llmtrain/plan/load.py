@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from llmtrain.cluster import Cluster
-from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.recipe import Recipe, parse_assignments, recipe_problems
+from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.plan.users_program import users_program
+from llmtrain.recipe import Recipe, parse_assignments
 
 T = TypeVar("T")
 
@@ -47,7 +45,11 @@ def with_variant(spec: str, variant: str) -> str:
 
 def import_recipe(path: Path) -> ModuleType:
     """The module of a recipe file; its folder is importable meanwhile, as when the file is run."""
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, a folder without permission
+        raise RecipeError(Problem("recipe.file", short(str(path)), f"cannot be read: {reason(error)}")) from None
+    if not is_file:
         raise RecipeError(_no_such_file(path))
     name = f"llmtrain_recipe_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path.resolve())
@@ -56,11 +58,8 @@ def import_recipe(path: Path) -> ModuleType:
         raise RecipeError(Problem("recipe.file", str(path), message))
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
-    try:
-        with _importable(path.parent):
-            module_spec.loader.exec_module(module)
-    except Exception as error:  # a recipe is the user's program: whatever it raises is told with its line
-        raise _failed(error, path, "does not import") from None
+    with users_program(path, "does not import"), _importable(path.parent):
+        module_spec.loader.exec_module(module)
     return module
 
 
@@ -92,34 +91,13 @@ def _is_variant(name: str, item: Any) -> bool:
 
 
 def _call(function: Callable[[], Any], kind: type[T], path: Path, prefix: str) -> T:
-    try:
+    name = getattr(function, "__name__", "recipe")
+    with users_program(path, f"failed in {name}()", prefix):
         result = function()
-    except ValidationError as error:
-        problems = recipe_problems(error)
-        raise RecipeError(Problem(p.rule, prefix + p.field, p.message, p.fix) for p in problems) from None
-    except RecipeError:
-        raise
-    except Exception as error:  # as above: the user's program
-        raise _failed(error, path, f"failed in {function.__name__}()") from None
     if not isinstance(result, kind):
-        message = f"{function.__name__}() returned {type(result).__name__}, not a {kind.__name__}"
+        message = f"{name}() returned {type(result).__name__}, not a {kind.__name__}"
         raise RecipeError(Problem("recipe.type", str(path), message))
     return result
-
-
-def _failed(error: Exception, path: Path, what: str) -> RecipeError:
-    """The user's own line: the last frame of the traceback that lies in the recipe file."""
-    if isinstance(error, RecipeError):
-        return error
-    if isinstance(error, ValidationError):
-        return RecipeError(recipe_problems(error))
-    own = str(path.resolve())
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
-    if isinstance(error, SyntaxError) and error.filename == own:
-        lines = [error.lineno]
-    where = f" (line {lines[-1]})" if lines and lines[-1] else ""
-    message = f"{what}{where}: {type(error).__name__}: {error}"
-    return RecipeError(Problem("recipe.import", str(path), message))
 
 
 def _no_such_file(path: Path) -> Problem:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
 from llmtrain.plan.own_code import has_own_code, pretrained_configuration
 from llmtrain.plan.plan import ModelFacts
@@ -216,7 +216,12 @@ def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """`model_type` and configuration of pretrained weights: a local folder is read, a hub name is asked for."""
     assert model.pretrained is not None
     folder = expanded(model.pretrained)
-    if folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:  # a name that is too long, a folder without permission
+        message = f"{short(model.pretrained)} cannot be read: {reason(error)}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
+    if is_folder:
         config = _read_config(folder / "config.json")
     elif _is_path(model.pretrained):
         raise RecipeError(Problem("model.pretrained", "model.pretrained", f"there is no folder '{model.pretrained}'"))

@@ -3,7 +3,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
+from llmtrain.other_names import OURS, THEIR_NAMES
 from llmtrain.plan.load import import_recipe, load_recipe, variants_of, with_variant
+from llmtrain.recipe import OptimConfig, Recipe
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
 
@@ -116,3 +118,44 @@ def test_a_replaced_field_is_a_copy(tiny):
     )
     assert recipe.model.config == {"hidden_size": 32, "layers": {"kinds": ["own"]}}
     assert config == {"hidden_size": 64, "layers": {"kinds": ["full"]}}
+
+
+def test_names_of_other_tools_lead_to_fields_that_exist(tiny):
+    ours = {*tiny.dotted(), "data.sources", "data.tokenizer", "optim.betas", "logging.trackers"}
+    assert set(THEIR_NAMES) <= ours
+    assert len(OURS) == sum(len(names) for names in THEIR_NAMES.values())
+    for theirs, field in OURS.items():
+        part = field.rpartition(".")[0]
+        for path in {theirs, f"{part}.{theirs}" if part else theirs} - ours - set(Recipe.model_fields):
+            with pytest.raises(RecipeError) as error:
+                tiny.with_(**{path: 1})
+            assert f"the field for that is '{field}'" in error.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("field", "ours"),
+    [
+        ("optim.learning_rate", "optim.lr"),
+        ("learning_rate", "optim.lr"),
+        ("batch.per_device_train_batch_size", "batch.micro_batch_size"),
+        ("train.num_train_epochs", "train.max_steps"),
+        ("sequence_len", "data.sequence_length"),
+        ("zero_optimization", "parallel.zero_stage"),
+        ("optim.zero_stage", "parallel.zero_stage"),
+    ],
+)
+def test_a_name_of_another_tool_is_answered_with_ours(field, ours):
+    (problem,) = refusal(TINY, f"{field}=1")
+    assert problem.message == f"there is no such field; the field for that is '{ours}'"
+
+
+def test_a_field_that_does_not_exist_lists_those_that_do(tmp_path):
+    (problem,) = refusal(TINY, "optim.frobnication=1")
+    assert problem.fix == f"fields of optim: {', '.join(OptimConfig.model_fields)}"
+    assert "parallel, train" in refusal(TINY, "frobnication=1")[0].fix
+    (tmp_path / "mine.py").write_text(
+        "from llmtrain import *\ndef recipe():\n    return OptimConfig(learning_rate=1)\n"
+    )
+    found = {problem.field: problem for problem in refusal(tmp_path / "mine.py")}
+    assert "the field for that is 'optim.lr'" in found["optim.learning_rate"].message
+    assert "fields of optim: name, lr" in found["optim.learning_rate"].fix

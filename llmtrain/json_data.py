@@ -1,0 +1,61 @@
+"""Whether a value is JSON data: what a recipe holds, is written to files and read again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llmtrain.errors import shown
+
+MOST_NESTED = 32
+"""Levels of lists and objects within each other."""
+MOST_DIGITS = 40
+"""Of an integer in `model.config`: its rules name what is too large, this only bounds the arithmetic."""
+TOO_LARGE = f"it contains an integer of more than {MOST_DIGITS} digits"
+TOO_DEEP = f"lists and objects are nested deeper than {MOST_NESTED} levels"
+
+
+def json_fault(value: Any) -> str | None:
+    """Why a value cannot be written as JSON and read again, or be used as a name; None where nothing speaks against it.
+
+    Without recursion, since a value may be nested deeper than the interpreter's limit.
+    """
+    level = [value]
+    for _ in range(MOST_NESTED):
+        for item in level:
+            if fault := _not_a_leaf(item):
+                return fault
+        level = [
+            inner
+            for item in level
+            if isinstance(item, (dict, list, tuple))
+            for inner in ([*item, *item.values()] if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return None
+    return TOO_DEEP
+
+
+def _not_a_leaf(item: Any) -> str | None:
+    if isinstance(item, str):
+        if "\0" in item:
+            return "it contains a NUL character"
+        return None if item.isascii() or _is_unicode(item) else "it contains a character that is not valid Unicode"
+    if isinstance(item, float):
+        return None if math.isfinite(item) else f"{item} is not a finite number"
+    if isinstance(item, int):
+        return None if abs(item) < 10**MOST_DIGITS else TOO_LARGE
+    if isinstance(item, dict):
+        names = [name for name in item if not isinstance(name, str)]
+        return f"{shown(names[0])} is not a name: names are texts" if names else None
+    if item is None or isinstance(item, (list, tuple)):
+        return None
+    return f"it contains a {type(item).__name__}, which is not JSON data"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

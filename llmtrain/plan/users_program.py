@@ -1,0 +1,116 @@
+"""A recipe is a program of the user: whatever it does while it is read becomes one message and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from llmtrain.errors import Problem, RecipeError, reason
+from llmtrain.recipe import recipe_problems
+
+_running: list[Path] = []
+
+
+class _Interrupted(KeyboardInterrupt):
+    """A real interruption, as opposed to a KeyboardInterrupt that the recipe raises itself."""
+
+
+def is_running() -> bool:
+    """Whether a recipe is being read just now."""
+    return bool(_running)
+
+
+@contextlib.contextmanager
+def users_program(path: Path, what: str, prefix: str = "") -> Iterator[None]:
+    """Makes a RecipeError of whatever the recipe at `path` raises, SystemExit included, and of closed streams.
+
+    what: the action that fails. prefix: of the fields of what it declares. An interruption by a signal stays one.
+    """
+    _running.append(path)
+    try:
+        with _told_interruptions(), _open_streams(path):
+            yield
+    except (RecipeError, _Interrupted):
+        raise
+    except ValidationError as error:
+        problems = recipe_problems(error)
+        raise RecipeError(Problem(p.rule, prefix + p.field, p.message, p.fix) for p in problems) from None
+    except BaseException as error:
+        message = f"{what}{_where(error, path)}: {type(error).__name__}: {reason(error)}"
+        raise RecipeError(Problem("recipe.import", str(path), message)) from None
+    finally:
+        _running.pop()
+
+
+@contextlib.contextmanager
+def _told_interruptions() -> Iterator[None]:
+    """Ctrl-C raises `_Interrupted` where Python's own handler would raise KeyboardInterrupt."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def _open_streams(path: Path) -> Iterator[None]:
+    """Refuses a recipe that closes standard output or error, on which it would be reported; both are opened again."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_open(getattr(sys, name))}
+    try:
+        yield
+    finally:
+        closed = [name for name, stream in before.items() if not _is_open(stream)]
+        for number, name in enumerate(("stdout", "stderr"), 1):
+            if name in closed:
+                setattr(sys, name, _opened(number))
+    if closed:
+        message = f"closed {' and '.join(f'sys.{name}' for name in closed)}, which the command still writes to"
+        raise RecipeError(Problem("recipe.streams", str(path), message, "leave them open"))
+
+
+def _is_open(stream: object) -> bool:
+    """Whether a stream can be written to; one without a descriptor, as in tests, has none that could be closed."""
+    if not isinstance(stream, io.TextIOBase) or stream.closed:
+        return False
+    try:
+        os.fstat(stream.fileno())
+    except io.UnsupportedOperation:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _opened(number: int) -> io.TextIOBase | None:
+    """A stream on descriptor 1 or 2; none where that was closed, too."""
+    try:
+        return open(number, "w", errors="backslashreplace", closefd=False)
+    except OSError:
+        return None
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """The user's own line: the last frame of the traceback that lies in the recipe file."""
+    own = str(path.resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    if isinstance(error, SyntaxError) and error.filename == own:
+        lines = [error.lineno]
+    return f" (line {lines[-1]})" if lines and lines[-1] else ""
