@@ -8,6 +8,11 @@ import tomllib
 from itertools import chain
 from pathlib import Path
 
+import pytest
+
+import llmtrain
+from llmtrain import recipe
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -70,3 +75,19 @@ def test_the_fields_are_documented_as_they_are():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs/recipe.md").read_text(encoding="utf-8") == module.render()
+
+
+def test_every_part_of_a_recipe_is_exported():
+    parts = {name for name, item in vars(recipe).items() if isinstance(item, type) and issubclass(item, recipe.Part)}
+    assert parts - {"Part"} <= set(llmtrain.__all__)
+    assert all(hasattr(llmtrain, name) for name in llmtrain.__all__)
+
+
+@pytest.mark.slow
+def test_type_checkers_find_the_package_where_it_is_installed(tmp_path):
+    """From another folder, as in a user's project: an editable install must be a path, not an import hook."""
+    (tmp_path / "mine.py").write_text("import llmtrain\n")
+    options = ["--config-file=", "--follow-imports=skip", f"--python-executable={sys.executable}"]
+    command = [sys.executable, "-m", "mypy", *options, "mine.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
