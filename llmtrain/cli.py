@@ -109,7 +109,7 @@ def train(
     nodes: NodesOption = None,
     gpus_per_node: PerNodeOption = None,
     device: DeviceOption = None,
-    as_json: JsonOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: its report as one JSON document.")] = False,
     launcher: Annotated[
         Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"],
         typer.Option(
@@ -302,13 +302,13 @@ def export(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Exported folder.")],
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, or an exported folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     tokens: Annotated[int, typer.Option(help="Tokens to add.", min=1)] = 48,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 1,
 ) -> None:
-    """Continue a text with an exported model."""
+    """Continue a text with an exported model; of a run directory, with its export."""
     with quiet_libraries():
         from llmtrain.generate import generate as continue_text
 

@@ -8,17 +8,28 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.run_dir import RunDir
 from llmtrain.untrusted import utf8_name
+
+
+def model_folder(path: Path) -> Path:
+    """The folder of a model: `path`, or the export of the run directory that `path` is.
+
+    Raises RecipeError where there is no model.
+    """
+    for folder in (path, RunDir(path).export):
+        if (folder / "config.json").is_file():
+            return folder
+    fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
+    raise RecipeError(Problem("generate.folder", str(path), "holds no model (no config.json, no export/)", fix))
 
 
 def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
     """The continuation of `prompt`, sampled from the 50 likeliest tokens; temperature 0 takes the likeliest.
 
-    Raises RecipeError where the folder holds no model.
+    folder: of a model, or a run directory. Raises RecipeError where it holds no model.
     """
-    if not (folder / "config.json").is_file():
-        problem = Problem("generate.folder", str(folder), "holds no model (no config.json)", "name an exported folder")
-        raise RecipeError(problem)
+    folder = model_folder(folder)
     with utf8_name(folder) as named:
         tokenizer = AutoTokenizer.from_pretrained(named)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.plan.assemble import assemble
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.memory import lacking, memory_of
-from llmtrain.plan.memory.parts import GIB
+from llmtrain.plan.memory.parts import readable
 from llmtrain.plan.nearest import MOST, as_arguments
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.plan.room import Room
@@ -45,8 +45,8 @@ class Way:
         if memory is None:
             return said
         host = max(stage.host for stage in memory.stages)
-        on_host = f" and {host / GIB:,.1f} GiB of host memory per rank" if host else ""
-        return f"{said}, {memory.needed / GIB:,.1f} GiB{on_host}"
+        on_host = f" and {readable(host)} of host memory per rank" if host else ""
+        return f"{said}, {readable(memory.needed)}{on_host}"
 
 
 def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int = MOST) -> list[Way]:

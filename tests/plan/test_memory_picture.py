@@ -64,4 +64,18 @@ def test_write_leaves_it(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         *("plan.json", "ds_config.json", "accelerate.yaml", "memory.svg", "schedule.svg"),
     }
-    assert "61.9 of 80.0 GiB" in (tmp_path / "memory.svg").read_text()
+    assert "61.9 GiB of 80.0 GiB" in (tmp_path / "memory.svg").read_text()
+    files = "plan.json, ds_config.json, accelerate.yaml, memory.svg, schedule.svg"
+    assert f"wrote {files} to {tmp_path}" in result.output
+
+
+def test_small_models_are_shown_in_a_smaller_unit(tmp_path):
+    fields = ["--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--gpus-per-node", "2"]
+    result = CliRunner().invoke(app, ["plan", "recipes/tiny.py", *fields, "--write", str(tmp_path)])
+    (line,) = [line for line in result.output.splitlines() if "by stage" in line]
+    unit, _, sizes = line.strip().partition(" by stage: ")
+    assert unit == "MiB"
+    assert all(float(size) > 1 for size in sizes.split(", "))
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert "GiB" not in drawn
+    assert "MiB" in drawn

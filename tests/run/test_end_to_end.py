@@ -134,10 +134,14 @@ def test_the_exported_model_has_the_evaluation_loss_of_the_run(one_worker, small
 
 
 def test_generate_continues_a_prompt(one_worker):
-    result = llmtrain("generate", one_worker[0] / "export", "--prompt", "import ", "--tokens", 8)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("import ")
-    assert len(result.stdout) > len("import \n")
+    said = []
+    for path in (one_worker[0] / "export", one_worker[0]):
+        result = llmtrain("generate", path, "--prompt", "import ", "--tokens", 8)
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout)
+    assert said[0] == said[1]
+    assert said[0].startswith("import ")
+    assert len(said[0]) > len("import \n")
 
 
 def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.plan.memory.activations import activations_of, in_flight
-from llmtrain.plan.memory.parts import GIB, Parts, Shortage
+from llmtrain.plan.memory.parts import GIB, Parts, Shortage, readable, unit_of
 from llmtrain.plan.memory.state import saved_bytes, state_of
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
@@ -96,18 +96,20 @@ class PlanMemory(Part):
     def described(self) -> Iterator[str]:
         """Lines for people."""
         fullest = self.stages[self.fullest]
-        room = f" of {_gib(self.capacity)}" if self.capacity else ""
+        room = f" of {readable(self.capacity)}" if self.capacity else ""
         where = f" on stage {self.fullest}" if len(self.stages) > 1 else ""
-        yield f"memory   {_gib(self.needed)}{room} on the fullest rank{where}, at the peak ({LABELS[fullest.moment]})"
+        moment = LABELS[fullest.moment]
+        yield f"memory   {readable(self.needed)}{room} on the fullest rank{where}, at the peak ({moment})"
         yield f"         {by_part(fullest.peak)}"
         if len(self.stages) > 1:
-            each = ", ".join(f"{stage.peak.total / GIB:.1f}" for stage in self.stages)
-            yield f"         GiB by stage: {each}"
+            unit, name = unit_of(self.needed)
+            each = ", ".join(f"{stage.peak.total / unit:.1f}" for stage in self.stages)
+            yield f"         {name} by stage: {each}"
         yield f"         activations {'traced' if self.is_traced else 'estimated'}; not measured on a GPU"
         if host := max(stage.host for stage in self.stages):
-            yield f"         {_gib(host)} of host memory per rank"
+            yield f"         {readable(host)} of host memory per rank"
         if copies := max(stage.host_copies for stage in self.stages):
-            yield f"         {_gib(copies)} of host memory per rank for a checkpoint on its way to the disk"
+            yield f"         {readable(copies)} of host memory per rank for a checkpoint on its way to the disk"
 
 
 LABELS = {
@@ -119,9 +121,9 @@ LABELS = {
 
 
 def by_part(parts: Parts) -> str:
-    """The parts in GiB, largest first; what is nothing is left out."""
+    """The parts, largest first; what is nothing is left out."""
     shown = sorted(((size, name) for name, size in parts.by_part().items() if size), reverse=True)
-    return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for size, name in shown)
+    return ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for size, name in shown)
 
 
 def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:
@@ -163,8 +165,4 @@ def lacking(plan: Plan) -> Shortage | None:
         return None
     where = f" on stage {memory.fullest}" if plan.layout.pp > 1 else ""
     size = memory.needed - memory.capacity
-    return Shortage(size, f"does not fit by {_gib(size)}{where}")
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
+    return Shortage(size, f"does not fit by {readable(size)}{where}")

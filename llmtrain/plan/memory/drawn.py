@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.memory.count import LABELS, PlanMemory, StageMemory
-from llmtrain.plan.memory.parts import GIB
+from llmtrain.plan.memory.parts import readable, unit_of
 from llmtrain.plan.picture import DARK, GREY, LEFT, ROW, bar_label, box, line, picture, row_name, text
 
 COLOURS = {
@@ -34,15 +34,16 @@ FIGURE = 26
 
 
 def memory_svg(memory: PlanMemory) -> str:
-    """A picture of the fullest rank of each stage at its fullest moment, in GiB."""
+    """A picture of the fullest rank of each stage at its fullest moment."""
     shown = [name for name in COLOURS if any(getattr(stage.peak, name) for stage in memory.stages)]
     top = KEY_TOP + KEY_ROW * -(-len(shown) // PER_LINE) + 18
     bottom = top + len(memory.stages) * ROW
     scale = PLOT / max(memory.needed, memory.capacity or 0, 1)
+    unit, _ = unit_of(memory.needed)
     elements = [*_legend(shown)]
     for number, stage in enumerate(memory.stages):
         name = f"stage {number}" if len(memory.stages) > 1 else "each rank"
-        elements += [row_name(top + number * ROW, name), *_row(stage, top + number * ROW, scale)]
+        elements += [row_name(top + number * ROW, name), *_row(stage, top + number * ROW, scale, unit)]
     if memory.capacity:
         x = LEFT + memory.capacity * scale
         elements += [line(x, top - 6, bottom, DARK), text(x, top - 9, _room(memory.capacity), anchor="end")]
@@ -50,13 +51,13 @@ def memory_svg(memory: PlanMemory) -> str:
 
 
 def _title(memory: PlanMemory) -> str:
-    room = f" of {memory.capacity / GIB:,.1f}" if memory.capacity else ""
+    room = f" of {readable(memory.capacity)}" if memory.capacity else ""
     source = "traced" if memory.is_traced else "estimated"
-    return f"Memory of the fullest rank: {memory.needed / GIB:,.1f}{room} GiB (activations {source})"
+    return f"Memory of the fullest rank: {readable(memory.needed)}{room} (activations {source})"
 
 
 def _room(capacity: int) -> str:
-    return f"a device has {capacity / GIB:,.1f} GiB"
+    return f"a device has {readable(capacity)}"
 
 
 def _legend(shown: list[str]) -> Iterator[str]:
@@ -66,7 +67,7 @@ def _legend(shown: list[str]) -> Iterator[str]:
         yield text(x + 15, y + 9, name.replace("_", " "), size=10)
 
 
-def _row(stage: StageMemory, y: float, scale: float) -> Iterator[str]:
+def _row(stage: StageMemory, y: float, scale: float, unit: int) -> Iterator[str]:
     """Bars of the parts, figures where there is room for them, and the sum behind."""
     yield box(LEFT, y, PLOT, ROW - 3, GREY)
     x = float(LEFT)
@@ -77,7 +78,7 @@ def _row(stage: StageMemory, y: float, scale: float) -> Iterator[str]:
         width = size * scale
         yield box(x, y, width, ROW - 3, COLOURS[name], f"{name.replace('_', ' ')}: {size:,} bytes")
         if width >= FIGURE:
-            yield bar_label(x, y, width, f"{size / GIB:,.1f}", DARK if name in LIGHT else "white")
+            yield bar_label(x, y, width, f"{size / unit:,.1f}", DARK if name in LIGHT else "white")
         x += width
-    yield text(LEFT + PLOT + 8, y + 9, f"{stage.peak.total / GIB:,.1f} GiB", size=10)
+    yield text(LEFT + PLOT + 8, y + 9, readable(stage.peak.total), size=10)
     yield text(LEFT + PLOT + 8, y + 18, LABELS[stage.moment], size=8)

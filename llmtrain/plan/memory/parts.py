@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llmtrain.recipe import Part
 
 GIB = 2**30
+MIB = 2**20
 
 
 class Parts(Part):
@@ -70,3 +71,14 @@ class Shortage:
     """Bytes that are lacking on the fullest rank."""
     said: str
     """"does not fit by 3.1 GiB on stage 0"."""
+
+
+def unit_of(largest: int) -> tuple[int, str]:
+    """The unit that sizes up to `largest` are shown in, and its name."""
+    return (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
+
+
+def readable(size: int) -> str:
+    """Bytes for people: `31.4 GiB`, `25.1 MiB`."""
+    unit, name = unit_of(size)
+    return f"{size / unit:,.1f} {name}"
