@@ -20,10 +20,6 @@ from llmtrain.recipe import recipe_problems
 _running: list[Path] = []
 
 
-class _Interrupted(KeyboardInterrupt):
-    """A real interruption, as opposed to a KeyboardInterrupt that the recipe raises itself."""
-
-
 def is_running() -> bool:
     """Whether a recipe is being read just now."""
     return bool(_running)
@@ -37,30 +33,44 @@ def users_program(path: Path, what: str, prefix: str = "") -> Iterator[None]:
     """
     _running.append(path)
     try:
-        with _told_interruptions(), _open_streams(path):
+        with _handled_interruptions():
+            yield from _reported(path, what, prefix)
+    finally:
+        _running.pop()
+
+
+def _reported(path: Path, what: str, prefix: str) -> Iterator[None]:
+    try:
+        with _open_streams(path):
             yield
-    except (RecipeError, _Interrupted):
+    except RecipeError:
         raise
     except ValidationError as error:
         problems = recipe_problems(error)
         raise RecipeError(Problem(p.rule, prefix + p.field, p.message, p.fix) for p in problems) from None
     except BaseException as error:
+        if _is_of_a_signal(error):
+            raise
         message = f"{what}{_where(error, path)}: {type(error).__name__}: {reason(error)}"
         raise RecipeError(Problem("recipe.import", str(path), message)) from None
-    finally:
-        _running.pop()
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised an error, and not the recipe."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
-def _told_interruptions() -> Iterator[None]:
-    """Ctrl-C raises `_Interrupted` where Python's own handler would raise KeyboardInterrupt."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+def _handled_interruptions() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt as ever, but from a handler with a frame, which tells it from a recipe's own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
 
     def interrupt(*_: object) -> None:
-        raise _Interrupted
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
     try:

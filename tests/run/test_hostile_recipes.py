@@ -143,13 +143,25 @@ def test_a_recipe_closes_streams(statement, words, tmp_path):
     assert words in result.stderr
 
 
-def test_a_real_interruption_is_none_of_the_recipes_faults(tmp_path):
+class Told(BaseException):
+    """What a signal handler of ours may raise."""
+
+
+@pytest.mark.parametrize("handler", [None, Told], ids=["Python's", "another"])
+def test_a_signal_is_none_of_the_recipes_faults(handler, tmp_path):
     """Ctrl-C while a recipe is read ends the command as it does elsewhere."""
-    before = signal.getsignal(signal.SIGINT)
+
+    def tell(*_):
+        raise handler
+
+    before = signal.signal(signal.SIGINT, tell if handler else signal.default_int_handler)
     (tmp_path / "mine.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhile True: pass\n")
-    with pytest.raises(KeyboardInterrupt):
-        load_recipe(str(tmp_path / "mine.py"), [])
-    assert signal.getsignal(signal.SIGINT) is before
+    try:
+        with pytest.raises(handler or KeyboardInterrupt):
+            load_recipe(str(tmp_path / "mine.py"), [])
+        assert signal.getsignal(signal.SIGINT) is (tell if handler else signal.default_int_handler)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
