@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from llmtrain.errors import shown
@@ -25,15 +26,17 @@ def json_fault(value: Any) -> str | None:
         for item in level:
             if fault := _not_a_leaf(item):
                 return fault
-        level = [
-            inner
-            for item in level
-            if isinstance(item, (dict, list, tuple))
-            for inner in ([*item, *item.values()] if isinstance(item, dict) else item)
-        ]
+        inner = (one for item in level for one in _within(item))
+        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may hold itself many times
         if not level:
             return None
     return TOO_DEEP
+
+
+def _within(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return [*item, *item.values()]
+    return item if isinstance(item, (list, tuple)) else ()
 
 
 def _not_a_leaf(item: Any) -> str | None:

@@ -463,7 +463,9 @@ def _unknown_field(path: str) -> Problem:
     known = _fields_of(parent)
     ours = OURS.get(name) or _only_place_of(name)
     hint = f"; the field for that is '{ours}'" if ours else nearest(name, known)
-    listing = f"fields of {short(parent)}: {', '.join(known)}" if parent and known else ""
+    names = parent.split(".")
+    holders = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
+    listing = next((f"fields of {one}: {', '.join(_fields_of(one))}" for one in holders if one and _fields_of(one)), "")
     if not listing:
         listing = f"a field is PART.NAME, and the parts are {', '.join(Recipe.model_fields)}"
     return Problem("recipe.field", short(path), f"there is no such field{hint}", listing)

@@ -107,6 +107,7 @@ RAISED = {
     "f = lambda: f()\n    f()": "RecursionError",
     "import llmtrain; return llmtrain.OptimConfig(lr=10**5000)": "optim.lr",
     "x = []; [x := [x] for _ in range(10**5)]; " + CONFIG.replace("VALUE", "{'a': x}"): "nested deeper",
+    "x = []; x += [x] * 9; " + CONFIG.replace("VALUE", "{'a': x}"): "nested deeper",
     CONFIG.replace("VALUE", "{'a': object()}"): "not JSON data",
     CONFIG.replace("VALUE", "{'a': 10**5000}"): "40 digits",
     CONFIG.replace("VALUE", "{'a': float('nan')}"): "not a finite",
