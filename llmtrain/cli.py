@@ -207,9 +207,9 @@ def data(
     declared, _ = load_recipe(recipe, assignments)
     prepared = prepare(declared, Progress(Console(stderr=True) if as_json else Console()))
     if as_json:
-        print(json.dumps(summary(prepared), indent=2))
+        print(json.dumps(summary(prepared, declared), indent=2))
     else:
-        Console().print(report(prepared))
+        Console().print(report(prepared, declared))
 
 
 @app.command()

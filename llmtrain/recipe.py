@@ -29,6 +29,10 @@ Many = Annotated[Sequence[T], AfterValidator(tuple)]
 """A recipe may write [...]; the frozen model keeps a tuple."""
 LARGEST = 10**12
 """Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
+LONGEST_SEQUENCE = 2**24
+"""Tokens: above the context of every model."""
+LARGEST_TRAINED = 1_000_000
+"""Tokens of a tokenizer that is trained here: above those of every model."""
 LONGEST_WINDOW = 65_536
 """Steps that statistics are kept of: they lie on each device, and are read by the host every few steps."""
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
@@ -107,7 +111,7 @@ class Source(Part):
 class TrainedTokenizer(Part):
     """A byte-level BPE tokenizer trained on the recipe's own training documents."""
 
-    vocab_size: PositiveInt
+    vocab_size: Annotated[int, Field(gt=0, le=LARGEST_TRAINED)]
     """Largest number of tokens, special tokens included."""
 
 
@@ -118,14 +122,19 @@ class DataConfig(Part):
     """What to train on; several are mixed by weight."""
     tokenizer: str | TrainedTokenizer
     """Folder or hub name of a tokenizer, or one to be trained."""
-    sequence_length: PositiveInt
+    sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat"] = "best_fit"
     """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T."""
     mask_documents: bool = True
     """Positions start again at each document, and no token attends to another document."""
+    special_tokens: Literal["refuse", "text", "parse"] = "refuse"
+    """What the text of a special token of the tokenizer, such as `<|im_start|>`, means within a document. `text`: its
+    characters; `parse`: the token, as a chat template means it; `refuse`: `text` for a handful (10, or one in a million
+    characters), and an error above that."""
     eval_fraction: Fraction = 0.01
-    """Share of the documents held out for evaluation, chosen by the hash of their text."""
+    """Share of the documents held out for evaluation, chosen by the hash of their text; of a single text file, its end.
+    Nothing is held out where `evaluation.sources` are given."""
     cache_dir: str | None = None
     """Folder of the token stores; default `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
 
@@ -228,12 +237,16 @@ class TrainConfig(Part):
 
 
 class EvalConfig(Part):
-    """Loss on the held-out documents."""
+    """Loss on documents that are not trained on."""
 
     every_steps: NonNegativeInt = 0
     """Steps between evaluations; there is one more at the end. 0: never."""
+    at_start: bool | None = None
+    """Evaluate before the first step, too. Default: where training starts from pretrained weights."""
+    sources: Many[Source] = ()
+    """What to evaluate on, in place of held-out documents of `data.sources`; no `weight`: all of it counts alike."""
     max_sequences: PositiveInt | None = None
-    """Evaluate on the first so many sequences of the held-out split; default all."""
+    """Evaluate on so many sequences at most, taken evenly from all sources; default all."""
 
 
 class CheckpointConfig(Part):
@@ -356,6 +369,18 @@ class Recipe(Part):
     export: ExportConfig = ExportConfig()
 
     @property
+    def held_out_fraction(self) -> float:
+        """Share of the training sources that is held out for evaluation."""
+        return 0.0 if self.evaluation.sources else self.data.eval_fraction
+
+    @property
+    def evaluates_at_start(self) -> bool:
+        """Whether there is an evaluation before the first step."""
+        at_start = self.evaluation.at_start
+        wanted = self.model.pretrained is not None if at_start is None else at_start
+        return wanted and self.evaluation.every_steps > 0
+
+    @property
     def vocab_size(self) -> int | None:
         """Rows of the embedding: `model.config.vocab_size`, else that of a trained tokenizer, else unknown."""
         tokenizer = self.data.tokenizer
@@ -443,7 +468,10 @@ def recipe_problems(error: ValidationError) -> list[Problem]:
         for name, field in Recipe.model_fields.items()
         if _part_in(field.annotation)
     }
-    return [_problem(details, places.get(error.title, "")) for details in error.errors(include_url=False)]
+    errors = error.errors(include_url=False)
+    # Of `str | TrainedTokenizer` an object is meant for the second; that it is no text says nothing.
+    meant = [one for one in errors if not (one["loc"][-1:] == ("str",) and isinstance(one["input"], (dict, Part)))]
+    return [_problem(details, places.get(error.title, "")) for details in meant or errors]
 
 
 def _problem(details: Any, place: str) -> Problem:

@@ -31,10 +31,11 @@ T = TypeVar("T")
 MOST_ID_BYTES = 4096
 
 # A run may be continued with other values of these. Every other field decides the model, its
-# optimizer, the arithmetic or the order of the samples, and so makes another run.
+# optimizer, the arithmetic or the order of the samples, and so makes another run. (Where `data.special_tokens` changes
+# tokens, the checkpoints' key of the data says so.)
 MAY_CHANGE = re.compile(
-    r"name|model\.(attention|trust_remote_code)|data\.cache_dir|batch\.(global|micro)_batch_size|train\.max_steps"
-    r"|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
+    r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
+    r"|batch\.(global|micro)_batch_size|train\.max_steps|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
     r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
 )

@@ -49,7 +49,7 @@ def opened(folder: Path, sequences: int) -> Any:
     )
     source = PreparedSource("large", 1.0, "large", store, train, held_out, made=False)
     tokenizer = PreparedTokenizer(folder, "none", 2**16, eos_id=0, bos_id=None, made=False)
-    return Prepared(tokenizer, (source,), LENGTH, made=False, seconds=0.0)
+    return Prepared(tokenizer, (source,), (), LENGTH, made=False, seconds=0.0)
 
 
 def schedule_of(folder: Path, sequences: int, batch: bool) -> Any:

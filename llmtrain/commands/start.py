@@ -172,7 +172,7 @@ def _launch(
             forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
         check_stages(plan)
         prepared = prepare(plan.recipe, Progress(console))
-        console.print(report(prepared))
+        console.print(report(prepared, plan.recipe))
         if checkpoint:
             check_data(checkpoint, prepared.key)
         Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started

@@ -6,7 +6,7 @@ Importing it loads neither `torch`, `transformers` nor `datasets`; each is impor
 from llmtrain.data.documents import Documents
 from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
-from llmtrain.data.report import report, summary
+from llmtrain.data.report import notes, report, summary
 from llmtrain.data.sampler import MicroBatch, Schedule, StepBatch
 from llmtrain.data.store import TokenStore
 
@@ -20,6 +20,7 @@ __all__ = [
     "StepBatch",
     "TokenStore",
     "find_prepared",
+    "notes",
     "prepare",
     "report",
     "summary",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import xxhash
 
-from llmtrain.data.cache import Cache
+from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.files import STDLIB, file_corpus, find_files, stdlib_corpus
 from llmtrain.data.formats import COMPRESSIONS, READERS, Document
 from llmtrain.data.hub import hub_corpus
@@ -18,6 +18,8 @@ from llmtrain.untrusted import expanded
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """NAME or OWNER/NAME."""
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+WORD_START = re.compile(r"(?<=\S)(?= \S)")
 
 
 class Corpus(Protocol):
@@ -31,17 +33,30 @@ class Corpus(Protocol):
     def identity(self) -> str:
         """Names the content: equal for equal documents in equal order, read in the same way."""
 
+    @property
+    def is_one_document(self) -> bool:
+        """Whether it is known, without reading it, to be a single document."""
+
     def documents(self) -> Iterator[Document]:
         """The documents, from the first one. Raises DataError where they cannot be read."""
 
 
-def open_corpora(sources: Sequence[Source], cache: Cache) -> list[Corpus]:
-    """The corpus of each source. Raises DataError with the faults of all of them."""
+class Part(NamedTuple):
+    """A document of a split, or the part of a single document that is in it."""
+
+    text: str
+    fraction: float
+    """Share of the corpus that has been read with it."""
+    is_held_out: bool
+
+
+def open_corpora(sources: Sequence[Source], cache: Cache, field: str = "data.sources") -> list[Corpus]:
+    """The corpus of each source; `field` holds them. Raises DataError with the faults of all of them."""
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for number, source in enumerate(sources):
         try:
-            corpora.append(_open_corpus(source, f"data.sources.{number}", cache))
+            corpora.append(_open_corpus(source, f"{field}.{number}", cache))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -56,6 +71,41 @@ def held_out(text: str, eval_fraction: float) -> bool:
     document to the other split, and copies of a document are never on both sides.
     """
     return xxhash.xxh3_64_intdigest(text.encode()) < eval_fraction * 2**64
+
+
+def split_documents(
+    corpus: Corpus, eval_fraction: float, look: Callable[[str], None] = lambda _: None
+) -> Iterator[Part]:
+    """The documents, each with its split; a single one is cut, and its end is held out. `look` is called with each."""
+    for text, fraction in corpus.documents():
+        look(text)
+        if _holds_out_the_end(corpus, eval_fraction):
+            place = _cut_before_the_end(text, eval_fraction)
+            yield Part(text[:place], fraction * (1 - eval_fraction), is_held_out=False)
+            yield Part(text[place:], fraction, is_held_out=True)
+        else:
+            yield Part(text, fraction, held_out(text, eval_fraction))
+
+
+def split_identity(corpus: Corpus, eval_fraction: float) -> str:
+    """Names what `split_documents` gives, together with the fraction."""
+    return key_of(corpus.identity, "end") if _holds_out_the_end(corpus, eval_fraction) else corpus.identity
+
+
+def first_break(text: str, lowest: int, highest: int) -> int | None:
+    """Where byte-level tokenizers split a text anyway: after a line end, else before a space; None if nowhere."""
+    found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
+    return found.end() if found else None
+
+
+def _holds_out_the_end(corpus: Corpus, eval_fraction: float) -> bool:
+    return corpus.is_one_document and 0 < eval_fraction < 1
+
+
+def _cut_before_the_end(text: str, fraction: float) -> int:
+    """Where the last `fraction` of a text begins, or a line or a word soon after that."""
+    exact = int(len(text) * (1 - fraction))
+    return first_break(text, exact, (exact + len(text)) // 2) or exact
 
 
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:

@@ -1,4 +1,4 @@
-"""The fixed order of the held-out sequences."""
+"""The fixed order of the sequences that are evaluated on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ_ROWS = 64
 
 
 class EvalOrder:
-    """All held-out sequences of all sources, in an order of which every beginning is a fair sample.
+    """All sequences of all sources that are evaluated on, in an order of which every beginning is a fair sample.
 
     Sources alternate in proportion to their sequences, and those of a source are permuted by its
     key (packing puts long documents first). No seed takes part: every run of a recipe evaluates
@@ -40,10 +40,16 @@ class EvalOrder:
     def __len__(self) -> int:
         return len(self.sources)
 
+    def by_source(self, max_sequences: int | None = None) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """The first `max_sequences` (default all): each source, and those of its sequences that are among them."""
+        sources, index = self.sources[:max_sequences], self.index[:max_sequences]
+        for number in range(len(self._views)):
+            mine = index[sources == number]
+            if mine.size:
+                yield number, mine
+
     def read(self, max_sequences: int | None = None) -> Iterator[Rows]:
         """The first `max_sequences` (default all), some at a time, a source at a time."""
-        sources, index = self.sources[:max_sequences], self.index[:max_sequences]
-        for number, view in enumerate(self._views):
-            mine = index[sources == number]
+        for number, mine in self.by_source(max_sequences):
             for start in range(0, len(mine), READ_ROWS):
-                yield view.read(mine[start : start + READ_ROWS])
+                yield self._views[number].read(mine[start : start + READ_ROWS])

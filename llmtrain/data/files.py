@@ -56,6 +56,11 @@ class FileCorpus:
         column = self.column if READERS.get(self.kind, read_text) is not read_text else None
         return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
 
+    @property
+    def is_one_document(self) -> bool:
+        """A text file is one."""
+        return len(self.files) == 1 and READERS.get(self.kind, read_text) is read_text
+
     def documents(self) -> Iterator[Document]:
         """The documents, with the share of the bytes read so far. Raises DataError for a file it cannot read."""
         reader = READERS.get(self.kind, read_text)
@@ -185,11 +190,26 @@ def _split_folder(folder: Path, split: str, field: str) -> Path:
     index = folder / "dataset_dict.json"
     if not index.exists():
         return folder
-    splits = json.loads(index.read_text(encoding="utf-8"))["splits"]
+    splits = _splits(index)
     if split in splits:
         return folder / split
     message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
     raise DataError(Problem("data.split", f"{field}.split", message))
+
+
+def _splits(index: Path) -> list[str]:
+    """The names of splits in a `dataset_dict.json`. Raises DataError for one that does not hold them."""
+    reason = 'holds no {"splits": [NAME, ...]}'
+    try:
+        splits = json.loads(index.read_text(encoding="utf-8"))["splits"] if index.is_file() else None
+        if isinstance(splits, list) and all(isinstance(name, str) for name in splits):
+            return splits
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
+    raise DataError(Problem("data.format", str(index), reason, fix))
 
 
 def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,7 @@ def read_parquet(path: Path, column: str) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
-    with _arrow_errors(path), pyarrow.parquet.ParquetFile(path) as file:
+    with _arrow_errors(path), path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
         if column not in file.schema_arrow.names:
             raise DataError(column_problem(str(path), column, file.schema_arrow.names))
         batches = file.iter_batches(batch_size=BATCH_ROWS, columns=[column])
@@ -72,7 +73,7 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
     """A document per row, of an Arrow IPC file or stream (`datasets` writes streams)."""
     import pyarrow
 
-    with _arrow_errors(path), pyarrow.memory_map(str(path)) as source:
+    with _arrow_errors(path), pyarrow.memory_map(os.fsencode(path)) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
@@ -179,10 +180,13 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except ValueError as error:
-        row = error
-    if isinstance(row, dict):
-        return row
-    reason = f"not JSON ({row})" if isinstance(row, ValueError) else f"a {type(row).__name__}, not an object"
+        reason = f"not JSON ({error})"
+    except RecursionError:
+        reason = "nested too deeply"
+    else:
+        if isinstance(row, dict):
+            return row
+        reason = f"a {type(row).__name__}, not an object"
     fix = 'JSON lines hold one {"text": ...} per line'
     raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
 

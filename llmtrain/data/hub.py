@@ -9,6 +9,7 @@ from typing import Any
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.formats import BATCH_ROWS, Document, column_problem, read_batches, with_fraction
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.model_facts import hub_has
 from llmtrain.recipe import Source
 
 
@@ -26,6 +27,11 @@ class HubCorpus:
     def name(self) -> str:
         """As the recipe names it."""
         return self.source.name
+
+    @property
+    def is_one_document(self) -> bool:
+        """Nobody knows before it is read."""
+        return False
 
     @property
     def identity(self) -> str:
@@ -71,6 +77,9 @@ def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:
 def _builder(source: Source, field: str) -> Any:
     import datasets
 
+    if hub_has(source.name, source.revision, "dataset") is False:
+        message = f"'{source.name}' is neither a file, folder or glob here, nor a data set of the hub, or it is private"
+        raise DataError(Problem("data.missing", f"{field}.name", message, "check the name; log in (hf auth login)"))
     try:
         return datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:

@@ -7,6 +7,8 @@ are placed by decreasing length, each in the fullest sequence that still has roo
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -90,20 +92,22 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int6
 def _place(pieces: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
     """The bins of pieces given by decreasing length."""
     bins: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity)]  # bins by the room left in them
-    rooms = 0  # bit r is set where a bin has room r, so that the best fit is the lowest bit of a shift
+    with_room: dict[int, list[int]] = defaultdict(list)  # bins by the room left in them
+    rooms: list[int] = []  # the keys of `with_room`, sorted
     for piece, length in zip(pieces, lengths, strict=True):
-        if fitting := rooms >> length:
-            room = length + (fitting & -fitting).bit_length() - 1
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
             chosen = with_room[room].pop()
             if not with_room[room]:
-                rooms ^= 1 << room
+                del with_room[room], rooms[place]
             bins[chosen].append(piece)
         else:
             room, chosen = capacity, len(bins)
             bins.append([piece])
         room -= length
         if room:
+            if room not in with_room:
+                insort(rooms, room)
             with_room[room].append(chosen)
-            rooms |= 1 << room
     return bins

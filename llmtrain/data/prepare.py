@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from llmtrain.data.evaluation import EvalOrder
 from llmtrain.data.mixture import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, Samples, packed_samples
-from llmtrain.data.store import SPLITS, TokenStore, token_store
+from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.model_facts import pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.untrusted import why
+
+EVAL_FIELD = "evaluation.sources"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class PreparedSource:
     """The sequences of one source."""
 
     name: str
+    """As the recipe names it, with what tells it apart where it names several so."""
     weight: float
     """Its share of training, relative to the other sources."""
     key: str
@@ -46,6 +50,9 @@ class Prepared:
 
     tokenizer: PreparedTokenizer
     sources: tuple[PreparedSource, ...]
+    """What is trained on."""
+    evaluation_sources: tuple[PreparedSource, ...]
+    """Sources that are only evaluated on; where there are any, nothing of the others is held out."""
     sequence_length: int
     """T."""
     made: bool
@@ -80,21 +87,29 @@ class Prepared:
         return sum(len(source.train) for source in self.sources)
 
     @property
+    def evaluated(self) -> tuple[PreparedSource, ...]:
+        """The sources that have something to evaluate on, their `eval`."""
+        return tuple(source for source in (self.evaluation_sources or self.sources) if len(source.eval))
+
+    @property
     def eval_sequences(self) -> int:
-        """Held-out sequences."""
-        return sum(len(source.eval) for source in self.sources)
+        """Sequences to evaluate on."""
+        return sum(len(source.eval) for source in self.evaluated)
+
+    def eval_order(self) -> EvalOrder:
+        """The order of the sequences of `evaluated`."""
+        return EvalOrder([source.eval for source in self.evaluated], [source.key for source in self.evaluated])
 
     def unigram_loss(self, max_sequences: int | None = None) -> float:
         """Mean cross-entropy (nats per token) of a unigram model on the targets of the evaluation.
 
         Its probabilities are the token counts of the training split, each plus one. What a model
-        that has learned anything stays below. NaN without held-out sequences.
+        that has learned anything stays below. NaN without sequences to evaluate on.
         """
         counts = np.add.reduce([source.store.counts() for source in self.sources]) + 1
         loss = -np.log(counts / counts.sum())
-        order = EvalOrder([source.eval for source in self.sources], [source.key for source in self.sources])
         total, targets = 0.0, 0
-        for rows in order.read(max_sequences):
+        for rows in self.eval_order().read(max_sequences):
             labels = rows.labels[rows.labels >= 0]
             total += float(loss[labels].sum())
             targets += labels.size
@@ -107,8 +122,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     Any number of processes may call this at once: one makes a part, the others wait and open it.
     A call that finds everything reads no corpus, and imports neither `datasets` nor `torch`.
 
-    Raises DataError for sources or a tokenizer that cannot be used, a tokenizer larger than the
-    model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
+    Raises DataError for sources or a tokenizer that cannot be used, texts of special tokens, a tokenizer larger
+    than the model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
     """
     return _prepare(recipe, Cache(cache_folder(recipe.data), progress or Progress()))
 
@@ -130,27 +145,32 @@ def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
 
 def _made(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
-    data = recipe.data
+    data, held_out = recipe.data, recipe.held_out_fraction
     corpora = open_corpora(data.sources, cache)
-    tokenizer = prepare_tokenizer(data, corpora, cache)
+    eval_corpora = open_corpora(recipe.evaluation.sources, cache, EVAL_FIELD)
+    tokenizer = prepare_tokenizer(data, corpora, held_out, cache)
     _check_vocabulary(recipe, tokenizer)
-    sources = _prepare_sources(data, corpora, tokenizer, cache)
-    made = tokenizer.made or any(source.made for source in sources)
-    prepared = Prepared(tokenizer, sources, data.sequence_length, made, time.perf_counter() - started)
+    reading = Reading(tokenizer, data.special_tokens, held_out)
+    sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
+    reading = replace(reading, eval_fraction=1.0)
+    evaluation = _prepare_sources(data, EVAL_FIELD, recipe.evaluation.sources, eval_corpora, reading, cache)
+    made = tokenizer.made or any(source.made for source in (*sources, *evaluation))
+    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, time.perf_counter() - started)
     _check_evaluation(recipe, prepared)
     return prepared
 
 
 def _prepare_sources(
-    data: DataConfig, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer, cache: Cache
+    data: DataConfig, field: str, declared: Sequence[Source], corpora: Sequence[Corpus], reading: Reading, cache: Cache
 ) -> tuple[PreparedSource, ...]:
-    """Every source; the faults of all of them are raised together."""
+    """Every source of a field; the faults of all of them are raised together."""
     sources: list[PreparedSource] = []
     problems: list[Problem] = []
-    for number, (source, corpus) in enumerate(zip(data.sources, corpora, strict=True)):
+    names = unique_names(declared)
+    for number, (source, corpus) in enumerate(zip(declared, corpora, strict=True)):
         try:
-            store = token_store(corpus, f"data.sources.{number}.name", tokenizer, data.eval_fraction, cache)
-            sources.append(packed_source(data, source, store, tokenizer, cache))
+            store = token_store(corpus, f"{field}.{number}.name", reading, cache)
+            sources.append(packed_source(data, names[number], source.weight, store, reading.tokenizer, cache))
         except DataError as error:
             problems += error.problems
             if any(problem.rule in ("data.disk", "data.cache") for problem in error.problems):
@@ -160,8 +180,20 @@ def _prepare_sources(
     return tuple(sources)
 
 
+def unique_names(sources: Sequence[Source]) -> list[str]:
+    """A name for each source that no other one has."""
+    plain = [source.name for source in sources]
+    full = [" ".join(filter(None, (one.name, one.subset, one.split, one.text_column))) for one in sources]
+    names: list[str] = []
+    for number, name in enumerate(plain):
+        if plain.count(name) > 1:
+            name = full[number] if full.count(full[number]) == 1 else f"{full[number]} #{number}"
+        names.append(name)
+    return names
+
+
 def packed_source(
-    data: DataConfig, source: Source, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
+    data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """The sequences of a source, over its tokens."""
     length, mask = data.sequence_length, data.mask_documents
@@ -173,7 +205,7 @@ def packed_source(
         key = key_of(store.key, data.packing, length, packing.FORMAT)
 
         def build(folder: Path) -> dict[str, Any]:
-            with cache.progress.task(f"Packing {source.name}"):
+            with cache.progress.task(f"Packing {name}"):
                 return packing.pack(folder, store, length)
 
         entry = cache.entry("packs", key, build)
@@ -182,19 +214,32 @@ def packed_source(
             split: packed_samples(entry.path, entry.meta, split, store.streams[split], length, mask, tokenizer.eos_id)
             for split in SPLITS
         }
-    return PreparedSource(source.name, source.weight, key, store, views["train"], views["eval"], made)
+    return PreparedSource(name, weight, key, store, views["train"], views["eval"], made)
 
 
 def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:
+    """Raises DataError for a tokenizer that gives tokens beyond the model's embedding."""
     rows = recipe.vocab_size
+    fix = f"--set model.config.vocab_size={tokenizer.vocab_size}"
+    if rows is None and recipe.model.pretrained is not None:
+        rows = pretrained_vocabulary(recipe.model)
+        fix = f"use the tokenizer of the pretrained model: --set data.tokenizer={recipe.model.pretrained}"
     if rows is not None and tokenizer.vocab_size > rows:
         message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary only {rows:,}"
-        raise DataError(Problem("data.vocab", FIELD, message, f"--set model.config.vocab_size={tokenizer.vocab_size}"))
+        raise DataError(Problem("data.vocab", FIELD, message, fix))
 
 
 def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
-    if recipe.evaluation.every_steps and not prepared.eval_sequences:
-        documents = sum(len(source.store.streams["train"].documents) - 1 for source in prepared.sources)
-        message = f"{recipe.data.eval_fraction} held out none of the {documents:,} documents, or too little to evaluate"
-        fix = "raise it, give more documents (a text file is one document), or --set evaluation.every_steps=0"
-        raise DataError(Problem("data.eval", "data.eval_fraction", message, fix))
+    if not recipe.evaluation.every_steps or prepared.eval_sequences:
+        return
+    never = "--set evaluation.every_steps=0"
+    if prepared.evaluation_sources:
+        message = f"hold too little for one sequence of {prepared.sequence_length:,} tokens"
+        raise DataError(Problem("data.eval", EVAL_FIELD, message, f"give more text, or {never}"))
+    splits = [source.store.meta["splits"] for source in prepared.sources]
+    documents, held = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
+    message = (
+        f"{recipe.data.eval_fraction} held out {held:,} of {documents + held:,} documents, too little to evaluate on"
+    )
+    fix = f"raise it, give more documents (a text file is one), name evaluation.sources, or {never}"
+    raise DataError(Problem("data.eval", "data.eval_fraction", message, fix))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
+from llmtrain.data.mixture import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import fill
+from llmtrain.recipe import Recipe
+
+NAME_CHARACTERS = 14
+"""Of a source's name in a line of the table, at least; longer names take several lines."""
 
 
-def summary(prepared: Prepared) -> dict[str, Any]:
+def summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """The prepared data as JSON data."""
     return {
         "made": prepared.made,
@@ -21,30 +29,63 @@ def summary(prepared: Prepared) -> dict[str, Any]:
         "sequence_length": prepared.sequence_length,
         "train_sequences": prepared.train_sequences,
         "eval_sequences": prepared.eval_sequences,
-        "sources": [_source(source) for source in prepared.sources],
+        "sources": [
+            {**_source(source), "epochs": epochs}
+            for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True)
+        ],
+        "evaluation_sources": [_source(source) for source in prepared.evaluation_sources],
+        "notes": notes(prepared, recipe),
     }
 
 
-def report(prepared: Prepared) -> Table:
-    """The prepared data as a table for a rich console: a row per source and split."""
+def report(prepared: Prepared, recipe: Recipe) -> Group:
+    """The prepared data for a rich console: a table with a row per source and split, and what is worth knowing."""
     state = "made" if prepared.made else "found, nothing made,"
     title = f"Data {state} in {prepared.seconds:.2f} s, vocabulary {prepared.vocab_size:,}"
     table = Table(title=title, title_justify="left")
-    table.add_column("source")
+    table.add_column("source", overflow="fold", min_width=NAME_CHARACTERS)
     table.add_column("split")
-    for heading in ("documents", "tokens", "tokens/s", f"sequences of {prepared.sequence_length}", "fill"):
+    for heading in ("documents", "tokens", f"sequences of {prepared.sequence_length}", "fill", "epochs"):
         table.add_column(heading, justify="right")
-    for source in prepared.sources:
-        facts = _source(source)
-        for split in ("train", "eval"):
-            part = facts[split]
-            numbers = (part["documents"], part["tokens"], facts["tokens_per_second"], part["sequences"])
-            shown = [f"{number:,.0f}" for number in numbers]
-            table.add_row(source.name, split, *shown, f"{part['fill']:.2%}")
+    for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
+        table.add_row(source.name, "train", *_cells(source, "train"), f"{epochs:.3g}")
+        if not prepared.evaluation_sources:
+            table.add_row(source.name, "eval", *_cells(source, "eval"))
+    for source in prepared.evaluation_sources:
+        table.add_row(source.name, "eval", *_cells(source, "eval"))
+    return Group(table, *(Text(note) for note in notes(prepared, recipe)))
+
+
+def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
+    """What is worth knowing of the data, a line each."""
+    found = []
+    for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
+        if epochs > 1:
+            found.append(f"{source.name} repeats: {recipe.train.max_steps:,} steps are {epochs:.3g} epochs of it")
+    for source in (*prepared.sources, *prepared.evaluation_sources):
+        special = source.store.special
+        if special and special.count:
+            read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
+            found.append(f"{source.name} holds {special}; they are read as {read} (data.special_tokens)")
     unused = sum(source.train.unused() for source in prepared.sources)
     if unused:
-        table.caption = f"{unused:,} training tokens at the end of the streams are left out: less than a sequence each"
-    return table
+        found.append(f"{unused:,} training tokens at the end of the streams are left out: less than a sequence each")
+    return found
+
+
+def _epochs(prepared: Prepared, recipe: Recipe) -> list[float]:
+    """How often the whole run reads each source."""
+    samples = recipe.train.max_steps * recipe.batch.global_batch_size
+    weights = integer_weights([source.weight for source in prepared.sources])
+    return [
+        samples * weight / sum(weights) / len(source.train) if len(source.train) else math.inf
+        for source, weight in zip(prepared.sources, weights, strict=True)
+    ]
+
+
+def _cells(source: PreparedSource, split: Literal["train", "eval"]) -> list[str]:
+    part = _source(source)[split]
+    return [*(f"{part[name]:,}" for name in ("documents", "tokens", "sequences")), f"{part['fill']:.2%}"]
 
 
 def _source(source: PreparedSource) -> dict[str, Any]:

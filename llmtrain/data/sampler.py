@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.documents import Documents
-from llmtrain.data.evaluation import EvalOrder
 from llmtrain.data.mixture import Mixture
 from llmtrain.data.permutation import permutation_key, permute
 from llmtrain.data.prefetch import prefetched
@@ -62,6 +61,8 @@ class StepBatch:
     """Sequences of the global batch, padding rows not counted."""
     first_sample: int
     """Number of its first sequence."""
+    evaluated: str = ""
+    """Of an evaluation the source, by its name: a batch of an evaluation is of one source."""
 
 
 def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
@@ -101,7 +102,7 @@ class Schedule:
         self._size = dp_size
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
-        self._eval = [source.eval for source in prepared.sources]
+        self._eval = [source.eval for source in prepared.evaluated]
         self._check_sizes()
 
     @classmethod
@@ -137,20 +138,27 @@ class Schedule:
                 yield from steps
 
     def eval_batches(self, max_sequences: int | None = None) -> Iterator[StepBatch]:
-        """The first `max_sequences` held-out sequences (default all), one micro batch per rank and step.
+        """The first `max_sequences` sequences to evaluate on (default all), one micro batch per rank and step.
 
-        The order is the same in every run. Rows without a target fill the last batch.
+        The order is the same in every run, source by source. Rows without a target fill the last batch of each source.
         """
-        order = EvalOrder(self._eval, [source.key for source in self._prepared.sources])
-        total = len(order) if max_sequences is None else min(max_sequences, len(order))
-        step = self._micro * self._size
-        return prefetched(self._eval_batch(order, first, min(first + step, total)) for first in range(0, total, step))
+        return prefetched(self._eval_batches(max_sequences))
 
-    def _eval_batch(self, order: EvalOrder, first: int, end: int) -> StepBatch:
-        sources, sequences = order.sources[first:end], order.index[first:end]
+    def _eval_batches(self, max_sequences: int | None) -> Iterator[StepBatch]:
+        step = self._micro * self._size
+        first = 0
+        for number, sequences in self._prepared.eval_order().by_source(max_sequences):
+            for start in range(0, len(sequences), step):
+                batch = self._eval_batch(number, sequences[start : start + step], first)
+                first += batch.samples
+                yield batch
+
+    def _eval_batch(self, number: int, sequences: Index, first: int) -> StepBatch:
+        sources = np.full_like(sequences, number)
         _announce(self._eval, sources, sequences)
         micro_batches = self._micro_batches(self._eval, sources, sequences, steps=1)
-        return StepBatch(micro_batches, int(_targets(self._eval, sources, sequences).sum()), end - first, first)
+        targets = int(_targets(self._eval, sources, sequences).sum())
+        return StepBatch(micro_batches, targets, len(sequences), first, self._prepared.evaluated[number].name)
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
         """Batch after batch, those of several steps read together; the first, which is waited for, alone.

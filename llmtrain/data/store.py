@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import Cache, Entry, key_of
-from llmtrain.data.corpus import Corpus, held_out
+from llmtrain.data.corpus import Corpus, split_documents, split_identity
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.tokenizer import PreparedTokenizer, cut
+from llmtrain.data.special import Finder, Found, check_handful
+from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
 from llmtrain.errors import DataError, Problem
 
 FORMAT = 1
@@ -28,6 +29,7 @@ BATCH_PIECES = 8192
 BUFFER_TOKENS = 1 << 18
 
 Split = Literal["train", "eval"]
+SpecialTokens = Literal["refuse", "text", "parse"]
 SPLITS: tuple[Split, ...] = ("train", "eval")
 
 
@@ -63,6 +65,12 @@ class TokenStore:
         """What making it took."""
         return float(self.meta["seconds"])
 
+    @property
+    def special(self) -> Found | None:
+        """Texts of special tokens in the documents; None in a store of an earlier version, which did not count them."""
+        found = self.meta.get("special_tokens")
+        return None if found is None else Found(**found)
+
     def counts(self) -> NDArray[np.int64]:
         """[vocab]: how often each token occurs in the training split."""
         return open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
@@ -74,26 +82,71 @@ class TokenStore:
         return Stream(tokens, documents)
 
 
-def token_store(
-    corpus: Corpus, field: str, tokenizer: PreparedTokenizer, eval_fraction: float, cache: Cache
-) -> TokenStore:
+@dataclass(frozen=True)
+class Reading:
+    """How the documents of a corpus become tokens, and in which split."""
+
+    tokenizer: PreparedTokenizer
+    special_tokens: SpecialTokens
+    """As `DataConfig` has it."""
+    eval_fraction: float
+    """Share of the documents held out; 1 for a corpus to evaluate on."""
+
+    @property
+    def parses(self) -> bool:
+        """Whether texts of special tokens are read as these."""
+        return self.special_tokens == "parse"
+
+    def key(self, corpus: Corpus) -> str:
+        """Names the tokens of a corpus read so."""
+        parts = [split_identity(corpus, self.eval_fraction), self.tokenizer.identity, self.eval_fraction]
+        return key_of("tokens", FORMAT, *parts, *(["parse"] if self.parses else []))
+
+    def check(self, found: Found, corpus: Corpus, field: str, encoder: Encoder) -> None:
+        """Raises DataError where more special tokens were found than may be read without asking."""
+        if self.special_tokens == "refuse":
+            check_handful(found, corpus.name, field, encoder.text_of(self.tokenizer.eos_id))
+
+
+def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> TokenStore:
     """The store of a corpus, made if it is not in the cache.
 
-    Raises DataError for an unreadable or empty corpus (`field` is its recipe field), a full disk or
-    an unwritable cache.
+    Raises DataError for an unreadable or empty corpus (`field` is its recipe field), texts of special tokens that
+    are refused, a full disk or an unwritable cache.
     """
-    key = key_of("tokens", FORMAT, corpus.identity, tokenizer.identity, eval_fraction)
 
     def build(folder: Path) -> dict[str, Any]:
         with cache.progress.task(f"Tokenizing {corpus.name}") as task:
-            meta = _tokenize(folder, corpus, tokenizer, eval_fraction, task)
-        if meta["splits"]["train"]["documents"] == 0:
-            held = meta["splits"]["eval"]["documents"]
-            message = f"'{corpus.name}' has no text" if not held else f"all {held} documents were held out of training"
-            raise DataError(Problem("data.empty", field, message, "" if not held else "lower data.eval_fraction"))
+            meta = _tokenize(folder, corpus, field, reading, task)
+        train, held = (meta["splits"][split]["documents"] for split in SPLITS)
+        if not train + held:
+            raise DataError(Problem("data.empty", field, f"'{corpus.name}' has no text"))
+        if not train and reading.eval_fraction < 1:
+            fix = "lower data.eval_fraction, or name evaluation.sources"
+            raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
         return meta
 
-    return TokenStore(cache.entry("tokens", key, build))
+    store = TokenStore(cache.entry("tokens", reading.key(corpus), build))
+    if not store.made and reading.special_tokens == "refuse":
+        found = store.special or _look(corpus, reading, cache)
+        if not found.is_handful:
+            reading.check(found, corpus, field, reading.tokenizer.encoder())
+    return store
+
+
+def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
+    """The special tokens of a corpus whose store was made when nobody counted them."""
+
+    def build(_: Path) -> dict[str, Any]:
+        finder = Finder(reading.tokenizer.encoder().special_tokens())
+        with cache.progress.task(f"Looking for special tokens in {corpus.name}") as task:
+            for text, fraction in corpus.documents():
+                finder.look(text)
+                task.update(fraction)
+        return asdict(finder.found())
+
+    key = key_of("special", corpus.identity, reading.tokenizer.identity)
+    return Found(**cache.entry("special", key, build).meta)
 
 
 class _Piece(NamedTuple):
@@ -110,15 +163,17 @@ class _Piece(NamedTuple):
 class _SplitWriter:
     """Writes the stream of one split."""
 
-    def __init__(self, folder: Path, split: Split, tokenizer: PreparedTokenizer, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, split: Split, reading: Reading, stack: ExitStack) -> None:
+        tokenizer = reading.tokenizer
         dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
         self._tokens = stack.enter_context(ArrayWriter(folder, f"{split}_tokens", dtype))
         self._documents = stack.enter_context(ArrayWriter(folder, f"{split}_documents", np.uint64))
         self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         self._after = [tokenizer.eos_id]
+        self._parses = reading.parses
         self._buffer: list[int] = []
         self._ends = [0]
-        self._inside = False
+        self._last: int | None = None
         self.dtype = np.dtype(dtype).name
         self.counts = np.zeros(tokenizer.vocab_size, np.int64)
         self.documents = 0
@@ -128,14 +183,19 @@ class _SplitWriter:
         return self._tokens.length + len(self._buffer)
 
     def add(self, ids: list[int], last: bool) -> None:
-        """Appends a piece; a document without any token leaves no trace."""
-        if ids and not self._inside:
-            self._buffer += self._before
-            self._inside = True
-        self._buffer += ids
-        if last and self._inside:
-            self._buffer += self._after
-            self._inside = False
+        """Appends a piece; a document without any token leaves no trace.
+
+        Where special tokens are parsed, a document that brings its first or last one is not given it again.
+        """
+        if ids:
+            if self._last is None and not (self._parses and ids[:1] == self._before):
+                self._buffer += self._before
+            self._buffer += ids
+            self._last = ids[-1]
+        if last and self._last is not None:
+            if not (self._parses and [self._last] == self._after):
+                self._buffer += self._after
+            self._last = None
             self._ends.append(self.tokens)
             self.documents += 1
         if len(self._buffer) >= BUFFER_TOKENS:
@@ -154,18 +214,18 @@ class _SplitWriter:
         return {"documents": self.documents, "tokens": self.tokens}
 
 
-def _tokenize(
-    folder: Path, corpus: Corpus, tokenizer: PreparedTokenizer, eval_fraction: float, task: Task
-) -> dict[str, Any]:
+def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: Task) -> dict[str, Any]:
     """Writes both splits of a store in one pass over the corpus; returns its meta data."""
     started = time.perf_counter()
-    encoder = tokenizer.encoder()
+    encoder = reading.tokenizer.encoder(reading.parses)
+    finder = Finder(encoder.special_tokens())
     characters = 0
     with ExitStack() as stack:
-        writers = {split: _SplitWriter(folder, split, tokenizer, stack) for split in SPLITS}
-        batches = prefetched(_batches(corpus, eval_fraction))
+        writers = {split: _SplitWriter(folder, split, reading, stack) for split in SPLITS}
+        batches = prefetched(_batches(corpus, reading.eval_fraction, finder))
         stack.callback(batches.close)
-        for batch in batches:
+        for batch, found in batches:
+            reading.check(found, corpus, field, encoder)
             texts = [piece.text for piece in batch]
             for piece, ids in zip(batch, encoder.encode(texts), strict=True):
                 writers[piece.split].add(ids, piece.last)
@@ -178,28 +238,29 @@ def _tokenize(
     return {
         "corpus": corpus.name,
         "dtype": writers["train"].dtype,
-        "vocab_size": tokenizer.vocab_size,
+        "vocab_size": reading.tokenizer.vocab_size,
         "splits": {split: writer.summary() for split, writer in writers.items()},
         "characters": characters,
+        "special_tokens": asdict(finder.found()),
         "seconds": time.perf_counter() - started,
     }
 
 
-def _batches(corpus: Corpus, eval_fraction: float) -> Iterator[list[_Piece]]:
-    """The corpus in pieces, as many at once as keep all cores busy in little memory."""
+def _batches(corpus: Corpus, eval_fraction: float, finder: Finder) -> Iterator[tuple[list[_Piece], Found]]:
+    """The corpus in pieces, as many at once as keep all cores busy in little memory, with what `finder` has found."""
     batch: list[_Piece] = []
     characters = 0
-    for text, fraction in corpus.documents():
-        split: Split = "eval" if held_out(text, eval_fraction) else "train"
+    for text, fraction, is_held_out in split_documents(corpus, eval_fraction, finder.look):
+        split: Split = "eval" if is_held_out else "train"
         pieces = list(cut(text))
         for number, piece in enumerate(pieces, start=1):
             batch.append(_Piece(piece, split, number == len(pieces), fraction))
             characters += len(piece)
             if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_PIECES:
-                yield batch
+                yield batch, finder.found()
                 batch, characters = [], 0
     if batch:
-        yield batch
+        yield batch, finder.found()
 
 
 def _detail(writers: dict[Split, _SplitWriter], seconds: float) -> str:

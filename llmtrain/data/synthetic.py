@@ -10,7 +10,7 @@ import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.prepare import Prepared, packed_source
+from llmtrain.data.prepare import Prepared, packed_source, unique_names
 from llmtrain.data.progress import Progress
 from llmtrain.data.store import SPLITS, TokenStore
 from llmtrain.data.tokenizer import PreparedTokenizer
@@ -34,12 +34,12 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
         folder=folder, identity="synthetic", vocab_size=vocabulary, eos_id=EOS, bos_id=None, made=True
     )
     length = recipe.data.sequence_length
-    sources = []
+    sources, names = [], unique_names(recipe.data.sources)
     for number, source in enumerate(recipe.data.sources):
         key = key_of("synthetic", number, vocabulary, length)
         entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length))  # type: ignore[misc]
-        sources.append(packed_source(recipe.data, source, TokenStore(entry), tokenizer, cache))
-    return Prepared(tokenizer, tuple(sources), length, made=True, seconds=0.0)
+        sources.append(packed_source(recipe.data, names[number], source.weight, TokenStore(entry), tokenizer, cache))
+    return Prepared(tokenizer, tuple(sources), (), length, made=True, seconds=0.0)
 
 
 def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 import xxhash
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.corpus import Corpus, held_out
+from llmtrain.data.corpus import Corpus, first_break, split_documents, split_identity
 from llmtrain.data.mixture import integer_weights
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.model_facts import hub_has, is_path
 from llmtrain.recipe import DataConfig, TrainedTokenizer
 from llmtrain.untrusted import expanded, read_bytes
 
@@ -28,8 +28,6 @@ TRAINING_CHARACTERS = 64_000_000
 """Text that a tokenizer is trained on at most: more hardly changes the merges, and takes memory and minutes."""
 PIECE_CHARACTERS = 1 << 17
 """Longer documents are tokenized in pieces, so that one of them neither fills the memory nor keeps one core busy."""
-LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
-WORD_START = re.compile(r"(?<=\S)(?= \S)")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -60,41 +58,54 @@ class PreparedTokenizer:
     made: bool
     """Whether this call made it."""
 
-    def encoder(self) -> Encoder:
-        """Loads it for encoding."""
-        return Encoder(self.folder)
+    def encoder(self, parse_special: bool = False) -> Encoder:
+        """Loads it for encoding. parse_special: a special token's text within a document is that token."""
+        return Encoder(self.folder, parse_special)
 
 
 class Encoder:
     """Text to token ids, many documents at once, on all cores (`RAYON_NUM_THREADS`)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parse_special: bool = False) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # A corpus is text: "<|endoftext|>" in a source file must not end the document.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = not parse_special
+
+    def special_tokens(self) -> list[str]:
+        """Their texts."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    def text_of(self, token: int) -> str:
+        """The text of one token."""
+        return str(self._tokenizer.id_to_token(token))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """The ids of each text; no special token is put around it."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def prepare_tokenizer(data: DataConfig, corpora: Sequence[Corpus], cache: Cache) -> PreparedTokenizer:
-    """The recipe's tokenizer, imported or trained once.
+def prepare_tokenizer(
+    data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float, cache: Cache
+) -> PreparedTokenizer:
+    """The recipe's tokenizer, imported or trained once on what is not held out.
 
     Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast one.
     """
     wanted = data.tokenizer
     if isinstance(wanted, TrainedTokenizer):
         weights = integer_weights([source.weight for source in data.sources])
-        identities = [corpus.identity for corpus in corpora]
-        key = key_of("trained", FORMAT, wanted.vocab_size, data.eval_fraction, weights, identities)
+        identities = [split_identity(corpus, eval_fraction) for corpus in corpora]
+        parsed = ["parse"] if data.special_tokens == "parse" else []
+        key = key_of("trained", FORMAT, wanted.vocab_size, eval_fraction, weights, identities, *parsed)
 
         def build(folder: Path) -> dict[str, Any]:
-            return _train(folder, wanted, data, corpora, cache)
+            with cache.progress.task("Training the tokenizer") as task:
+                meta = _train(folder, wanted, data.sequence_length, _training_texts(data, corpora, eval_fraction))
+                task.update(1.0)
+            return meta
     else:
         source = expanded(wanted)
         # A hub name means what it meant when this folder first saw it, see `hub_corpus`.
@@ -118,16 +129,13 @@ def cut(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         lowest, highest = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
-        found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
-        stop = found.end() if found else highest
+        stop = first_break(text, lowest, highest) or highest
         yield text[start:stop]
         start = stop
     yield text[start:]
 
 
-def _train(
-    folder: Path, wanted: TrainedTokenizer, data: DataConfig, corpora: Sequence[Corpus], cache: Cache
-) -> dict[str, Any]:
+def _train(folder: Path, wanted: TrainedTokenizer, sequence_length: int, texts: Iterator[str]) -> dict[str, Any]:
     """Trains a byte-level BPE (Radford et al. 2019) and writes it as `transformers` reads it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -143,10 +151,7 @@ def _train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with cache.progress.task("Training the tokenizer") as task:
-        texts = _training_texts(data, corpora)
-        tokenizer.train_from_iterator(texts, trainer)
-        task.update(1.0)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -154,43 +159,40 @@ def _train(
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": data.sequence_length,
+        "model_max_length": sequence_length,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     eos = tokenizer.token_to_id(END_OF_TEXT)
     return _meta(folder, tokenizer, eos, None)
 
 
-def _training_texts(data: DataConfig, corpora: Sequence[Corpus]) -> Iterator[str]:
+def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float) -> Iterator[str]:
     """The first training documents of each source, as much of each as its weight says."""
     total = sum(source.weight for source in data.sources)
     for source, corpus in zip(data.sources, corpora, strict=True):
         left = TRAINING_CHARACTERS * source.weight / total
-        for text, _ in corpus.documents():
+        for text, _, is_held_out in split_documents(corpus, eval_fraction):
             if left <= 0:
                 break
-            if not held_out(text, data.eval_fraction):
+            if not is_held_out:
                 text = text[: int(left) + 1]
                 left -= len(text)
-                yield from cut(text)
+                for part in text.split(END_OF_TEXT) if data.special_tokens == "parse" else [text]:
+                    yield from cut(part)
 
 
 def _import(folder: Path, name: str) -> dict[str, Any]:
     """Writes a copy of a tokenizer of a folder or the hub."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        message = f"'{name}' is neither a folder with a tokenizer, nor one that the hub gives: {reason}"
-        raise DataError(Problem("data.tokenizer", FIELD, message)) from error
+    tokenizer = _load(name)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         message = f"'{name}' has no fast form (tokenizer.json)"
         raise DataError(
             Problem("data.tokenizer", FIELD, message, "convert it with transformers' convert_slow_tokenizer")
         )
+    if not fast.get_vocab_size(with_added_tokens=False):
+        message = f"'{name}' holds no vocabulary: there is no tokenizer.json, nor another of a tokenizer's files"
+        raise DataError(Problem("data.tokenizer", FIELD, message, "name a folder that a tokenizer was saved to"))
     if tokenizer.eos_token_id is None:
         message = f"'{name}' has no end-of-text token, which separates documents"
         fix = "set eos_token in its tokenizer_config.json to a token of its vocabulary"
@@ -199,6 +201,25 @@ def _import(folder: Path, name: str) -> dict[str, Any]:
     first = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else None
     return _meta(folder, fast, tokenizer.eos_token_id, bos)
+
+
+def _load(name: str) -> Any:
+    """A tokenizer by `transformers`. Raises DataError where there is none."""
+    from transformers import AutoTokenizer
+
+    is_folder = Path(name).is_dir()
+    if not is_folder and is_path(name):
+        raise DataError(Problem("data.tokenizer", FIELD, f"there is no folder '{name}'"))
+    on_hub = None if is_folder else hub_has(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=not on_hub)
+    except Exception as error:  # the Rust library raises plain ones
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if not is_folder and not on_hub:
+            has_none = "does not answer" if on_hub is None else "has no such repository, or it is private"
+            reason = f"the hub {has_none}, and its cache on this machine has none"
+        message = f"'{name}' is neither a folder with a tokenizer, nor one that the hub gives: {reason}"
+    raise DataError(Problem("data.tokenizer", FIELD, message))
 
 
 def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, Any]:

@@ -51,6 +51,20 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     return _facts(model, model.architecture, dict(model.config), vocab_size)
 
 
+def pretrained_vocabulary(model: ModelConfig) -> int | None:
+    """Rows of the embedding of pretrained weights, as far as a configuration on this machine says; asks no hub.
+
+    Raises RecipeError for a folder whose configuration cannot be read.
+    """
+    assert model.pretrained is not None
+    folder = expanded(model.pretrained)
+    path = folder / "config.json" if folder.is_dir() else _kept_config(model)
+    config = {} if path is None else _read_config(path)
+    text_config = config.get("text_config")
+    rows = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    return rows if isinstance(rows, int) else None
+
+
 def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_size: int | None) -> ModelFacts:
     """Facts of a configuration; only the keys that the recipe sets itself are checked."""
     if vocab_size is not None:
@@ -223,7 +237,7 @@ def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
     if is_folder:
         config = _read_config(folder / "config.json")
-    elif _is_path(model.pretrained):
+    elif is_path(model.pretrained):
         raise RecipeError(Problem("model.pretrained", "model.pretrained", f"there is no folder '{model.pretrained}'"))
     else:
         config = _hub_config(model)
@@ -234,7 +248,7 @@ def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return model_type, config
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a name can only be a path: hub names are `NAME` or `OWNER/NAME`."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
@@ -247,15 +261,26 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
 
 
+def _kept_config(model: ModelConfig) -> Path | None:
+    """The configuration of a hub model in the local cache; None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        kept = try_to_load_from_cache(str(model.pretrained), "config.json", revision=model.revision)
+    except HFValidationError:  # no name of the hub
+        return None
+    return Path(kept) if isinstance(kept, str) else None
+
+
 def _hub_config(model: ModelConfig) -> dict[str, Any]:
     """Configuration of a hub model, from the hub, or from its local cache where the hub does not answer."""
-    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.pretrained
     assert name is not None
     fix = f"download it where the hub is reached (hf download {name}), or name a folder: --set model.pretrained=FOLDER"
-    if _answers(name, model.revision):
+    if hub_has(name, model.revision) is not None:
         from transformers.utils import cached_file
 
         try:
@@ -264,24 +289,28 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             message = f"'{name}' is neither a folder nor a model that the hub or its cache gives: {reason}"
     else:
-        kept = try_to_load_from_cache(name, "config.json", revision=model.revision)
-        if isinstance(kept, str):
-            return _read_config(Path(kept))
+        kept = _kept_config(model)
+        if kept is not None:
+            return _read_config(kept)
         message = f"'{name}' is no folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
     raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
 
 
-def _answers(name: str, revision: str | None) -> bool:
-    """Whether the hub is there. Asked once: to fetch a file, its client would try for minutes."""
+def hub_has(name: str, revision: str | None = None, repo_type: str = "model") -> bool | None:
+    """Whether the hub has a repository; None where it does not answer.
+
+    Asked once, with a time limit: to fetch a file, its client would try for minutes.
+    """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=ANSWER_S)
-    except (HfHubHTTPError, ValueError):
-        return True  # an answer, if not the one that was hoped for
+        url = hf_hub_url(name, "config.json", revision=revision, repo_type=repo_type)
+        get_hf_file_metadata(url, timeout=ANSWER_S)
+    except (HfHubHTTPError, ValueError) as error:  # an answer, if not the one that was hoped for
+        return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
     except Exception:  # whatever the HTTP library of the hub's client raises
-        return False
+        return None
     return True
 
 

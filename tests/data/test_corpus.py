@@ -187,6 +187,53 @@ def test_a_line_that_is_no_json_object_is_named(cache: Cache, tmp_path: Path, li
     assert "a.jsonl, line 2: is" in fault(cache, tmp_path / "a.jsonl", "data.json")
 
 
+def test_a_line_nested_too_deeply_is_named(cache: Cache, tmp_path: Path) -> None:
+    for number, line in enumerate(("[" * 100_000, '{"a":' * 100_000)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text('{"text": "a"}\n' + line)
+        assert f"{number}.jsonl, line 2: is nested too deeply" in fault(cache, path, "data.json")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"x"', b"3", b"{}", b'{"splits": 3}', b'{"splits": [1]}', b"\xff", b"[" * 100_000]
+)
+def test_a_dataset_dict_that_is_none_is_named(cache: Cache, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "dataset_dict.json").write_bytes(content)
+    assert "dataset_dict.json: holds no" in fault(cache, tmp_path, "data.format")
+
+
+def test_a_dataset_dict_that_nobody_may_wait_for(cache: Cache, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "dataset_dict.json")
+    assert "dataset_dict.json: holds no" in fault(cache, tmp_path, "data.format")
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt", ".txt.gz", ".parquet", ".arrow"])
+def test_names_that_are_not_utf8(cache: Cache, tmp_path: Path, kind: str) -> None:
+    """The system's names are bytes. Damaged, such a file is told as any other."""
+    good, bad = (tmp_path / where / os.fsdecode(b"caf\xe9" + kind.encode()) for where in ("good", "bad"))
+    for path in (good, bad):
+        path.parent.mkdir()
+    texts = ["one", "two"]
+    if kind == ".jsonl":
+        write_jsonl(good, texts)
+    elif kind.startswith(".txt"):
+        texts = ["one"]
+        good.write_bytes(gzip.compress(b"one") if kind == ".txt.gz" else b"one")
+    else:
+        written = pyarrow.table({"text": texts})
+        with good.open("wb") as file:
+            if kind == ".parquet":
+                pyarrow.parquet.write_table(written, file)
+            else:
+                with pyarrow.ipc.new_stream(file, written.schema) as stream:
+                    stream.write_table(written)
+    assert read(cache, good.parent) == texts
+    bad.write_bytes(b"\xff")
+    with pytest.raises(DataError) as caught:
+        read(cache, bad.parent)
+    assert "Traceback" not in caught.value.report()
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst"])
 def test_damaged_files_are_named(cache: Cache, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"ARROW1 this is not what its name says")

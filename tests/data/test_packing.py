@@ -9,6 +9,7 @@ import pytest
 from llmtrain.data.packing import best_fit, cut_documents
 from llmtrain.data.samples import NO_TARGET, ConcatSamples, PackedSamples, Samples
 from llmtrain.data.store import Stream
+from llmtrain.recipe import LONGEST_SEQUENCE
 
 PAD = 9999
 
@@ -133,3 +134,11 @@ def test_concat_positions_restart_at_each_document(stream: Stream, length: int) 
 @pytest.mark.parametrize("tokens", [0, 1, 8])
 def test_a_stream_too_short_for_one_sequence_has_none(tokens: int) -> None:
     assert len(ConcatSamples(make_stream([tokens] if tokens else []), 8, True)) == 0
+
+
+def test_packing_takes_no_longer_for_a_long_sequence() -> None:
+    """Neither memory nor time goes with the room of a sequence: the longest that a recipe may ask for is packed."""
+    lengths = np.arange(1, 2000)
+    order, sizes = best_fit(lengths, LONGEST_SEQUENCE)
+    assert sizes.tolist() == [len(lengths)]
+    assert sorted(order.tolist()) == list(range(len(lengths)))

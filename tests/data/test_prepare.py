@@ -19,7 +19,7 @@ from rich.console import Console
 from small_corpora import MakeRecipe, make_texts, write_jsonl
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, Progress, prepare, report, summary
+from llmtrain.data import Prepared, Progress, Schedule, notes, prepare, report, summary
 from llmtrain.data.samples import fill
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
@@ -157,11 +157,12 @@ SLOW = """
     encode = store.PreparedTokenizer.encoder
     class Slow:
         def __init__(self, encoder): self.encoder = encoder
+        def __getattr__(self, name): return getattr(self.encoder, name)
         def encode(self, texts):
             print("tokenizing", flush=True)
             time.sleep(float(sys.argv[2]))
             return self.encoder.encode(texts)
-    store.PreparedTokenizer.encoder = lambda self: Slow(encode(self))
+    store.PreparedTokenizer.encoder = lambda *arguments: Slow(encode(*arguments))
     prepare(recipe)
 """
 
@@ -292,10 +293,9 @@ def test_an_empty_corpus(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Pat
 
 
 def test_evaluation_without_anything_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one document " * 100)
-    recipe = make_recipe(tmp_path / "a.txt", eval_fraction=0.001)
+    recipe = make_recipe(write_jsonl(tmp_path / "a.jsonl", ["one document", "another"]), eval_fraction=0.001)
     assert prepare(recipe).eval_sequences == 0
-    with pytest.raises(DataError, match="held out none of the 1 documents"):
+    with pytest.raises(DataError, match=r"0.001 held out 0 of 2 documents(.|\n)*evaluation.sources"):
         prepare(recipe.with_(**{"evaluation.every_steps": 10}))
 
 
@@ -319,21 +319,58 @@ def test_the_cache_folder(
     assert prepare(recipe).tokenizer_dir.is_relative_to(tmp_path / "home/.cache/llmtrain")
 
 
+def shown(prepared: Prepared, recipe: Recipe, width: int) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(report(prepared, recipe))
+    return capture.get()
+
+
 def test_the_report(make_recipe: MakeRecipe, corpus_file: Path) -> None:
-    prepared = prepare(make_recipe(corpus_file))
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(report(prepared))
-    shown = capture.get()
-    facts = summary(prepared)["sources"][0]["train"]
-    assert json.loads(json.dumps(facts)) == facts
+    recipe = make_recipe(corpus_file)
+    prepared = prepare(recipe)
+    whole = summary(prepared, recipe)
+    facts = whole["sources"][0]["train"]
+    assert json.loads(json.dumps(whole)) == whole
+    text = shown(prepared, recipe, 160)
     for number in (facts["documents"], facts["tokens"], facts["sequences"]):
-        assert f"{number:,}" in shown
-    assert f"{facts['fill']:.2%}" in shown
-    with console.capture() as capture:
-        console.print(report(prepare(make_recipe(corpus_file, packing="concat"))))
-    assert "nothing made" in capture.get()
-    assert "are left out" in capture.get()
+        assert f"{number:,}" in text
+    assert f"{facts['fill']:.2%}" in text
+    concat = make_recipe(corpus_file, packing="concat")
+    text = shown(prepare(concat), concat, 160)
+    assert "nothing made" in text
+    assert "are left out" in text
+
+
+def test_the_report_in_80_columns_has_whole_names(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+    long = write_jsonl(tmp_path / ("a-corpus-of-a-long-name" * 4) / "b.jsonl", make_texts(300))
+    recipe = make_recipe(long, corpus_file, sequence_length=16)
+    text = shown(prepare(recipe), recipe, 80)
+    assert "…" not in text
+    names = "".join(line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│"))
+    assert str(long) in names
+
+
+def test_epochs_of_each_source(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+    few = write_jsonl(tmp_path / "few.jsonl", make_texts(60, seed=5))
+    recipe = make_recipe({"name": str(corpus_file), "weight": 1.0}, {"name": str(few), "weight": 3.0})
+    recipe = recipe.with_(**{"train.max_steps": 40})
+    prepared = prepare(recipe)
+    epochs = [source["epochs"] for source in summary(prepared, recipe)["sources"]]
+    drawn = Schedule(
+        prepared,
+        seed=1,
+        global_batch_size=8,
+        micro_batch_size=8,
+        gradient_accumulation_steps=1,
+        dp_rank=0,
+        dp_size=1,
+    ).sample_ids(0, 320)[0]
+    for number, source in enumerate(prepared.sources):
+        assert epochs[number] == int((drawn == number).sum()) / len(source.train)
+    assert epochs[0] < 1 < epochs[1]
+    (note,) = notes(prepared, recipe)
+    assert note == f"{few} repeats: 40 steps are {epochs[1]:.3g} epochs of it"
 
 
 def test_progress_is_plain_lines_without_a_terminal(make_recipe: MakeRecipe, corpus_file: Path) -> None:

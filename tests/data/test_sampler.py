@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_corpora import MakeRecipe, make_texts, write_jsonl
@@ -141,28 +142,40 @@ def test_tensors_are_as_promised(prepared: Prepared) -> None:
 def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: int, limit: int | None) -> None:
     parts = [list(schedule(prepared, rank, size, micro=4).eval_batches(limit)) for rank in range(size)]
     total = prepared.eval_sequences if limit is None else limit
-    assert total % (4 * size)  # so that there is something to pad
     assert len({len(part) for part in parts}) == 1
     assert sum(batch.samples for batch in parts[0]) == total
-    seen = [row for step in zip(*parts, strict=True) for row in rows(list(step), "labels")]
-    assert all((row != -100).any() for row in seen[:total])
-    assert all((row == -100).all() for row in seen[total:])
-    assert sum(batch.target_tokens for batch in parts[0]) == sum(int((row != -100).sum()) for row in seen)
-    assert len({tuple(row.tolist()) for row in seen[:total]}) == total
+    assert any(batch.samples < 4 * size for batch in parts[0])  # so that there is something to pad
+    seen: set[tuple[int, ...]] = set()
+    for step in zip(*parts, strict=True):
+        labels = rows(list(step), "labels")
+        count = step[0].samples
+        assert all((row != -100).any() for row in labels[:count])
+        assert all((row == -100).all() for row in labels[count:])
+        assert step[0].target_tokens == sum(int((row != -100).sum()) for row in labels)
+        seen |= {tuple(row.tolist()) for row in labels[:count]}
+    assert len(seen) == total
+
+
+def test_a_batch_of_an_evaluation_is_of_one_source(prepared: Prepared) -> None:
+    batches = list(schedule(prepared, micro=4).eval_batches())
+    names = [batch.evaluated for batch in batches]
+    assert names == sorted(names, key=[source.name for source in prepared.evaluated].index)
+    for source in prepared.evaluated:
+        own = {tuple(row.tolist()) for row in torch.from_numpy(source.eval.read(np.arange(len(source.eval))).labels)}
+        mine = [batch for batch in batches if batch.evaluated == source.name]
+        assert sum(batch.samples for batch in mine) == len(source.eval)
+        assert {tuple(row.tolist()) for batch in mine for row in rows([batch], "labels")[: batch.samples]} == own
 
 
 def test_evaluation_does_not_depend_on_seed_or_layout(prepared: Prepared) -> None:
-    one = [row for batch in schedule(prepared, micro=4).eval_batches() for row in rows([batch])]
+    one = [row for batch in schedule(prepared, micro=4).eval_batches() for row in rows([batch])[: batch.samples]]
     parts = [list(schedule(prepared, rank, 2, micro=2, seed=99).eval_batches()) for rank in range(2)]
-    two = [row for step in zip(*parts, strict=True) for row in rows(list(step))]
-    total = prepared.eval_sequences
-    assert torch.equal(torch.stack(one[:total]), torch.stack(two[:total]))
+    two = [row for step in zip(*parts, strict=True) for row in rows(list(step))[: step[0].samples]]
+    assert torch.equal(torch.stack(one), torch.stack(two))
 
 
 def test_a_short_evaluation_meets_all_sources(prepared: Prepared) -> None:
-    from llmtrain.data.evaluation import EvalOrder
-
-    order = EvalOrder([source.eval for source in prepared.sources], [source.key for source in prepared.sources])
+    order = prepared.eval_order()
     assert set(order.sources[: len(order) // 2].tolist()) == {0, 1}
 
 

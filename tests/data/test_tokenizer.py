@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import close_session
 from small_corpora import MakeRecipe, make_texts, write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
@@ -122,6 +125,14 @@ def test_tokenizers_that_cannot_be_used(
     empty.mkdir()
     assert str(empty) in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(empty))
     assert "nobody/nothing" in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer="nobody/nothing")
+    (empty / "config.json").write_text('{"model_type": "llama"}')
+    told = fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(empty))
+    assert f"'{empty}' holds no vocabulary" in told or f"'{empty}' is neither a folder with a tokenizer" in told
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for content in ("{", "[]", "[" * 100_000):
+            broken = write_tokenizer(tmp_path / f"{name}{content[:2]}{len(content)}")
+            (broken / name).write_text(content)
+            assert str(broken) in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(broken))
     small = fault(make_recipe, corpus_file, "data.vocab", tokenizer={"vocab_size": 256})
     assert "256 tokens cannot hold the 256 bytes" in small
 
@@ -133,6 +144,61 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
     recipe = recipe.with_(**{"model.config.vocab_size": 100})
     with pytest.raises(DataError, match=r"has 258 tokens, the model's vocabulary only 100"):
         prepare(recipe)
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 257}, {"text_config": {"vocab_size": 257}}])
+def test_a_tokenizer_larger_than_pretrained_weights_is_refused(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Nobody loads torch, or a weight, to find out."""
+    recipe = make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
+    model = tmp_path / "model"
+    model.mkdir()
+    recipe = recipe.with_(**{"model.architecture": None, "model.pretrained": str(model)})
+    for rows, refused in ((config, True), (json.loads(json.dumps(config).replace("257", "258")), False)):
+        (model / "config.json").write_text(json.dumps({"model_type": "llama", **rows}))
+        if refused:
+            with pytest.raises(DataError, match=r"258 tokens, .* only 257 .*\n.*data.tokenizer=") as caught:
+                prepare(recipe)
+            assert caught.value.exit_code == 3
+        else:
+            prepare(recipe)
+
+
+def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://127.0.0.1:{server.server_port}"
+        close_session()  # one that was opened offline stays so
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", where)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", where + "/{repo_id}/{revision}/{filename}"
+        )
+        told = fault(make_recipe, corpus_file, "data.tokenizer", tokenizer="toks/mine")
+        assert "the hub has no such repository, or it is private" in told
+        assert len(asked) == 1
+        for name in ("./toks/mine", str(tmp_path / "toks"), "~/toks", "a/b/c"):
+            assert f"there is no folder '{name}'" in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=name)
+        assert len(asked) == 1
+        told = fault(make_recipe, Path("data/mine"), "data.missing", tokenizer={"vocab_size": 300})
+        assert len(asked) == 2
+        server.shutdown()
+    close_session()
+    assert "nor a data set of the hub" in told
 
 
 def test_a_fault_in_the_corpus_ends_the_training_of_a_tokenizer(make_recipe: MakeRecipe, tmp_path: Path) -> None:

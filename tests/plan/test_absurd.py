@@ -122,7 +122,7 @@ def test_a_thousand_layers_in_many_stages():
 
 def test_a_model_of_the_hub_without_the_hub(monkeypatch, tmp_path):
     """What is not there is told at once, with what to download."""
-    monkeypatch.setattr(facts_module, "_answers", lambda name, revision: False)
+    monkeypatch.setattr(facts_module, "hub_has", lambda name, revision: None)
     with pytest.raises(RecipeError) as caught:
         model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
     (problem,) = caught.value.problems

@@ -1,4 +1,4 @@
-"""Options of retention that would do nothing."""
+"""Options of retention and of evaluation that would do nothing."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_s
         ({"checkpoint.keep_best": 1, "evaluation.every_steps": 51}, ["checkpoint.never_evaluated"]),
         ({"checkpoint.keep_best": 1, "checkpoint.keep_every_steps": 20}, []),
         ({"checkpoint.keep_best": 1, "evaluation.every_steps": 25}, []),
+        ({"evaluation.every_steps": 0, "evaluation.sources": [{"name": "a"}]}, ["evaluation.never"]),
+        ({"evaluation.every_steps": 0, "evaluation.at_start": True}, ["evaluation.never"]),
+        ({"evaluation.every_steps": 0, "evaluation.at_start": False}, []),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.2}, ["evaluation.fraction"]),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.0}, []),
+        ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.01, "evaluation.at_start": True}, []),
+        ({"evaluation.sources": [{"name": "a", "weight": 2.0}], "data.eval_fraction": 0.0}, ["evaluation.weight"]),
     ],
 )
 def test_what_would_do_nothing_is_refused(tiny, fields, broken):

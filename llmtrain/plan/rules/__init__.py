@@ -8,6 +8,7 @@ from llmtrain.plan.rules import (
     backends,
     batch,
     checkpoint,
+    evaluation,
     expert,
     kernels,
     layout,
@@ -37,6 +38,7 @@ LEGALITY: tuple[Rule, ...] = (
     *layout.RULES,
     *batch.RULES,
     *checkpoint.RULES,
+    *evaluation.RULES,
     *DEEPSPEED_RULES,
     *backends.RULES,
 )

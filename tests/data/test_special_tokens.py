@@ -1,0 +1,140 @@
+"""Texts of special tokens in documents: counted, explained, refused or parsed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_corpora import MakeRecipe, make_texts, write_jsonl
+from test_tokenizer import write_tokenizer
+from transformers import AutoTokenizer
+
+from llmtrain.data import Prepared, notes, prepare
+from llmtrain.data.special import Finder, Found
+from llmtrain.errors import DataError
+from llmtrain.recipe import Recipe
+
+CHAT = "<s>user\nhello {n}</s>\n<s>model\nhello</s>\n"
+
+
+@pytest.fixture
+def recipe(make_recipe: MakeRecipe, tmp_path: Path) -> Recipe:
+    """Forty conversations under a template, for a tokenizer that has its tokens, and twenty plain texts."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    chats = [CHAT.format(n=number) for number in range(40)]
+    return make_recipe(write_jsonl(tmp_path / "chat.jsonl", chats + make_texts(20)), tokenizer=str(tokenizer))
+
+
+def stored(prepared: Prepared) -> list[list[int]]:
+    streams = [prepared.sources[0].store.streams[split] for split in ("train", "eval")]
+    return sorted(
+        stream.tokens[start:end].tolist()
+        for stream in streams
+        for start, end in zip(stream.documents[:-1].astype(int), stream.documents[1:].astype(int), strict=True)
+    )
+
+
+def refusal(recipe: Recipe, **fields: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(recipe.with_(**fields))
+    assert [problem.rule for problem in caught.value.problems] == ["data.special_tokens"]
+    return str(caught.value)
+
+
+def test_a_template_in_the_text_is_refused_with_count_and_example(recipe: Recipe, tmp_path: Path) -> None:
+    said = refusal(recipe)
+    assert "data.sources.0.name" in said
+    assert "160 texts of the tokenizer's special tokens (<s> 80, </s> 80) in 40 of 60 documents" in said
+    assert r"such as '<s>user\nhello 0</s>" in said
+    assert "--set data.special_tokens=parse" in said
+    assert "where </s> stands between documents" in said
+
+
+def test_as_text_they_are_characters_and_as_tokens_those_of_transformers(recipe: Recipe) -> None:
+    text, parsed = (prepare(recipe.with_(**{"data.special_tokens": how})) for how in ("text", "parse"))
+    tokenizer = AutoTokenizer.from_pretrained(text.tokenizer_dir)
+    texts = [json.loads(line)["text"] for line in Path(recipe.data.sources[0].name).read_text().splitlines()]
+
+    def expected(split: bool) -> list[list[int]]:
+        encoded = (tokenizer(one, add_special_tokens=False, split_special_tokens=split)["input_ids"] for one in texts)
+        return sorted([*ids, 1] for ids in encoded)
+
+    assert stored(text) == expected(split=True)
+    assert stored(parsed) == expected(split=False)
+    assert stored(text) != stored(parsed)
+    assert text.key != parsed.key
+    assert "read as ordinary text" in notes(text, recipe)[-1]
+
+
+def test_a_store_made_as_text_is_refused_and_used_as_asked(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are the same, and so is their key: of an earlier version's store they are counted once."""
+    text = prepare(recipe.with_(**{"data.special_tokens": "text"}))
+    assert "in 40 of 60 documents" in refusal(recipe)
+    meta = text.sources[0].store.path / "meta.json"
+    kept = json.loads(meta.read_text())
+    meta.write_text(json.dumps({name: value for name, value in kept.items() if name != "special_tokens"}))
+    assert "in 40 of 60 documents" in refusal(recipe)
+    monkeypatch.setattr("llmtrain.data.files.FileCorpus.documents", None)  # whoever reads it again fails
+    assert "in 40 of 60 documents" in refusal(recipe)
+    again = prepare(recipe.with_(**{"data.special_tokens": "text"}))
+    assert (again.made, again.key) == (False, text.key)
+
+
+def test_a_handful_is_text_and_said(
+    make_recipe: MakeRecipe, corpus_file: Path, texts: list[str], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "few.jsonl", [*texts, *["about <|endoftext|>"] * 10])
+    recipe = make_recipe(path)
+    (note,) = [line for line in notes(prepare(recipe), recipe) if "special" in line]
+    assert "10 texts of the tokenizer's special tokens (<|endoftext|> 10) in 10 of 210 documents" in note
+    assert "read as ordinary text" in note
+    plain = make_recipe(corpus_file)
+    assert not any("special" in line for line in notes(prepare(plain), plain))
+    assert "11 texts" in refusal(make_recipe(write_jsonl(tmp_path / "more.jsonl", ["a <|endoftext|>"] * 11)))
+
+
+def test_stories_in_one_file_are_told_what_to_do(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "stories.txt").write_text("\n<|endoftext|>\n".join(make_texts(50)))
+    said = refusal(make_recipe(tmp_path / "stories.txt"))
+    assert "in 1 of 1 documents" in said
+    assert (
+        "where <|endoftext|> stands between documents, neither is right: split the text there, and write each" in said
+    )
+
+
+def test_a_tokenizer_that_parses_is_not_trained_on_the_characters(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"{text}<|endoftext|>" for text in make_texts(50)])
+    prepared = prepare(make_recipe(path, special_tokens="parse"))
+    vocabulary = AutoTokenizer.from_pretrained(prepared.tokenizer_dir).get_vocab()
+    assert not any("oftext" in token for token in vocabulary if token != "<|endoftext|>")
+    # A document that brings its end is not ended twice.
+    assert all(ids.count(prepared.eos_id) == 1 for ids in stored(prepared))
+
+
+def test_documents_that_begin_themselves_are_begun_once(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer", bos=True))
+    path = write_jsonl(tmp_path / "a.jsonl", ["<s>one", "two"])
+    prepared = prepare(make_recipe(path, tokenizer=tokenizer, special_tokens="parse", eval_fraction=0.0))
+    assert [(ids[0], ids.count(0), ids[-1]) for ids in stored(prepared)] == [(0, 1, 1)] * 2
+
+
+def test_the_finder_finds_what_a_plain_search_does() -> None:
+    draw = random.Random(0)
+    for tokens in (["<s>", "</s>", "<s>x", "[A]", "[AB]", "[", "."], ["<|a|>"], [f"<|{n}|>" for n in range(300)], [""]):
+        text = "".join(draw.choice([*tokens, "<|", "x", "[A", " "]) for _ in range(3000))
+        finder = Finder(tokens)
+        finder.look(text)
+        found = finder.found()
+        wanted = sorted(filter(None, tokens), key=len, reverse=True)
+        expected = re.findall("|".join(map(re.escape, wanted)), text) if wanted else []
+        assert found.count == len(expected)
+        assert all(expected.count(token) == count for token, count in found.tokens.items())
+
+
+@pytest.mark.parametrize(("count", "characters", "few"), [(10, 0, True), (11, 10**6, False), (99, 10**8, True)])
+def test_a_handful_grows_with_the_corpus(count: int, characters: int, few: bool) -> None:
+    assert Found(count, 1, 1, characters, {}, "").is_handful == few
