@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -55,6 +56,8 @@ def fit(run: Run) -> None:
     `guard.every_steps` names.
     """
     recipe, state = run.recipe, run.state
+    if state.step == 0 and recipe.evaluates_at_start:
+        evaluate(run)
     meter = Meter()
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
@@ -91,16 +94,18 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Mean loss over the target tokens of the held-out sequences, into `run.state` and the metrics."""
-    total, targets = 0.0, 0
+    """Mean loss over the target tokens that are evaluated on, of all and of each source, into the metrics."""
+    losses: dict[str, float] = defaultdict(float)
+    targets: dict[str, int] = defaultdict(int)
     with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
         for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
             run.heart.beat()
-            total += _weighted(run.engine, batch)
-            targets += batch.target_tokens
-    run.state.eval_loss, run.state.eval_step = total / targets, run.state.step
+            losses[batch.evaluated] += _weighted(run.engine, batch)
+            targets[batch.evaluated] += batch.target_tokens
+    run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(targets.values()), run.state.step
     if run.metrics:
-        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss))
+        by_source = {name: loss / targets[name] for name, loss in losses.items()}
+        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source))
 
 
 def _save(run: Run) -> None:

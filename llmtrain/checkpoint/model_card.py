@@ -109,7 +109,10 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
     if train.get("loss") is not None:
         rows.append(("training loss", f"{train['loss']:.4f} nats per token in step {train['step']:,}"))
     if loss is not None:
-        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on held-out documents"))
+        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on text not trained on"))
+    for name, of_source in evaluation.get("eval_loss_by_source", {}).items():
+        if of_source is not None:
+            rows.append((f"evaluation loss, {portable(name)}", f"{of_source:.4f} nats per token"))
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from llmtrain.untrusted import read_bytes
 Record = dict[str, Any]
 MOST_BYTES = 1 << 34
 """Longest `metrics.jsonl`: some ten million lines."""
+_NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9-]+")
+"""What MLflow does not take in a name, and what would make another group of a path."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,12 @@ class MetricsLogger:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         return self._write(fields, "train")
 
-    def log_eval(self, step: int, eval_loss: float) -> Record:
-        """Writes an evaluation after `step` steps; returns its record."""
-        return self._write({"step": step, "eval_loss": eval_loss, "perplexity": perplexity(eval_loss)}, "eval")
+    def log_eval(self, step: int, eval_loss: float, by_source: Mapping[str, float] | None = None) -> Record:
+        """Writes an evaluation after `step` steps; returns its record. by_source: the loss of each source."""
+        fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss, "perplexity": perplexity(eval_loss)}
+        if by_source and len(by_source) > 1:
+            fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
+        return self._write(fields, "eval")
 
     def flush(self) -> None:
         """Waits until every line is on the disk, as far as it takes them."""
@@ -109,9 +115,7 @@ class MetricsLogger:
     def _write(self, fields: Mapping[str, Any], group: str) -> Record:
         record = {name: _finite(value) for name, value in fields.items()}
         self._lines.add(json.dumps(record, allow_nan=False))
-        self._trackers.log(
-            {f"{group}/{name}": value for name, value in record.items() if name != "step"}, record["step"]
-        )
+        self._trackers.log(_flat(record, group), record["step"])
         return record
 
 
@@ -157,6 +161,17 @@ class _Lines:
             self._failed = bool(self._left)
 
 
+def _flat(record: Record, group: str) -> dict[str, Any]:
+    """The values of a record by the names that trackers have for them; those of sources are named after these."""
+    values: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            values |= {f"{group}/{name}/{_NOT_IN_TAGS.sub('_', source)}": loss for source, loss in value.items()}
+        elif name != "step":
+            values[f"{group}/{name}"] = value
+    return values
+
+
 def perplexity(loss: float) -> float:
     """e to the loss, infinite where that overflows."""
     try:
@@ -166,22 +181,22 @@ def perplexity(loss: float) -> float:
 
 
 def forget_after(run_dir: RunDir, step: int) -> None:
-    """Removes the lines of steps after `step`, all of them for 0, and a last line that was cut off."""
+    """Removes the lines of steps after `step`, all of them for 0 (a new run), and a last line that was cut off."""
     try:
         text = read_bytes(run_dir.metrics_file, MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return
-    kept = "".join(f"{line}\n" for line in text.splitlines() if 0 < _step(line) <= step)
+    kept = "".join(f"{line}\n" for line in text.splitlines() if step and 0 <= _step(line) <= step)
     if kept != text:
         write_atomically(run_dir.metrics_file, kept)
 
 
 def _step(line: str) -> int:
-    """Step of a line; 0 for one that is not whole."""
+    """Step of a line; -1 for one that is not whole."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
-        return 0
+        return -1
 
 
 def _finite(value: Any) -> Any:

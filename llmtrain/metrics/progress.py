@@ -181,7 +181,9 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
 
 
 def _evaluation(record: dict[str, Any]) -> str:
-    return f"eval loss {_number(record['eval_loss'])}  perplexity {_number(record['perplexity'])}"
+    losses = record.get("eval_loss_by_source", {}).items()
+    by_source = "".join(f"  {name} {_number(loss)}" for name, loss in losses)
+    return f"eval loss {_number(record['eval_loss'])}  perplexity {_number(record['perplexity'])}{by_source}"
 
 
 def _number(value: float | None) -> str:

@@ -216,7 +216,11 @@ def test_fp32_weights_of_a_bf16_run(families, tokenizer, tmp_path):
 
 def test_the_card_says_what_was_trained_and_what_came_of_it(families, tokenizer, tmp_path):
     run = families / "tied"
-    lines = [{"step": 1, "loss": 5.5}, {"step": 1, "eval_loss": 5.125}, {"step": 2, "loss": 1.0}]
+    lines = [
+        {"step": 1, "loss": 5.5},
+        {"step": 1, "eval_loss": 5.125, "eval_loss_by_source": {"/d/a.txt": 5.0}},
+        {"step": 2, "loss": 1.0},
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
     export(newest(run / "checkpoints"), tokenizer, tmp_path / "out")
     _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
@@ -226,7 +230,8 @@ def test_the_card_says_what_was_trained_and_what_came_of_it(families, tokenizer,
         "tags": ["llmtrain", "llama"],
     }
     assert "| training loss | 5.5000 nats per token in step 1 |" in body
-    assert "| evaluation loss | 5.1250 nats per token after step 1, on held-out documents |" in body
+    assert "| evaluation loss | 5.1250 nats per token after step 1, on text not trained on |" in body
+    assert "| evaluation loss, a.txt | 5.0000 nats per token |" in body
     assert "1 steps, 8 sequences, 200 target tokens" in body
     assert '"zero_stage": 3' in body
     assert "- torch " in body

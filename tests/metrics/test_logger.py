@@ -72,6 +72,43 @@ def test_an_evaluation(run_dir, plan):
     assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
 
 
+def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
+    """Trackers take numbers only, and MLflow few characters in their names."""
+    sent = []
+    monkeypatch.setattr(
+        "llmtrain.metrics.trackers.Trackers.log", lambda self, values, step: sent.append((values, step))
+    )
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_eval(20, 2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan})
+        logger.log_eval(30, 2.5, {"alone": 2.5})
+    first, second = records(run_dir)
+    assert first["eval_loss_by_source"] == {"/data/a b.jsonl": 2.0, "owner/web": None}
+    assert "eval_loss_by_source" not in second
+    values, step = sent[0]
+    assert step == 20
+    assert values == {
+        "eval/eval_loss": 2.5,
+        "eval/perplexity": pytest.approx(math.exp(2.5)),
+        "eval/eval_loss_by_source/_data_a_b_jsonl": 2.0,
+        "eval/eval_loss_by_source/owner_web": None,
+    }
+
+
+def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
+    """A run that continues keeps its line; a new one in the same folder, and a line that was cut off, do not stay."""
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_eval(0, 3.0)
+        logger.log_step(metrics(10))
+    with run_dir.metrics_file.open("a") as file:
+        file.write('{"step": 2')
+    with MetricsLogger(run_dir, plan, start_step=10):
+        pass
+    assert [record["step"] for record in records(run_dir)] == [0, 10]
+    with MetricsLogger(run_dir, plan):
+        pass
+    assert records(run_dir) == []
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_has_no_word_for_is_null(run_dir, plan, value):
     with MetricsLogger(run_dir, plan) as logger:

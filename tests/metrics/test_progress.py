@@ -36,9 +36,11 @@ def test_a_log_gets_one_line_per_logged_step():
         with progress.busy("evaluating"):
             pass
         progress.show(EVALUATION)
+        progress.show({**EVALUATION, "eval_loss_by_source": {"web": 2.9, "code": None}})
     assert lines(console) == [
         "step 50/100  loss 2.3457  grad 0.9877  lr 3.00e-04  12.3k tok/s  41.2% mfu  1m40s left",
         "step 50  eval loss 3.0000  perplexity 20.09",
+        "step 50  eval loss 3.0000  perplexity 20.09  web 2.9000  code not finite",
     ]
 
 
