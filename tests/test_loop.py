@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
-from small_plan import small_plan
+from small_plan import MODEL, small_plan
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines.guard import Skipped, SkippedStep
@@ -18,6 +19,7 @@ from llmtrain.metrics import TrainingProgress
 SPOILT = range(7, 40)
 """Steps whose updates are skipped."""
 WINDOW = 16
+PRETRAINED = {"model.architecture": None, "model.config": {}, "model.pretrained": "a folder of weights"}
 
 
 class Engine:
@@ -74,3 +76,63 @@ def test_when_a_run_goes_back_does_not_depend_on_what_it_logs(logging, rank, eve
     step, logged = _found_after(rank, **fields)
     assert step == found
     assert logged == ([step for step in range(1, found + 1) if step % logging == 0] if rank == 0 else [])
+
+
+class Evaluated:
+    """Evaluates batches whose loss is known."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def train_step(self, batch):
+        self.steps += 1
+        return SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
+
+    def eval_step(self, batch):
+        return torch.tensor(batch.loss - self.steps)
+
+
+def _evaluations(start: int, **fields) -> list[tuple]:
+    """What a run of three steps after `start` logs of its evaluations."""
+    recipe = small_plan(**{"train.max_steps": start + 3, **fields}).recipe
+    logged: list[tuple] = []
+    metrics = SimpleNamespace(
+        log_step=lambda metrics: {},
+        log_eval=lambda *values: logged.append(values) or {},
+        flush=lambda: None,
+    )
+    of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
+    batches = [SimpleNamespace(evaluated=name, loss=loss, target_tokens=tokens) for name, loss, tokens in of]
+    data = SimpleNamespace(train_batches=_batches, eval_batches=lambda most: iter(batches))
+    quiet = SimpleNamespace(**dict.fromkeys(("show", "note", "advance"), lambda _: None))
+    saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
+    stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
+    engine = Evaluated()
+    engine.guard = SimpleNamespace(read=lambda: Skipped(0, ()))
+    with TrainingProgress(Console(quiet=True), 100) as progress:
+        quiet.busy = progress.busy
+        fit(Run(recipe, engine, data, saver, TrainerState(step=start), start + 3, quiet, stop, metrics))
+    return logged
+
+
+def test_an_evaluation_is_a_mean_over_tokens_of_all_and_of_each_source():
+    (logged,) = _evaluations(0, **{"evaluation.every_steps": 50})
+    assert logged == (3, (6 * 10 + 2 * 30 + 1 * 60) / 100, {"web": 6.0 - 3, "code": 4.0 - 3})
+
+
+@pytest.mark.parametrize(
+    ("start", "fields", "steps"),
+    [
+        (0, {"evaluation.every_steps": 2}, [2, 3]),
+        (0, {"evaluation.every_steps": 2, "evaluation.at_start": True}, [0, 2, 3]),
+        (4, {"evaluation.every_steps": 2, "evaluation.at_start": True}, [6, 7]),
+        (0, {"evaluation.every_steps": 2, **PRETRAINED}, [0, 2, 3]),
+        (0, {"evaluation.every_steps": 2, "evaluation.at_start": False, **PRETRAINED}, [2, 3]),
+        (0, {"evaluation.every_steps": 0, **PRETRAINED}, []),
+    ],
+)
+def test_an_evaluation_before_the_first_step(start, fields, steps, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **MODEL}))
+    if "model.pretrained" in fields:
+        fields = {**fields, "model.pretrained": str(tmp_path)}
+    assert [step for step, *_ in _evaluations(start, **fields)] == steps
