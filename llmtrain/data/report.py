@@ -46,7 +46,7 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
     table.add_column("source", overflow="fold", min_width=NAME_CHARACTERS)
     table.add_column("split")
     for heading in ("documents", "tokens", f"sequences of {prepared.sequence_length}", "fill", "epochs"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         table.add_row(source.name, "train", *_cells(source, "train"), f"{epochs:.3g}")
         if not prepared.evaluation_sources:

@@ -8,7 +8,9 @@ import pytest
 from small_corpora import MakeRecipe, make_texts, write_jsonl
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, prepare
+from llmtrain.data import Prepared, Progress, prepare
+from llmtrain.data.cache import Cache, cache_folder, key_of
+from llmtrain.data.corpus import open_corpora
 from llmtrain.errors import DataError
 
 BOOK = "\n".join(f"line {number} of the book, in some words" for number in range(500))
@@ -34,6 +36,19 @@ def test_the_end_of_a_single_text_is_held_out(make_recipe: MakeRecipe, book: Pat
     assert train + held == BOOK
     assert train.endswith("\n")  # cut between lines
     assert len(held) == pytest.approx(fraction * len(BOOK), abs=0.02 * len(BOOK))
+
+
+def test_only_a_single_text_has_a_new_store(make_recipe: MakeRecipe, corpus_file: Path, book: Path) -> None:
+    """What an earlier version called so holds its whole text. All other stores, and the runs on them, go on."""
+    for path, fraction, is_same in ((corpus_file, 0.1, True), (book, 0.1, False), (book, 0.0, True)):
+        recipe = make_recipe(path, eval_fraction=fraction)
+        prepared = prepare(recipe)
+        cache = Cache(cache_folder(recipe.data), Progress())
+        (corpus,) = open_corpora(recipe.data.sources, cache)
+        before = key_of("tokens", 1, corpus.identity, prepared.tokenizer.identity, fraction)
+        assert (prepared.sources[0].store.key == before) == is_same
+        trained = key_of("trained", 1, 300, fraction, [1], [corpus.identity])
+        assert (prepared.tokenizer_dir.name == trained) == is_same
 
 
 def test_nothing_of_it_where_nothing_is_to_be(make_recipe: MakeRecipe, book: Path) -> None:
