@@ -199,15 +199,10 @@ def _split_folder(folder: Path, split: str, field: str) -> Path:
 
 def _splits(index: Path) -> list[str]:
     """The names of splits in a `dataset_dict.json`. Raises DataError for one that does not hold them."""
-    reason = 'holds no {"splits": [NAME, ...]}'
     try:
-        splits = json.loads(index.read_text(encoding="utf-8"))["splits"] if index.is_file() else None
-        if isinstance(splits, list) and all(isinstance(name, str) for name in splits):
-            return splits
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror}"
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
+        return read_json(index, dict[str, list[str]])["splits"]
+    except (*UNREADABLE, KeyError):
+        reason = 'holds no {"splits": [NAME, ...]}'
     fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
     raise DataError(Problem("data.format", str(index), reason, fix))
 
