@@ -11,12 +11,13 @@ from transformers import AutoTokenizer
 from llmtrain.data import Prepared, Progress, prepare
 from llmtrain.data.cache import Cache, cache_folder, key_of
 from llmtrain.data.corpus import open_corpora
+from llmtrain.data.store import Split
 from llmtrain.errors import DataError
 
 BOOK = "\n".join(f"line {number} of the book, in some words" for number in range(500))
 
 
-def text(prepared: Prepared, split: str, source: int = 0) -> str:
+def text(prepared: Prepared, split: Split, source: int = 0) -> str:
     """All that a split of a source holds."""
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
     sources = (*prepared.sources, *prepared.evaluation_sources)
