@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import stored_names
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
-from llmtrain.checkpoint.state import TrainerState, load
+from llmtrain.checkpoint.state import load
 from llmtrain.engines import Engine
 from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.distributed import barrier
