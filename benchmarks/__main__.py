@@ -16,14 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import busy_cores, facts
+from benchmarks.machine import facts
 from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
 from benchmarks.question import Question, Script
 from benchmarks.questions import QUESTIONS
 from llmtrain.cluster import visible_gpus
-from llmtrain.host import most_cores_of_others, own_cores
+from llmtrain.host import cores_of_others, most_cores_of_others, own_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
+LOOK_S = 3.0
+"""In which it is seen whether others use the cores."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -87,7 +89,7 @@ def measure(question: Question, pairs: int, short: bool, only: str | None = None
 
 
 def _refuse_busy() -> None:
-    busy, most = busy_cores(), most_cores_of_others(own_cores())
+    busy, most = cores_of_others(LOOK_S), most_cores_of_others(own_cores())
     if busy > most:
         sys.exit(
             f"this machine is busy: others use {busy:.2f} cores, where {most:.2f} may be used; "

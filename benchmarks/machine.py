@@ -7,15 +7,12 @@ import platform
 import re
 import shutil
 import subprocess
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llmtrain.host import CoreMeter, own_cores
+from llmtrain.host import own_cores
 from llmtrain.run_dir import environment
-
-LOOK_S = 3.0
 
 
 def facts() -> dict[str, Any]:
@@ -37,13 +34,6 @@ def facts() -> dict[str, Any]:
         "variables": found["variables"],
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
-
-
-def busy_cores(seconds: float = LOOK_S) -> float:
-    """Cores in use, on average over so many seconds from now on."""
-    meter = CoreMeter()
-    time.sleep(seconds)
-    return meter.cores_of_others()
 
 
 def _cpu_model() -> str:

@@ -23,6 +23,7 @@ from llmtrain.commands.options import (
     SetOption,
 )
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
+from llmtrain.host import limit_spinning
 from llmtrain.quiet import quiet_libraries
 from llmtrain.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
 from llmtrain.streams import take_any_text
@@ -40,6 +41,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a user's mistake becomes a message and an exit code."""
     take_any_text()
+    limit_spinning(os.environ)
     try:
         _check_surroundings()
         try:

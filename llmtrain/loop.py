@@ -16,7 +16,7 @@ from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.guard import Skipped
 from llmtrain.heartbeat import Heartbeat, Phase
-from llmtrain.metrics import Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.metrics import BusyCores, Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.recipe import Recipe
 from llmtrain.signals import Agreement
 
@@ -39,6 +39,8 @@ class Run:
     skipped: int = 0
     """Updates that the guard has skipped, as far as they were told."""
     heart: Heartbeat = field(default_factory=Heartbeat)
+    cores: BusyCores | None = None
+    """On rank 0, where it computes on a CPU."""
 
 
 class TooManySkippedError(Exception):
@@ -166,6 +168,8 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
     run.progress.show(record)
     if slow := run.heart.straggler():
         run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
+    if run.cores and (busy := run.cores.line()):
+        run.progress.note(busy)
 
 
 def _peak_memory() -> int:

@@ -18,6 +18,7 @@ from llmtrain import watchdog
 from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.errors import Exit, RecipeError
 from llmtrain.heartbeat import Heartbeat, Phase
+from llmtrain.host import limit_spinning
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.interfaces import settle
 from llmtrain.launch.seal import Secret
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
+    from llmtrain.metrics import BusyCores
 
 
 def main(
@@ -46,6 +48,7 @@ def main(
 ) -> None:
     """Trains as one rank of the run that a launcher has written to a folder."""
     signals = StopSignals()
+    limit_spinning(os.environ)
     rank = discover(os.environ, sys.argv)
     if rank is None:
         raise SystemExit("llmtrain.worker is started by a launcher, which sets RANK; use `llmtrain train`")
@@ -216,7 +219,8 @@ class _Worker:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
                 stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
                 skipped = engine.guard.read().total
-                fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart))
+                cores = self._cores()
+                fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores))
                 stop.close()
                 heart.finish()
                 progress.summary()
@@ -228,6 +232,16 @@ class _Worker:
         barrier()  # rank 0 keeps the store that the others have just read a verdict from
         self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
         return True
+
+    def _cores(self) -> BusyCores | None:
+        """What looks at the cores of rank 0's host; None on a GPU, and on other ranks."""
+        import torch
+
+        from llmtrain.metrics import BusyCores
+
+        if not self.rank.is_main or not self.plan.cluster.spec.on_cpu:
+            return None
+        return BusyCores(self.rank.local_world_size, torch.get_num_threads())
 
     def _choose(self, resume: str, storage: Storage) -> Choice | None:
         """The verified checkpoint to go on from, and a word on newer ones that are not whole; None for a new run."""

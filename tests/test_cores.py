@@ -1,4 +1,4 @@
-"""What others use of the cores of this process."""
+"""What others use of the cores of this process, and how its threads wait beside them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
-from llmtrain import host
+from llmtrain import cli, host, worker
+from llmtrain.metrics import busy_cores
+from llmtrain.metrics.busy_cores import BusyCores
 
 SPIN_S = 1.0
 SPIN = f"""
@@ -42,3 +46,117 @@ def test_what_this_process_computes_is_its_own(monkeypatch):
 def test_a_large_machine_does_more_by_itself():
     assert host.most_cores_of_others(2) == host.most_cores_of_others(15) == 0.15
     assert host.most_cores_of_others(128) == 1.28
+
+
+def test_of_a_launcher_is_all_that_it_has_started_running_or_not():
+    before, other = host._tree_s(os.getpid()), subprocess.Popen(["sleep", "60"])
+    grandparent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
+    child = subprocess.Popen([sys.executable, "-c", grandparent])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    running = host._tree_s(os.getpid())
+    assert host._tree_s(other.pid) < 0.1 * SPIN_S
+    child.wait()
+    assert running - before > 0.9 * SPIN_S
+    assert host._tree_s(os.getpid()) >= running
+    other.kill()
+    other.wait()
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """No variable says how threads wait; what a test sets is taken back."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("start", [lambda: cli.main(["--help"]), lambda: worker.main(Path("nowhere"))])
+def test_threads_soon_sleep_when_they_wait(start, nothing_said, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        start()
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+
+
+def test_openmp_reads_what_it_is_told(nothing_said):
+    library = next(Path(torch.__file__).parent.glob("lib/libgomp*"), None)
+    if library is None:
+        pytest.skip("this torch brings no GNU OpenMP")
+    load = f"import ctypes, os; from llmtrain.host import *; limit_spinning(os.environ); ctypes.CDLL({str(library)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", load], env={**os.environ, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, check=True
+    )
+    assert b"GOMP_SPINCOUNT = '10000'" in done.stderr
+
+
+@pytest.mark.parametrize("said", [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
+def test_who_says_how_threads_wait_is_obeyed(said):
+    environment = dict(said)
+    host.limit_spinning(environment)
+    assert environment == said
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks", "others", "spins"),
+    [
+        ({}, 1, 0.6, "0"),
+        ({}, 1, 0.4, "10000"),
+        ({}, 2, 0.6, "0"),
+        ({"OMP_NUM_THREADS": "2"}, 1, 1.9, "10000"),
+        ({"OMP_NUM_THREADS": "2"}, 1, 2.6, "0"),
+        ({"OMP_NUM_THREADS": "1"}, 4, 4.0, "10000"),
+        ({}, 4, 4.0, "10000"),
+        ({"GOMP_SPINCOUNT": "5"}, 1, 4.0, "5"),
+    ],
+)
+def test_threads_sleep_where_others_use_their_cores(monkeypatch, said, ranks, others, spins):
+    monkeypatch.setattr(host, "own_cores", lambda: 4)
+    monkeypatch.setattr(host, "cores_of_others", lambda seconds: others)
+    environment = dict(said)
+    host.limit_spinning(environment)
+    line = host.sleep_beside_others(environment, ranks)
+    assert environment["GOMP_SPINCOUNT"] == spins
+    assert (line is not None) == (spins == "0")
+    assert line is None or line.startswith(f"others use {others:.2f} of 4 cores: threads sleep")
+
+
+class Used:
+    """A stand-in for the meter: others use so many cores, in one look after the other."""
+
+    def __init__(self, monkeypatch, *cores, seconds=busy_cores.LOOK_S):
+        self.cores, self.seconds = iter(cores), seconds
+        monkeypatch.setattr(busy_cores, "CoreMeter", lambda of_launcher: self)
+        for module in (busy_cores, host):
+            monkeypatch.setattr(module, "own_cores", lambda: 4)
+
+    def cores_of_others(self):
+        return next(self.cores)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "others", "is_told"),
+    [(1, 4, 0.4, False), (1, 4, 0.6, True), (2, 2, 0.6, True), (1, 2, 2.4, False), (1, 2, 2.6, True)],
+)
+def test_a_run_says_that_others_use_the_cores_it_needs(monkeypatch, ranks, threads, others, is_told):
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(host.SPIN_COUNT))
+    Used(monkeypatch, others)
+    cores = BusyCores(ranks, threads)
+    line = cores.line()
+    assert (line is not None) == is_told
+    if line:
+        assert f"others use {others:.2f} of 4 cores, and this run computes with {ranks * threads} threads" in line
+        assert "--set kernels.threads=1" in line
+        assert cores.line() is None  # once
+
+
+def test_what_is_said_does_not_advise_what_is_done_already(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", str(host.SPIN_COUNT))
+    Used(monkeypatch, 1.0, 1.0)
+    assert "continued" not in BusyCores(4, 1).line()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "0")
+    assert "continued" not in BusyCores(1, 4).line()
+
+
+def test_a_look_at_the_cores_takes_its_time(monkeypatch):
+    Used(monkeypatch, seconds=busy_cores.LOOK_S - 1)
+    assert BusyCores(1, 4).line() is None

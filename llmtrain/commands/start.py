@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmtrain.commands.request import TrainRequest
 from llmtrain.commands.shown import print_plan
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
+from llmtrain.host import sleep_beside_others
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +47,8 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     declared, _ = request.load()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
+    if cluster.spec.on_cpu and per_node == 1:  # other ranks that start now would be taken for others
+        _settle_threads(1)
     folder = request.folder(declared)
     try:
         plan = startable(declared, cluster, folder, request.resume, rank.world_size)
@@ -73,6 +77,8 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
     from llmtrain.launch.template import Template
 
     cluster = local_cluster(request.nproc or processes_asked())
+    if cluster.spec.on_cpu:
+        _settle_threads(cluster.devices_per_node)
     with Template() as template:
         forked_from = template if cluster.spec.on_cpu and not tool else None
         if forked_from:
@@ -86,6 +92,12 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
         plan = startable(declared, cluster, folder, request.resume, None)
         check_machine(plan)
         sys.exit(_launch(request, plan, render(plan), folder, tool, forked_from))
+
+
+def _settle_threads(ranks: int) -> None:
+    """How the threads of this host's ranks wait for each other: known before torch is loaded anywhere."""
+    if line := sleep_beside_others(os.environ, ranks):
+        print(line, flush=True)
 
 
 def _speaks(rank: Rank, error: UserError) -> bool:

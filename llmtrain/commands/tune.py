@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 
 from llmtrain.cluster import local_cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.host import busy, cores_of_others, most_cores_of_others, own_cores
 
 if TYPE_CHECKING:
     from llmtrain.plan import KernelChoice, Plan
+
+LOOK_S = 1.5
+"""In which it is seen whether others use the cores, before anything is started."""
 
 
 def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json: bool) -> None:
@@ -48,6 +52,9 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
         raise RecipeError(Problem("kernels.open", ", ".join(KERNELS), message, "--set kernels.blocks=auto"))
     plan = resolve(declared, cluster)
     console = Console(stderr=True)
+    if cluster.spec.on_cpu:
+        with console.status("looking whether others use the cores"):
+            _check_quiet()
     with console.status("starting torch") as status:
         from llmtrain.data import Progress, prepare
         from llmtrain.tune.choice import threads_of_a_rank
@@ -58,5 +65,16 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
         try:
             return plan, measure(plan, device, threads_of_a_rank(cluster.world_size), always=True, say=status.update)
         except NotMeasuredError as error:
-            fix = "measure again when nothing else runs, or name the kernels"
-            raise RecipeError(Problem("kernels.measure", "kernels", f"cannot be measured: {error}", fix)) from None
+            raise RecipeError(_not_measured(str(error))) from None
+
+
+def _check_quiet() -> None:
+    """Raises RecipeError where others use so much of the cores that no comparison would be kept."""
+    others, cores = cores_of_others(LOOK_S), own_cores()
+    if others > most_cores_of_others(cores):
+        raise RecipeError(_not_measured(busy(others, cores)))
+
+
+def _not_measured(why: str) -> Problem:
+    fix = "measure again when nothing else runs, or name the kernels"
+    return Problem("kernels.measure", "kernels", f"cannot be measured: {why}", fix)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.host_memory import keep_freed_memory
-from llmtrain.host import CoreMeter, most_cores_of_others, own_cores
+from llmtrain.host import CoreMeter, busy, most_cores_of_others, own_cores
 from llmtrain.models.build import model_configuration
 from llmtrain.models.tiny import with_layers
 from llmtrain.plan import Plan
@@ -154,7 +154,7 @@ def _turns(one: Trial, other: Trial) -> list[tuple[float, float]]:
         of_others = meter.cores_of_others()
         if one.device.type != "cpu" or of_others <= most_cores_of_others(cores):
             return taken
-    raise BusyError(f"others use {of_others:.2f} of {cores} cores")
+    raise BusyError(busy(of_others, cores))
 
 
 def with_threads(plan: Plan, threads: int) -> Plan:

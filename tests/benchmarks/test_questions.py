@@ -107,7 +107,7 @@ def test_the_difference_of_loops_in_turn_is_found_in_noise():
 
 
 def test_a_busy_machine_is_refused(monkeypatch):
-    monkeypatch.setattr(command, "busy_cores", lambda: 1.25)
+    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 1.25)
     with pytest.raises(SystemExit, match=r"others use 1\.25 cores"):
         command.main(["scale"])
 
@@ -120,7 +120,7 @@ def test_what_needs_a_gpu_is_refused_without_one(monkeypatch):
 
 def test_a_short_measurement_is_not_kept(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(command, "cores_of_others", lambda seconds: 0.0)
     monkeypatch.setattr(command, "measure", lambda question, *_: made_up(question))
     command.main(["scale", "--pairs", "2"])
     assert "not kept" in capsys.readouterr().out

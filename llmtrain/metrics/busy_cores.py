@@ -1,0 +1,37 @@
+"""Whether others use the cores that the ranks of a host compute on."""
+
+from __future__ import annotations
+
+import os
+
+from llmtrain.host import SPIN_COUNT, CoreMeter, are_lacking, busy, own_cores
+
+LOOK_S = 5.0
+"""That is looked at, at least."""
+
+
+class BusyCores:
+    """Says once that other processes use cores which the threads of a run need."""
+
+    def __init__(self, ranks: int, threads: int) -> None:
+        """ranks: on this host. threads: of each."""
+        self._threads, self._all_threads, self._is_told = threads, ranks * threads, False
+        self._meter = CoreMeter(of_launcher=True)
+
+    def line(self) -> str | None:
+        """What to say now, if anything."""
+        if self._is_told or self._meter.seconds < LOOK_S:
+            return None
+        others = self._meter.cores_of_others()
+        self._meter = CoreMeter(of_launcher=True)
+        if not are_lacking(others, self._all_threads):
+            return None
+        self._is_told = True
+        used, threads = busy(others, own_cores()), self._all_threads
+        said = f"{used}, and this run computes with {threads} threads: it is slower for that"
+        if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
+            return said
+        return (
+            f"{said}, perhaps much slower, as they wait for each other. Stopped and continued, it lets them sleep "
+            "meanwhile, which changes no number; --set kernels.threads=1 may be faster still"
+        )
