@@ -271,9 +271,12 @@ class GuardConfig(Part):
     """
 
     spike_sigma: Annotated[float, Field(ge=0)] = 6.0
-    """Skip the update of a step whose loss, or gradient norm before clipping, is so many standard deviations above the
-    mean of the last `window_steps` updates that were taken, once there were so many. A deviation counts as a thousandth
-    of the mean at least. 0: only what is not finite is skipped."""
+    """Skip the update of a step whose loss, or gradient norm before clipping, is a spike: its logarithm is more than so
+    many standard deviations above the mean of the logarithms of the last `window_steps` updates that were taken, once
+    there were so many. A deviation counts as at least 0.001. 0: only what is not finite is skipped."""
+    spike_norm_ratio: Annotated[float, Field(ge=1)] = 8.0
+    """A gradient norm is a spike only if it is also more than so many times the geometric mean of these updates: in
+    healthy runs of small batches, norms lie far above the usual now and then. 1: `spike_sigma` alone decides."""
     window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
     """Updates that mean and deviation are taken over, and steps that skipped ones are counted in."""
     max_skipped: NonNegativeInt = 8

@@ -14,7 +14,10 @@ from llmtrain.engines.guard import Skipped
 from llmtrain.errors import DivergedError, Problem
 from llmtrain.plan import Plan
 
-WAYS_ON = "look at the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma, changes what is skipped"
+WAYS_ON = (
+    "look at the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma or guard.spike_norm_ratio, "
+    "changes what is skipped"
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,13 @@ class Trouble:
 
     def _rule(self) -> str:
         guard = self.plan.recipe.guard
-        spikes = f" or above mean + {guard.spike_sigma:g} sigma of the {guard.window_steps:,} updates before"
-        return f"skipped is what is not finite{spikes if guard.spike_sigma else ''}"
+        if not guard.spike_sigma:
+            return "an update is skipped if its loss or gradient norm is not finite"
+        return (
+            "an update is skipped if its loss or gradient norm is not finite, or more than "
+            f"{guard.spike_sigma:g} standard deviations above the mean of the {guard.window_steps:,} updates before, "
+            f"by logarithms; a norm, if it is also more than {guard.spike_norm_ratio:g} times their geometric mean"
+        )
 
 
 def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:

@@ -37,6 +37,22 @@ def _effective(result: Result) -> Sequence[Verdict]:
     return [Verdict("at least 95% of the ideal for the interval and the kills", found, share >= 0.95)]
 
 
+def _guard(result: Result) -> Sequence[Verdict]:
+    tried, caught = result["tried"], result["tried"]["caught"]["guard"]
+    skipped = tried["skipped"]
+    aims = [
+        Verdict(
+            f"no update skipped in {tried['runs']} healthy runs",
+            f"{skipped['guard']} of {tried['steps']:,}; by six standard deviations {skipped['6 deviations']}",
+            skipped["guard"] == 0,
+        )
+    ]
+    for kind in ("random targets", "random bytes", "gradient × 100"):
+        found, of = caught[kind]
+        aims.append(Verdict(f"every one caught: {kind}", f"{found} of {of}", found == of))
+    return aims
+
+
 def _verify(result: Result) -> Sequence[Verdict]:
     certified = sum(plan["certified"] for plan in result["plans"])
     found = f"{certified} of {len(result['plans'])} plans, {len(result['refused'])} refused"
@@ -80,6 +96,15 @@ OTHERS = (
         ("python", "benchmarks/effective_time.py"),
         _effective,
         minutes=18,
+    ),
+    Script(
+        "guard",
+        "Healthy updates skipped, spikes caught",
+        "The guard's rule on healthy runs of small batches, which it was not set by, and on what was spoilt; "
+        "more in [docs/guard.md](../docs/guard.md).",
+        ("python", "benchmarks/guard.py"),
+        _guard,
+        minutes=30,
     ),
     Script(
         "verify_tiny",

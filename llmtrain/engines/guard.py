@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from llmtrain.recipe import GuardConfig
 
 SMALLEST_SIGMA = 1e-3
-"""Standard deviation, relative to the mean, that counts at least: numbers that hardly move would else be judged by
-the rounding of the next one."""
+"""Standard deviation of a logarithm that counts at least: numbers that hardly move would else be judged by the rounding
+of the next one."""
 LARGEST = sys.float_info.max
 """The largest number."""
 COLUMNS = ("loss", "grad_norm", "loss_limit", "grad_norm_limit", "skipped")
@@ -90,6 +90,8 @@ class Guard:
         self._taken = torch.full((window, 2), math.nan, dtype=torch.float64, device=device)
         self._steps = torch.zeros((window, len(COLUMNS)), dtype=torch.float64, device=device)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
+        # Of loss and norm: how far above its mean a logarithm may be, whatever the deviation.
+        self._always = torch.tensor([0.0, math.log(config.spike_norm_ratio)], dtype=torch.float64, device=device)
         self._measure: Callable[[], Measured] | None = None
         self._measured: Measured | None = None
         self._verdict = torch.zeros((), device=device)
@@ -172,7 +174,8 @@ class Guard:
             skipped = ~torch.isfinite(values[0]) | (bad & ~overflowed)
             dropped = skipped | overflowed
         taken = torch.cat([self._taken[1:], values[None]])
-        self._taken = torch.where(dropped, self._taken, taken)
+        no_logarithm = (values <= 0).any()  # as of a gradient of zeros
+        self._taken = torch.where(dropped | no_logarithm, self._taken, taken)
         self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped[None]])[None]])
         self._total = self._total + skipped
         self._verdict = dropped.float()
@@ -181,8 +184,9 @@ class Guard:
         """What loss and norm may be at most; NaN where nothing is known."""
         if not self._config.spike_sigma:
             return torch.full_like(self._taken[0], math.nan)
-        sigma, mean = torch.std_mean(self._taken, dim=0, correction=0)
-        return mean + self._config.spike_sigma * torch.maximum(sigma, SMALLEST_SIGMA * mean)
+        sigma, mean = torch.std_mean(self._taken.log(), dim=0, correction=0)
+        above = self._config.spike_sigma * sigma.clamp_min(SMALLEST_SIGMA)
+        return (mean + torch.maximum(above, self._always)).exp()
 
 
 def over_ranks(loss: Tensor, grad_norm: Tensor, copies: int = 1) -> Measured:

@@ -80,16 +80,40 @@ def test_a_skipped_update_is_as_if_it_had_never_been(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_spike_is_what_lies_so_many_deviations_above_the_mean(name):
-    steps = Steps(name)
-    steps.settle()  # deviations of 0.1
-    assert not steps.take(loss=2.61)
-    assert not steps.take(grad_norm=1.61)
-    assert steps.take(loss=2.59, grad_norm=1.59)
+def test_a_spike_is_what_lies_so_many_deviations_above_the_mean_by_logarithms(name):
+    steps = Steps(name, spike_norm_ratio=1.0)
+    steps.settle()
+    loss = math.sqrt(1.9 * 2.1) * (2.1 / 1.9) ** (6 / 2)  # two values: half of their distance is a deviation
+    norm = math.sqrt(0.9 * 1.1) * (1.1 / 0.9) ** (6 / 2)
+    assert not steps.take(loss=1.001 * loss)
+    assert not steps.take(grad_norm=1.001 * norm)
+    assert steps.take(loss=0.999 * loss, grad_norm=0.999 * norm)
     assert steps.take(loss=0.1, grad_norm=0.1)
     skipped = steps.guard.read().recent
     assert [one.steps_ago for one in skipped] == [3, 2]
-    assert [one.why() for one in skipped] == ["loss 2.61 above 2.6", "gradient norm 1.61 above 1.6"]
+    assert [one.why() for one in skipped] == ["loss 2.7 above 2.697", "gradient norm 1.818 above 1.817"]
+
+
+def test_a_norm_is_no_spike_below_a_multiple_of_the_usual():
+    """Its limit: eight times the geometric mean, unless the deviations are so large that six of them are more."""
+    steps = Steps()
+    steps.settle()
+    usual = math.sqrt(0.9 * 1.1)
+    assert not steps.take(grad_norm=8.01 * usual)
+    assert steps.take(grad_norm=7.99 * usual)
+    heavy = Steps()
+    for index in range(WINDOW):
+        assert heavy.take(grad_norm=1.5 ** (-1) ** index)  # a deviation of ln 1.5, and 1.5^6 is 11.4
+    assert not heavy.take(grad_norm=11.5)
+    assert heavy.take(grad_norm=11.3)
+
+
+def test_what_has_no_logarithm_is_taken_and_not_remembered():
+    """A gradient of zeros is no reason to skip an update, or to judge none for a window."""
+    steps = Steps()
+    steps.settle()
+    assert steps.take(grad_norm=0.0)
+    assert not steps.take(grad_norm=9.0)
 
 
 def test_nothing_is_a_spike_before_the_window_is_full():
@@ -104,19 +128,19 @@ def test_skipped_updates_leave_the_statistics_alone():
     steps = Steps()
     steps.settle()
     assert not any([steps.take(loss=50.0), steps.take(loss=math.nan), steps.take(loss=3.0)])
-    assert steps.take(loss=2.5)
+    assert steps.take(loss=2.6)
 
 
 def test_numbers_that_do_not_move_are_not_judged_by_their_rounding():
     steps = Steps()
     for _ in range(WINDOW):
         steps.take()
-    assert steps.take(loss=2.01)  # a deviation of 0, which counts as 0.002
+    assert steps.take(loss=2.01)  # a deviation of 0, which counts as 0.001: up to 2.012
     assert not steps.take(loss=2.2)
 
 
 def test_sigma_0_lets_spikes_through_and_nothing_that_is_not_finite():
-    steps = Steps(spike_sigma=0.0)
+    steps = Steps(spike_sigma=0.0, spike_norm_ratio=1.0)
     steps.settle()
     assert steps.take(loss=1e6)
     assert not steps.take(loss=math.nan)
