@@ -32,8 +32,9 @@ def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: f
     folder = model_folder(folder)
     with utf8_name(folder) as named:
         tokenizer = AutoTokenizer.from_pretrained(named)
+        model = AutoModelForCausalLM.from_pretrained(named)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    model = model.to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     with torch.random.fork_rng():

@@ -20,7 +20,7 @@ from llmtrain.engines.tensor_file import head
 from llmtrain.engines.writer import Part, Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.piece_heads import read_head
-from llmtrain.untrusted import UNREADABLE, why
+from llmtrain.untrusted import UNREADABLE, utf8_name, why
 
 FOLDER = "engine"
 """Folder of these files in a checkpoint."""
@@ -50,7 +50,8 @@ class Files:
     def read(self, stored: Stored, kind: str, first: int, last: int) -> Tensor:
         """Elements `first` to `last` of the flat region, which the piece must hold."""
         if stored.file not in self._open:
-            self._open[stored.file] = safe_open(stored.file, framework="pt")
+            with utf8_name(stored.file.parent) as folder:
+                self._open[stored.file] = safe_open(folder / stored.file.name, framework="pt")
         part = self._open[stored.file].get_slice(_key(stored.index, kind))
         tensor: Tensor = part[first - stored.start : last - stored.start]
         return tensor
