@@ -25,8 +25,8 @@ STEPS = 3
 SPARSE = {
     "own_of_the_tests": "own_with_experts",
     "self.up = nn.Linear(width, 2 * width)": (
-        "self.gate = nn.Linear(width, 16)\n"
-        "        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(16)])"
+        "self.gate = nn.Linear(width, 256)\n"
+        "        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(256)])"
     ),
     "        self.down = nn.Linear(2 * width, width)\n": "",
     "self.down(nn.functional.gelu(self.up(hidden)))": (
@@ -40,7 +40,7 @@ SPARSE = {
         "        return out"
     ),
 }
-"""A model of own code whose tokens each run one of 16 modules."""
+"""A model of own code whose tokens each run one of 256 modules, so that some meet no token."""
 
 
 def _recipe(folder: Path, **fields: object) -> Recipe:
