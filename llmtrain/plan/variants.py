@@ -69,9 +69,13 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     A folder for nvme is not ours to name: states and parameters go there only where the recipe has one.
     """
     path = recipe.parallel.nvme_path
-    values = {f"parallel.{name}": get_args(field.annotation) for name, field in ParallelConfig.model_fields.items()}
-    places = ("none", "cpu", "nvme") if path else ("none", "cpu")
-    return values | dict.fromkeys(OFFLOADS, places) | {NVME_PATH: (None, path) if path else (None,)}
+    values: dict[str, tuple[Any, ...]] = {
+        f"parallel.{name}": get_args(field.annotation) for name, field in ParallelConfig.model_fields.items()
+    }
+    for field in OFFLOADS:
+        values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
+    values[NVME_PATH] = (None, path) if path else (None,)
+    return values
 
 
 def offload_name(optimizer: str, parameters: str) -> str:
