@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic import BaseModel
+
 from llmtrain.errors import shown
 
 MOST_NESTED = 32
@@ -51,7 +53,7 @@ def _not_a_leaf(item: Any) -> str | None:
     if isinstance(item, dict):
         names = [name for name in item if not isinstance(name, str)]
         return f"{shown(names[0])} is not a name: names are texts" if names else None
-    if item is None or isinstance(item, (list, tuple)):
+    if item is None or isinstance(item, (list, tuple, BaseModel)):  # a model has checked its own fields
         return None
     return f"it contains a {type(item).__name__}, which is not JSON data"
 

@@ -56,22 +56,24 @@ def tokenizer_of(corpus: Path) -> tuple[Any, Any]:
     from llmtrain.data.progress import Progress
     from llmtrain.data.tokenizer import prepare_tokenizer
 
-    data = recipe_of(corpus).data
-    cache = Cache(cache_folder(data), Progress())
-    (opened,) = open_corpora(data.sources, cache)
-    return opened, prepare_tokenizer(data, [opened], cache)
+    recipe = recipe_of(corpus)
+    cache = Cache(cache_folder(recipe.data), Progress())
+    (opened,) = open_corpora(recipe.data.sources, cache)
+    return opened, prepare_tokenizer(recipe.data, [opened], recipe.held_out_fraction, cache)
 
 
 def ours(corpus: Path) -> dict[str, float]:
     """The file read, split, tokenized and written, anew each time."""
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import token_store
+    from llmtrain.data.store import Reading, token_store
 
+    data = recipe_of(corpus).data
     opened, tokenizer = tokenizer_of(corpus)
-    with tempfile.TemporaryDirectory(dir=cache_folder(recipe_of(corpus).data)) as folder:
+    reading = Reading(tokenizer, data.special_tokens, eval_fraction=0.01)
+    with tempfile.TemporaryDirectory(dir=cache_folder(data)) as folder:
         clock = Clock()
-        store = token_store(opened, "source", tokenizer, 0.01, Cache(Path(folder), Progress()))
+        store = token_store(opened, "source", reading, Cache(Path(folder), Progress()))
         tokens = sum(len(stream) for stream in store.streams.values())
         return clock.speed(tokens)
 

@@ -48,7 +48,7 @@ def growth(corpus: Path) -> dict[str, float]:
     from llmtrain.data import packing
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
-    from llmtrain.data.store import token_store
+    from llmtrain.data.store import Reading, token_store
 
     peaks = Peaks()
 
@@ -57,11 +57,13 @@ def growth(corpus: Path) -> dict[str, float]:
         def task(self, name: str) -> Iterator[Any]:
             yield peaks
 
+    data = recipe_of(corpus).data
     opened, tokenizer = tokenizer_of(corpus)
-    with tempfile.TemporaryDirectory(dir=cache_folder(recipe_of(corpus).data)) as name:
+    reading = Reading(tokenizer, data.special_tokens, eval_fraction=0.01)
+    with tempfile.TemporaryDirectory(dir=cache_folder(data)) as name:
         folder = Path(name)
         started = time.perf_counter()
-        store = token_store(opened, "source", tokenizer, 0.01, Cache(folder, Noted()))
+        store = token_store(opened, "source", reading, Cache(folder, Noted()))
         seconds = time.perf_counter() - started
         end = peak()
         (folder / "packed").mkdir()

@@ -97,6 +97,7 @@ def _now() -> tuple[float, float]:
 def child(options: argparse.Namespace) -> None:
     """One rank."""
     from llmtrain import metrics
+    from llmtrain.signals import StopSignals
     from llmtrain.worker import work
 
     rank = discover(os.environ, sys.argv)
@@ -116,7 +117,7 @@ def child(options: argparse.Namespace) -> None:
 
     own = metrics.TrainingProgress.advance
     metrics.TrainingProgress.advance = advance  # type: ignore[method-assign, assignment]
-    work(rank, folder, plan, config, "never", None)
+    work(rank, folder, plan, config, "never", None, StopSignals())
 
 
 def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank: int) -> Iterator[None]:

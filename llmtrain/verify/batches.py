@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmtrain.data import MicroBatch, Prepared, Schedule, StepBatch
-from llmtrain.data.evaluation import EvalOrder
 from llmtrain.models import IGNORE
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
@@ -45,8 +44,8 @@ class Batches:
 
     def held_out(self) -> Sequences:
         """Held-out sequences."""
-        views = [source.eval for source in self.prepared.sources]
-        order = EvalOrder(views, [source.key for source in self.prepared.sources])
+        views = [source.eval for source in self.prepared.evaluated]
+        order = self.prepared.eval_order()
         places = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
         data, padding = self.recipe.data, self.prepared.eos_id
         return [read_documents(views[source], number, data, padding) for source, number in places]

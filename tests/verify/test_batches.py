@@ -58,6 +58,22 @@ def test_a_plan_trains_on_the_samples_of_the_reference(name, recipe, batches):
         assert {part[step].target_tokens for part in parts} == {count_targets(whole)}
 
 
+@pytest.mark.parametrize("sources", [0, 1])
+def test_a_plan_is_evaluated_on_the_sequences_of_the_reference(sources, recipe, verify_corpus):
+    if sources:  # beside which nothing is held out
+        named = [{"name": str(verify_corpus)}]
+        recipe = recipe.with_(**{"evaluation.sources": named, "evaluation.every_steps": STEPS, "data.eval_fraction": 0})
+    prepared = prepare(recipe)
+    assert len(prepared.evaluation_sources) == sources
+    batches = Batches(recipe, prepared, STEPS)
+    plan = job_of(recipe, ["dp1-zero0-acc1"]).plans["dp1-zero0-acc1"]
+    micros = [micro for batch in batches.held_out_part(plan, 0) for micro in batch.micro_batches]
+    held_out = batches.held_out()
+    rows = torch.cat([micro.input_ids for micro in micros])[: len(held_out)]
+    assert sorted(rows.tolist()) == sorted(_rows(held_out, "inputs").tolist())
+    assert sum(_targets(micro) for micro in micros) == count_targets(held_out)
+
+
 def test_every_sequence_holds_several_documents(batches):
     for sequences in batches.whole():
         lengths = {tuple(len(one.inputs) for one in documents) for documents in sequences}
