@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             app(arguments)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # a recipe may have closed it
+                sys.stdout.flush()
     except UserError as error:
         refuse(error)
     except Stopped as stopped:

@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 # a test that sends them to a child would wait for nothing.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def _join(rank: Rank, backend: str) -> None:
     import deepspeed
 
     try:
-        if _has_own_store(rank):
+        if _has_own_store(rank) and not dist.is_initialized():
             own, world_size = _loopback_store(rank), rank.world_size
             dist.init_process_group(backend, store=own, rank=rank.rank, world_size=world_size, timeout=TIMEOUT)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=TIMEOUT)

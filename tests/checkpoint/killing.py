@@ -16,14 +16,16 @@ from batches import step_batch, tiny_recipe
 from faults import Faults, die_after, injected
 from harness import run_ranks
 from safetensors.torch import load_file
-from traces import engine_of, plan_of, reference_of
+from traces import engine_of, plan_of
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import find, newest, point_latest, read_latest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.errors import CheckpointError
+from llmtrain.models import build_model
 
 RUN = "chaos"
 SMALL = {"model.config.hidden_size": 16, "model.config.intermediate_size": 32, "model.config.vocab_size": 64}
@@ -43,7 +45,7 @@ def at_every_call(folder: Path, kind: str, taken_back: bool, every: int = 1, see
 
 
 def _at_every_call(rank: int, folder: Path, kind: str, taken_back: bool, every: int, seed: int) -> int:
-    engine = reference_of(RECIPE)
+    engine = _plain_loop()
     plan = plan_of(RECIPE, 1)
     expected = {}
     base = folder / "base"
@@ -53,7 +55,7 @@ def _at_every_call(rank: int, folder: Path, kind: str, taken_back: bool, every: 
         # Of the checkpoints that a run has left, one is a step that will be saved again.
         if step < 3 or (taken_back and step == 3):
             Saver(base, plan_of(RECIPE.with_(**{"checkpoint.keep_last": None}), 1), engine, RUN).save(_state(step))
-    saving, reading = reference_of(RECIPE), reference_of(RECIPE)
+    saving, reading = _plain_loop(), _plain_loop()
     point_latest(base, "step_00000002")
     load(base / "step_00000002", saving, plan, "key")
     saving.train_step(_batch(3))
@@ -67,6 +69,10 @@ def _at_every_call(rank: int, folder: Path, kind: str, taken_back: bool, every: 
         at += every
     assert kills > 20 / every, "the calls of a save are not seen"
     return kills
+
+
+def _plain_loop() -> PlainLoop:
+    return PlainLoop(build_model(RECIPE, torch.float32, torch.device("cpu")), RECIPE)
 
 
 def _batch(step: int):
@@ -101,7 +107,7 @@ def at_random_instants(folder: Path, kills: int, seed: int) -> int:
 
 
 def _at_random_instants(rank: int, folder: Path, kills: int, seed: int) -> int:
-    engine, plan, generator = reference_of(RECIPE), plan_of(RECIPE, 1), random.Random(seed)
+    engine, plan, generator = _plain_loop(), plan_of(RECIPE, 1), random.Random(seed)
     Saver(folder, plan, engine, RUN).save(_state(1))
     for _ in range(kills):
         last = assert_whole(folder, at_least=1)
@@ -220,7 +226,7 @@ def full_at_every_call(folder: Path, every: int = 1) -> int:
 
 
 def _full_at_every_call(rank: int, folder: Path, every: int) -> int:
-    engine, plan = reference_of(RECIPE), plan_of(RECIPE, 1)
+    engine, plan = _plain_loop(), plan_of(RECIPE, 1)
     failures, at = 0, 1
     while True:
         checkpoints = folder / str(at)

@@ -116,9 +116,10 @@ def test_what_may_change_is_decided_field_by_field(plan):
     }
     assert {field for field in free if not field.startswith("parallel.")} == {
         *("name", "model.attention", "model.trust_remote_code", "data.cache_dir"),
+        "data.special_tokens",  # another choice that changes tokens is found by their key
         *("kernels.blocks", "kernels.loss", "kernels.threads"),
         *("batch.micro_batch_size", "batch.global_batch_size"),
-        *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences"),
+        *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences", "evaluation.at_start"),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
         "checkpoint.background",
         *(
