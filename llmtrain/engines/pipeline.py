@@ -217,9 +217,8 @@ class DeepSpeedPipeline:
         """Live pieces of what this stage trains, and of what it does not train."""
         paths = {parameter: path for path, parameter in self.module.stage.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(paths[one], one))
-        slices = self.engine.grid.get_slice_parallel_group()
-        equal = multiplied(self._replica, (dist.get_rank(slices), dist.get_world_size(slices)))
-        yield untrained_pieces(self.module.stage.model, equal)
+        equal = multiplied(self._replica, self._slice)
+        yield untrained_pieces(self.module.stage.model, equal, split=self._split)
 
     def progress(self) -> dict[str, Any]:
         """DeepSpeed's counters."""
@@ -264,16 +263,24 @@ class DeepSpeedPipeline:
 
     def _place(self, path: str, parameter: nn.Parameter) -> Place:
         name = self.module.stage.hf_names()[path]
-        slices = self.engine.grid.get_slice_parallel_group()
-        rank, size = dist.get_rank(slices), dist.get_world_size(slices)
         copy = (0, 1) if self.plan.layout.zero_stage else self._replica
         tied = self.module.tied_comms.get(name)
         if tied is not None:
             copy = multiplied(copy, (tied["ranks"].index(dist.get_rank()), len(tied["ranks"])))
-        shard = shard_of(parameter)
-        if shard is not None:
-            return name, region_of(shard, parameter.shape, rank, size), copy
-        return name, Region.whole(parameter.shape), multiplied(copy, (rank, size))
+        if split := self._split(parameter):
+            return name, split[0], copy
+        return name, Region.whole(parameter.shape), multiplied(copy, self._slice)
+
+    @property
+    def _slice(self) -> tuple[int, int]:
+        """This rank's number among those that share its stage's weights, and their number."""
+        group = self.engine.grid.get_slice_parallel_group()
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def _split(self, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
+        """The region of a weight that this rank holds a slice of, and which copy of the slice; None for a whole one."""
+        shard = shard_of(tensor)
+        return None if shard is None else (region_of(shard, tensor.shape, *self._slice), self._replica)
 
     def _measure(self, batch: StepBatch) -> Measured:
         """Of all ranks, when the optimizer is about to begin; every rank of a last stage has its replica's loss."""

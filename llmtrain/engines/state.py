@@ -115,23 +115,25 @@ def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place
 
 
 def untrained_pieces(
-    model: nn.Module, copy: tuple[int, int], hugging_face_name: Callable[[str], str] = lambda name: name
+    model: nn.Module,
+    copy: tuple[int, int],
+    hugging_face_name: Callable[[str], str] = lambda name: name,
+    split: Callable[[Tensor], tuple[Region, tuple[int, int]] | None] = lambda tensor: None,
 ) -> list[Piece]:
     """Live pieces of what a model has beside trained parameters: frozen ones, and buffers that belong to its weights.
 
-    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`.
+    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`; split: the
+    region and the copy of a tensor of which this rank holds a slice, None for whole tensors.
     """
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
-    return [
-        Piece(
-            hugging_face_name(name),
-            Region.whole(tensor.shape),
-            first_index(tensor),
-            {WEIGHT: local_flat(tensor)},
-            copy=(0, 1) if isinstance(tensor, DTensor) else copy,
-        )
-        for name, tensor in (frozen | persistent_buffers(model)).items()
-    ]
+    pieces = []
+    for name, tensor in (frozen | persistent_buffers(model)).items():
+        region, own = split(tensor) or (Region.whole(tensor.shape), copy)
+        if isinstance(tensor, DTensor):
+            own = (0, 1)  # the shards of FSDP2 are no copies
+        content = {WEIGHT: local_flat(tensor)}
+        pieces.append(Piece(hugging_face_name(name), region, first_index(tensor), content, copy=own))
+    return pieces
 
 
 def multiplied(copy: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -148,9 +148,9 @@ class TensorParallel:
         return shard.whole(self.ranks.gather(part))
 
 
-def shard_of(parameter: nn.Parameter) -> Shard | None:
-    """How the parameter is sliced; None where it is whole."""
-    shard: Shard | None = getattr(parameter, "tensor_shard", None)
+def shard_of(tensor: Tensor) -> Shard | None:
+    """How a parameter is sliced; None where it is whole, and for buffers."""
+    shard: Shard | None = getattr(tensor, "tensor_shard", None)
     return shard
 
 

@@ -15,7 +15,7 @@ from traces import Trace, engine_of, plan_of, trace
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
-from llmtrain.models import build_model
+from llmtrain.models import build_model, frozen
 from llmtrain.recipe import Recipe
 
 STEPS = 3
@@ -119,3 +119,30 @@ def test_every_strategy_leaves_alone_what_has_no_gradient(family, names, tmp_pat
                 assert np.array_equal(loaded[weight], run.weights[weight]), (name, weight)
             for weight in idle:
                 assert np.array_equal(run.weights[weight], start[weight].detach().numpy()), (name, weight)
+
+
+def _freeze_slices(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The weights of an engine, and of one of another seed that has loaded its checkpoint, at ZeRO-0 and ZeRO-1."""
+    frozen.CHOOSERS["llama"] = "self_attn.q_proj"
+    found = []
+    for stage in (0, 1):
+        split = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.zero_stage": stage}
+        recipe = tiny_recipe(**split, **{"optim.clip_grad_norm": 0.0})
+        plan = plan_of(recipe, 4)
+        engine = engine_of(plan)
+        trace(engine, range(1), plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
+        Saver(folder / str(stage), plan, engine).save(TrainerState(step=1, data="key"))
+        other = engine_of(plan_of(recipe.with_(**{"train.seed": 99}), 4))
+        load(newest(folder / str(stage)), other, plan, "key")
+        found.append(
+            tuple({name: one.numpy().copy() for name, one in each.named_weights()} for each in (engine, other))
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_frozen_slices_of_a_stage_are_saved_and_loaded(tmp_path):
+    for saved, loaded in (pair for pairs in run_ranks(4, _freeze_slices, tmp_path) for pair in pairs):
+        assert saved.keys() == loaded.keys()
+        for name, weight in saved.items():
+            assert np.array_equal(loaded[name], weight), name
