@@ -22,7 +22,7 @@ from llmtrain.models import build_model
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.verify.batches import Batches
-from llmtrain.verify.compare import Trace, clone, deviation, tolerance
+from llmtrain.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.verify.job import (
     PROBES,
     Deviation,
@@ -127,25 +127,35 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
             evaluation=reference.evaluation,
             weights=load_file(folder / f"reference-{probe}.safetensors"),
         )
-        ours = trace_plan(changed, batches, device, folder / "saved" if probe == PROBES[0] else None)
-        deviations[probe] = _worst_rank(deviation(ours, theirs, initial))
+        saved_in = folder / "saved" if probe == PROBES[0] else None
+        deviations[probe] = _compare_probe(changed, batches, device, theirs, initial, reference.tolerance, saved_in)
     seconds = round(time.perf_counter() - started, 2)
     return Verdict(name=name, layout=plan.layout.model_dump(), deviations=deviations, seconds=seconds)
 
 
-def trace_plan(plan: Plan, batches: Batches, device: torch.device, saved_in: Path | None = None) -> Trace:
-    """The run of a plan, as this rank saw it.
+def _compare_probe(
+    plan: Plan,
+    batches: Batches,
+    device: torch.device,
+    theirs: Trace,
+    initial: Weights,
+    allowed: Deviation,
+    saved_in: Path | None,
+) -> Deviation:
+    """The worst deviation over all ranks of a plan from `theirs`.
 
-    saved_in: where its end is saved, loaded and exported, if that is to be tried. Raises as `check_saved`.
+    saved_in: where its end is saved, loaded and exported, if that is to be tried. A plan that deviates does not try it:
+    it is not certified, and its ranks may disagree about what they save. Raises as `check_saved`.
     """
     engine = build_engine(plan, render(plan), device)
     replica = engine.data_parallel_rank
-    trace = _trace(engine, batches.part(plan, replica), batches.held_out_part(plan, replica))
-    if saved_in is not None:
-        check_saved(engine, plan, trace.weights, saved_in)
+    ours = _trace(engine, batches.part(plan, replica), batches.held_out_part(plan, replica))
+    found = _worst_rank(deviation(ours, theirs, initial))
+    if saved_in is not None and found.within(allowed):
+        check_saved(engine, plan, ours.weights, saved_in)
     del engine
     gc.collect()  # an engine and its hooks refer to each other
-    return trace
+    return found
 
 
 def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device) -> Trace:
