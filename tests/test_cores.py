@@ -142,7 +142,7 @@ def test_a_run_says_that_others_use_the_cores_it_needs(monkeypatch, ranks, threa
     line = cores.line()
     assert (line is not None) == is_told
     if line:
-        assert f"others use {others:.2f} of 4 cores, and this run computes with {ranks * threads} threads" in line
+        assert f"others use {others:.2f} of 4 cores; this run computes with {ranks * threads} threads" in line
         assert "--set kernels.threads=1" in line
         assert cores.line() is None  # once
 

@@ -28,10 +28,10 @@ class BusyCores:
             return None
         self._is_told = True
         used, threads = busy(others, own_cores()), self._all_threads
-        said = f"{used}, and this run computes with {threads} threads: it is slower for that"
+        said = f"{used}; this run computes with {threads} threads, so it is slower than alone"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
             return said
         return (
-            f"{said}, perhaps much slower, as they wait for each other. Stopped and continued, it lets them sleep "
-            "meanwhile, which changes no number; --set kernels.threads=1 may be faster still"
+            f"{said}, perhaps much slower, because its threads wait for each other. Stop and continue it: its threads "
+            "then sleep while they wait, and no number changes. --set kernels.threads=1 may be faster still"
         )
