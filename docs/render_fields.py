@@ -22,7 +22,7 @@ Generated from `llmtrain/recipe.py` by `python docs/render_fields.py`; do not ed
 Any of them can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
 A value is read as JSON where it is JSON, else as text.
 """
-PICTURES = {
+PICTURES: dict[type[Part], str] = {
     OptimConfig: "![The five schedules](schedules.svg)\n\nDrawn by `python docs/render_schedules.py`.\n\n",
 }
 """Shown above the fields of a part."""
