@@ -98,6 +98,11 @@ def _load_whole(
         trust_remote_code=model.trust_remote_code,
         use_safetensors=True,
     )
+    # transformers 5.22 trains whatever it loads, also parameters that the model's constructor froze.
+    with torch.device("meta"):
+        declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    for name, parameter in declared.named_parameters():
+        loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
     return loaded.to(device)
 
 

@@ -6,7 +6,8 @@ uncut model, else the family is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -164,20 +165,39 @@ def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | 
 
 
 def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[frozenset[str], ...]:
-    """Of each stage, the names of the parameters outside the decoder layers that its result depends on."""
-    used = []
+    """Of each stage, the names of the parameters outside the decoder layers that its result depends on.
+
+    Frozen ones count too. What no stage depends on belongs to the first, so that it is saved and exported.
+    """
+    used: list[set[str]] = []
+    everything: set[str] = set()
     received: tuple[Tensor, ...] = inputs
     for stage in stages:
-        output = stage(tuple(value.detach() for value in received))
-        received = output if isinstance(output, tuple) else (output,)
         prefix = f"model.{decoder_layers(stage.model)[0]}."
-        names = {name: p for name, p in stage.named_parameters() if not name.startswith(prefix) and p.requires_grad}
-        total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
-        gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
-        used.append(
-            frozenset(stage.hf_names()[name] for name, g in zip(names, gradients, strict=True) if g is not None)
-        )
-    return tuple(used)
+        names = {name: one for name, one in stage.named_parameters() if not name.startswith(prefix)}
+        with _trained(names.values()):
+            output = stage(tuple(value.detach() for value in received))
+            received = output if isinstance(output, tuple) else (output,)
+            total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
+            gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
+        own = stage.hf_names()
+        used.append({own[name] for name, gradient in zip(names, gradients, strict=True) if gradient is not None})
+        everything.update(own[name] for name in names)
+    used[0] |= everything - set().union(*used)
+    return tuple(frozenset(names) for names in used)
+
+
+@contextmanager
+def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Has frozen parameters take part in gradients inside the context."""
+    frozen = [one for one in parameters if not one.requires_grad]
+    for one in frozen:
+        one.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
 
 
 def _deviation(part: Tensor, other: Tensor) -> float:

@@ -103,6 +103,8 @@ def _call(function: Callable[[], Any], kind: type[T], path: Path, prefix: str) -
 def _no_such_file(path: Path) -> Problem:
     if path.is_dir():
         return Problem("recipe.file", str(path), "is a folder, not a recipe", _listing(path))
+    if path.exists():
+        return Problem("recipe.file", str(path), "is a device, a pipe or a socket, not a regular file")
     folder = path.parent
     if not folder.is_dir():
         return Problem("recipe.file", str(path), f"does not exist: there is no folder '{folder}'")

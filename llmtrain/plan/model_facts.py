@@ -31,6 +31,8 @@ ANSWER_S = 3.0
 """Seconds that the hub has to answer."""
 MOST_LAYERS = 1_000
 """Decoder layers: each is looked at by itself."""
+TRIED_TOKENS = 8
+"""Of the sequence that a model's own code is tried on."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 
@@ -45,7 +47,7 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if model.pretrained is not None:
         model_type, declared = _pretrained_config(model)
         if has_own_code(model, declared):
-            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
+            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
         return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
     assert model.architecture is not None  # ModelConfig asks for one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
@@ -334,8 +336,11 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
     return _built_facts(model_type, lambda: config_class(**given))
 
 
-def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
-    """Facts of a model that is built without its weights."""
+def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool = False) -> ModelFacts:
+    """Facts of a model that is built without its weights.
+
+    own_code: whether the model is code of its own, which no table of families knows.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -347,7 +352,31 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
     except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
-    return _facts_of(built, model_type)
+    facts = _facts_of(built, model_type)
+    return facts.model_copy(update={"without_gradient": _without_gradient(built)}) if own_code else facts
+
+
+def _without_gradient(built: Any) -> tuple[str, ...]:
+    """Names of the trained parameters that the loss of a model without weights does not depend on.
+
+    Empty where its forward pass needs values, as one that asks which experts its tokens have chosen.
+    """
+    import torch
+
+    trained = {name: one for name, one in built.named_parameters() if one.requires_grad}
+    tokens = torch.zeros((1, TRIED_TOKENS), dtype=torch.int64, device="meta")
+    mask = torch.ones((1, 1, TRIED_TOKENS, TRIED_TOKENS), dtype=torch.bool, device="meta")
+    for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` asks for the values of positions
+        try:
+            with torch.device("meta"):
+                output = built.train()(input_ids=tokens, position_ids=tokens, use_cache=False, **more)
+            auxiliary = getattr(output, "aux_loss", None)
+            total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
+            gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        except Exception:  # whatever a foreign forward raises without values; a worker will show whether it runs
+            continue
+        return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
+    return ()
 
 
 def _check_clamp(config: Any) -> None:

@@ -94,6 +94,8 @@ class ModelFacts(Part):
     """Experts that a token meets in a layer; 0 for a dense model, and where the configuration does not say."""
     expert_modules: bool = False
     """Whether each expert is a module of its own: one that no token meets has no gradient then."""
+    without_gradient: tuple[str, ...] = ()
+    """Trained parameters that the loss does not depend on, as far as a model's own code shows it."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

@@ -84,7 +84,7 @@ def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> floa
 
     Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings.
     For a weight that hardly moves, such as a norm's under SGD, that is all that there is: a movement counts
-    for no less than what makes those roundings `FP32` of it.
+    for no less than what makes those roundings `FP32` of it. A weight that stays 0 in the reference must stay 0.
     """
     if ours.keys() != theirs.keys():
         return None
@@ -93,7 +93,7 @@ def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> floa
         stored = ROUNDING * math.sqrt(2 * steps) * reference.norm().item()
         moved = (reference - initial[name]).norm().item() + stored / FP32
         distance = (ours[name] - reference).norm().item()
-        apart.append(distance / moved if distance else 0.0)
+        apart.append(distance / moved if moved else math.inf if distance else 0.0)
     return worst(apart)
 
 

@@ -241,6 +241,11 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
         read = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **named)
+        with torch.device("meta"):
+            declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        for name, weight in declared.named_parameters():
+            if not weight.requires_grad:  # forgotten where weights are read
+                read.get_parameter(name).requires_grad_(False)
         return cast(PreTrainedModel, read.to(device))
     if recipe.vocab_size is not None:
         fields["vocab_size"] = recipe.vocab_size

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
-from traces import Trace, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, assert_same, plan_of, reference_of, trace, trace_plan, worst
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import Refused, find_stages
-from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.model_facts import _without_gradient, model_facts
 from llmtrain.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -36,6 +38,15 @@ def _recipe(folder: Path, **fields: object) -> Recipe:
 
 def _pipeline(folder: Path) -> Recipe:
     return _recipe(folder, **{"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2})
+
+
+DDP = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "parallel.zero_stage": 0}
+FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
+
+
+def _train_each(rank: int, recipes: list[Recipe]) -> list[Trace]:
+    plans = [plan_of(recipe, 2) for recipe in recipes]
+    return [trace_plan(plan, STEPS, rank if plan.layout.dp > 1 else 0) for plan in plans]
 
 
 def _train(rank: int, folder: Path) -> Trace:
@@ -79,3 +90,38 @@ def test_own_code_that_cannot_be_cut_is_refused(tmp_path):
     )
     with pytest.raises(Refused, match="own_of_the_tests"):
         find_stages(_pipeline(folder), 2)
+
+
+NORM = "self.norm = nn.LayerNorm(config.hidden_size)"
+UNUSED = f"{NORM}\n        self.unused = nn.Linear(config.hidden_size, 8)"
+FROZEN = f"{UNUSED}.requires_grad_(False)"
+
+
+def test_a_parameter_without_a_gradient_is_refused(tmp_path):
+    folder = write_folder(tmp_path, {NORM: UNUSED})
+    for fields in ({}, {"parallel.zero_stage": 3}, {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}):
+        with pytest.raises(RecipeError) as error:
+            plan_of(_recipe(folder, **fields), 2)
+        (problem,) = (one for one in error.value.problems if one.rule == "model.without_gradient")
+        assert "unused.weight, unused.bias" in problem.message
+
+
+@pytest.mark.slow
+def test_a_frozen_parameter_stays_as_it_is(tmp_path):
+    folder = write_folder(tmp_path, {NORM: FROZEN})
+    expected = trace(reference_of(_recipe(folder)), range(STEPS), 1, GLOBAL_BATCH)
+    strategies = [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3}, DDP, FSDP2]
+    for runs in run_ranks(2, _train_each, [_recipe(folder, **one) for one in strategies] + [_pipeline(folder)]):
+        for number, run in enumerate(runs):
+            assert_same(run, expected, number)
+
+
+def test_a_mask_finds_it_where_the_code_asks_for_values():
+    """`transformers` looks at positions where it is given no mask."""
+    config = AutoConfig.for_model("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        model.unused = torch.nn.Linear(3, 3, bias=False)
+    assert _without_gradient(model) == ("unused.weight",)
+    model.unused.requires_grad_(False)
+    assert _without_gradient(model) == ()

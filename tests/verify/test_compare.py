@@ -60,6 +60,13 @@ def test_what_is_missing_or_not_finite_is_never_within(fields):
     assert not _of(**fields).within(most)
 
 
+def test_a_weight_that_stays_zero_may_not_move():
+    still = replace(RUN, weights=INITIAL)
+    assert deviation(still, still, INITIAL).weights == 0
+    moved = {**INITIAL, "w": torch.full((4,), 1e-10)}
+    assert deviation(replace(still, weights=moved), still, INITIAL).weights is None
+
+
 def test_tolerances():
     other = replace(RUN, losses=[2.02, 1.0])
     assert tolerance([RUN], INITIAL, "sgd", "fp32").weights == FP32

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from small_verify import CPU, small
 from test_prover import MOE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from own_code import write_folder
 
 from llmtrain.data import prepare
 from llmtrain.engines.optim import schedule
@@ -86,3 +92,13 @@ def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
     weights = dict(loop.named_weights())
     assert torch.equal(weights["unused"], torch.ones(2, 2))
     assert not torch.equal(weights["model.norm.weight"], torch.ones(32))
+
+
+def test_what_a_models_code_freezes_is_not_trained(verify_corpus, tmp_path):
+    """`from_pretrained` forgets it."""
+    norm = "self.norm = nn.LayerNorm(config.hidden_size)"
+    folder = str(write_folder(tmp_path, {norm: f"{norm}.requires_grad_(False)", "own_of_the_tests": "own_with_frozen"}))
+    model = {"architecture": None, "config": {}, "pretrained": folder, "trust_remote_code": True}
+    loop = ReferenceLoop(small(verify_corpus, model=model), None, CPU)
+    assert "embed.weight" in loop.masters
+    assert loop.masters.keys().isdisjoint({"norm.weight", "norm.bias"})

@@ -43,6 +43,8 @@ MIXES_DOCUMENTS = frozenset(
 )
 """Families whose recurrences, convolutions or own masks let packed documents influence each other
 (`docs/families_documents.md`)."""
+NAMED = 3
+"""Parameters that a message names."""
 EXPERT_ROW_BYTES = 16
 """Rows of experts' matrices are multiples of this."""
 
@@ -116,6 +118,23 @@ def rotary_follows(draft: Draft) -> Iterator[Fault]:
 
 
 @rule(
+    "model.without_gradient",
+    "Plain PyTorch leaves a parameter without a gradient as it is. ZeRO and pipelines sum zeros for it and decay it; "
+    "DistributedDataParallel waits for its gradient.",
+    "run",
+)
+def without_gradient(draft: Draft) -> Iterator[Fault]:
+    """Parameters of a model's own code that no loss depends on, and that are not frozen."""
+    names = draft.facts.without_gradient if draft.facts is not None else ()
+    if names and draft.parallel.backend != "data_parallel":
+        named = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        message = f"the loss does not depend on {named}: strategies would disagree on whether to decay them"
+        yield Fault(
+            "model.pretrained", message, "remove them, or call requires_grad_(False) on them in the model's code"
+        )
+
+
+@rule(
     "data.documents_mixed",
     "A recurrence or a convolution goes on from one packed document to the next, whatever the attention.",
     "run",
@@ -183,6 +202,7 @@ RULES = (
     positions,
     rotary_length,
     rotary_follows,
+    without_gradient,
     documents_mixed,
     attention_device,
     attention_precision,
