@@ -134,7 +134,7 @@ class DeepSpeedDataParallel:
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
         frozen = [one for one in names if not one.requires_grad]
         with gather(frozen) if frozen and self.plan.layout.zero_stage == 3 else nullcontext():
-            yield untrained_pieces(self.model, self._equal_ranks, self._hugging_face_name)
+            yield untrained_pieces(self.model, self._equal_ranks, self._hugging_face_name, self._split)
 
     def progress(self) -> dict[str, Any]:
         """DeepSpeed's counters."""
@@ -232,6 +232,10 @@ class DeepSpeedDataParallel:
     def _region(self, name: str, parameter: nn.Parameter) -> Region:
         """Where what this rank holds of a parameter lies, ZeRO aside."""
         return Region.whole(shape_of(parameter))
+
+    def _split(self, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
+        """Region and copy of the slice of an untrained tensor that this rank holds; None where it holds the whole."""
+        return None
 
     def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Which copy of what it holds this rank has, of how many: this one's number, and all."""

@@ -49,8 +49,8 @@ class Split:
         return Region.ranges(self.logical, self.dim, ranges)
 
 
-def split_of(parameter: nn.Parameter) -> Split | None:
-    """How DeepSpeed's layers have cut a parameter; None where every rank holds the whole of it.
+def split_of(parameter: Tensor) -> Split | None:
+    """How DeepSpeed's layers have cut a parameter; None where every rank holds the whole of it, and for buffers.
 
     Raises ValueError for a cut that DeepSpeed does not describe.
     """

@@ -47,6 +47,11 @@ class DeepSpeedTensorParallel(DeepSpeedDataParallel):
         split = split_of(parameter)
         return split.region(dist.get_rank(tensor_group())) if split else super()._region(name, parameter)
 
+    def _split(self, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
+        split, copies = split_of(tensor), data_group()
+        here = dist.get_rank(copies), dist.get_world_size(copies)
+        return (split.region(dist.get_rank(tensor_group())), here) if split else None
+
     def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
         copy = super()._copy(parameter)
         if split_of(parameter):
