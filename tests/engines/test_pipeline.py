@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import GLOBAL_BATCH, VOCAB, T, tiny_recipe
 from harness import run_ranks
 from traces import Trace, engine_of, plan_of, reference_of, trace, worst
 
@@ -16,9 +16,15 @@ from llmtrain.checkpoint.state import load
 STEPS = 12
 FP32 = 1e-5  # as in test_parity.py
 
+OPT_350M = {
+    **{"vocab_size": VOCAB, "hidden_size": 64, "word_embed_proj_dim": 32, "ffn_dim": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": T, "do_layer_norm_before": False, "dropout": 0.0},
+}
+"""As `facebook/opt-350m`: the embedding is narrower than the layers, and norms come after them."""
 CASES = [
     # pp, dp, fields
     (2, 1, {}),
+    (2, 1, {"model": {"architecture": "opt", "config": OPT_350M}, "optim.name": "sgd", "optim.lr": 0.1}),
     (2, 1, {"model.config.tie_word_embeddings": False}),
     (2, 1, {"parallel.activation_checkpointing": "full"}),
     (2, 1, {"optim.name": "sgd", "optim.lr": 0.1}),
