@@ -111,10 +111,10 @@ def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_cor
 
 
 def test_there_are_bugs_of_every_kind():
-    kinds = ("", "_zero", "_pipeline", "_shared")
-    planted, zero, pipeline, shared = modules = [importlib.import_module(f"planted{kind}") for kind in kinds]
+    kinds = ("", "_zero", "_pipeline", "_shared", "_idle")
+    planted, zero, pipeline, shared, idle = modules = [importlib.import_module(f"planted{kind}") for kind in kinds]
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
-    lists += (shared.SHARED, shared.ROUTED)
+    lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
     assert len({bug for bugs in lists for bug in bugs}) >= 50
     defined = {
         value

@@ -1,0 +1,55 @@
+"""Bugs in what happens to weights that a step gives no gradient; each as in `planted`."""
+
+from __future__ import annotations
+
+import accelerate
+import torch
+from torch import Tensor, nn
+
+from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.models import build
+
+
+def choosers_are_trained(patch):
+    """DeepSpeed sums zeros for them, and the optimizer decays them."""
+    patch.setattr(build, "freeze_choosers", lambda model: model)
+
+
+def unmet_experts_are_left_alone(patch):
+    """The experts of a layer are one tensor, so plain PyTorch decays those, too, whose part of its gradient is 0."""
+    norm, backward = DeepSpeedDataParallel._replicated_grad_norm, DeepSpeedDataParallel._backward
+    kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+
+    def note(self):
+        for experts in (one for one in self.model.parameters() if one.dim() == 3):
+            unmet = ~experts.grad.flatten(1).any(1)
+            kept.append((experts, unmet, experts.detach()[unmet]))
+        return norm(self)
+
+    def restore(self, loss, is_last):
+        backward(self, loss, is_last)
+        with torch.no_grad():
+            for experts, unmet, values in kept:
+                experts[unmet] = values
+        kept.clear()
+
+    patch.setattr(DeepSpeedDataParallel, "_replicated_grad_norm", note)
+    patch.setattr(DeepSpeedDataParallel, "_backward", restore)
+
+
+def missing_gradients_are_zeros(patch):
+    original = accelerate.Accelerator.clip_grad_norm_
+
+    def fill(self, parameters, limit):
+        trained = list(parameters)
+        for one in trained:
+            one.grad = torch.zeros_like(one) if one.grad is None else one.grad
+        return original(self, trained, limit)
+
+    patch.setattr(accelerate.Accelerator, "clip_grad_norm_", fill)
+
+
+FROZEN = (choosers_are_trained,)
+UNMET = (unmet_experts_are_left_alone,)
+SOMETIMES = (missing_gradients_are_zeros,)
+"""By the kind of weight that they concern."""
