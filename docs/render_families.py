@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.models.cut import build_chain, find_cut, packed_input, reference, run_chain
+from llmtrain.models.frozen import CHOOSERS
 from llmtrain.models.stages import Cut, Refused
 from llmtrain.models.tiny import shrink
 from llmtrain.plan.bounds import StageBounds
@@ -96,7 +97,7 @@ def judge(family: str) -> Verdict:
     wrong = wrong_gradients(whole, cut, inputs)
     if wrong:
         return Verdict(family, "wrong", f"gradients of {len(wrong)} parameters, {wrong[0]} among them")
-    return Verdict(family, "works", _remarks(cut))
+    return Verdict(family, "works", _remarks(family, cut))
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
@@ -143,14 +144,17 @@ def _close(parameter: nn.Parameter, gradient: Tensor | None) -> bool:
     return bool((expected - gradient).abs().max() <= GRADIENT_TOLERANCE * expected.abs().max())
 
 
-def _remarks(cut: Cut) -> str:
+def _remarks(family: str, cut: Cut) -> str:
     tied = bool(set.intersection(*map(set, cut.outside)))
     remarks = [
         ("a tied weight on both stages", tied),
         ("tokens sent along", cut.sends_tokens),
         ("router logits sent along", cut.sends_routers),
     ]
-    return ", ".join(text for text, holds in remarks if holds)
+    found = [text for text, holds in remarks if holds]
+    if family in CHOOSERS:
+        found.append(f"`{CHOOSERS[family]}` has no gradient and is frozen")
+    return ", ".join(found)
 
 
 def out_of_scope(family: str) -> str:
