@@ -142,6 +142,7 @@ class _Worker:
         """What is left of it once the ranks have met and the plan's kernels are known."""
         from torch import distributed as dist
 
+        from llmtrain.checkpoint.manifest import already_taken
         from llmtrain.checkpoint.save import Saver
         from llmtrain.checkpoint.storage import probe
         from llmtrain.data import Schedule
@@ -153,6 +154,11 @@ class _Worker:
             storage = probe(run_dir.checkpoints)
             # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
             choice = self._choose(resume, storage)
+            if choice and (nothing_left := already_taken(run_dir.path, choice.manifests[0].step, max_steps)):
+                self._say(nothing_left)
+                dist.destroy_process_group()
+                self.heart.done()
+                return Exit.DONE
             engine = build_engine(plan, ds_config, device)
             measure(plan, engine, self.heart)
             state = self._start(engine, choice, prepared.key, storage)

@@ -145,6 +145,13 @@ def _why_none(folder: Path) -> str:
     return "has no manifest, so it is not whole"
 
 
+def already_taken(folder: Path, step: int, max_steps: int | None) -> str | None:
+    """Why `--max-steps` leaves nothing to train after the checkpoint of `step`; None where it leaves something."""
+    if max_steps is None or step < max_steps:
+        return None
+    return f"{folder} has taken {step:,} steps already, and --max-steps is {max_steps:,}"
+
+
 def missing_parts(manifests: list[Manifest]) -> list[str]:
     """The machines whose parts are not among these."""
     here = {one.part for one in manifests}

@@ -224,7 +224,7 @@ def _run(
 def _nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | None:
     """Why there is nothing to do; None where there is: a step, or what a finished run leaves."""
     from llmtrain.checkpoint.folder import is_exported, newest
-    from llmtrain.checkpoint.manifest import read_manifests
+    from llmtrain.checkpoint.manifest import already_taken, read_manifests
 
     checkpoint = newest(folder.checkpoints)
     if checkpoint is None:
@@ -233,6 +233,4 @@ def _nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | N
     if manifest.step >= plan.recipe.train.max_steps:
         is_done = not plan.recipe.export.at_end or is_exported(folder.export, manifest)
         return f"{folder.path} is finished: {manifest.step:,} steps" if is_done else None
-    if stop_after is not None and manifest.step >= stop_after:
-        return f"{folder.path} has taken {manifest.step:,} steps already, and --max-steps is {stop_after:,}"
-    return None
+    return already_taken(folder.path, manifest.step, stop_after)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 from commands import llmtrain, metrics
@@ -10,6 +11,8 @@ from llmtrain.checkpoint.contents import read_state
 from llmtrain.checkpoint.folder import newest
 
 SIX = ("--set", "train.max_steps=6")
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+"""What a launcher tells its only worker."""
 EIGHT = ("--set", "train.max_steps=8", "--set", "batch.global_batch_size=4")
 
 
@@ -24,6 +27,14 @@ def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recip
 
     def train(*arguments: object) -> str:
         result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def worker(*arguments: object) -> str:
+        """As another launcher than ours starts it."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments, **ALONE, MASTER_PORT=str(port))
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -54,4 +65,6 @@ def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recip
     assert f"{run_dir} is finished: 8 steps" in train(*EIGHT)
     assert f"{run_dir} is finished: 8 steps" in train("--set", "train.max_steps=6", *EIGHT[2:])
     more = ("--set", "train.max_steps=20", "--max-steps", 7, *EIGHT[2:])
-    assert f"{run_dir} has taken 8 steps already, and --max-steps is 7" in train(*more)
+    nothing_left = f"{run_dir} has taken 8 steps already, and --max-steps is 7"
+    assert nothing_left in train(*more)
+    assert nothing_left in worker(*more)
