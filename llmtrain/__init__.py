@@ -5,7 +5,7 @@ What a recipe file needs is imported from here.
 
 from collections.abc import Callable
 
-from llmtrain.stops import importing, stop_by_exception
+from llmtrain.stops import importing, stop_at_once
 
 with importing():
     from llmtrain.cluster import Cluster
@@ -54,7 +54,7 @@ __all__ = [
 
 def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
-    stop_by_exception()
+    stop_at_once()
     # Imported here, so that reading a recipe stays as cheap as the recipe.
     from llmtrain.entry import main as run
 

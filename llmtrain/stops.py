@@ -75,11 +75,16 @@ def importing() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not (is_run or is_script):
         yield
         return
-    previous = _handle(lambda number, _: _end_before_the_first_step(number))
+    previous = stop_at_once()
     yield
     if not is_run:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def stop_at_once() -> dict[signal.Signals, Any]:
+    """From now on a signal ends the process, which has nothing to clean up; returns what heard them before."""
+    return _handle(lambda number, _: _end_before_the_first_step(number))
 
 
 def stop_by_exception() -> None:

@@ -138,5 +138,6 @@ def test_signals_at_many_moments(small_recipe, tmp_path, number):
 @pytest.mark.parametrize("program", ["module", "script"])
 def test_signals_from_our_first_line_on(small_recipe, tmp_path, program):
     """While the first modules are imported."""
-    for after_s, numbers in ((0.0, (signal.SIGTERM, None)), (0.1, (signal.SIGINT, signal.SIGINT)), (0.3, (QUIT, None))):
+    moments = ((0.0, (signal.SIGTERM, None)), (0.1, (signal.SIGINT, signal.SIGINT)), (0.3, (QUIT, None)))
+    for after_s, numbers in (*moments, (0.5, (signal.SIGTERM, None))):
         struck(Strike(program, after_s, *numbers, 0.0), small_recipe, tmp_path / "run")
