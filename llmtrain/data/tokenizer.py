@@ -212,7 +212,8 @@ def _load(name: str) -> Any:
         raise DataError(Problem("data.tokenizer", FIELD, f"there is no folder '{name}'"))
     on_hub = None if is_folder else hub_has(name)
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=not on_hub)
+        # Said, since `transformers` asks at the terminal where it is not, for a model's own code beside the tokenizer.
+        return AutoTokenizer.from_pretrained(name, local_files_only=not on_hub, trust_remote_code=False)
     except Exception as error:  # the Rust library raises plain ones
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not is_folder and not on_hub:

@@ -205,3 +205,15 @@ def test_a_fault_in_the_corpus_ends_the_training_of_a_tokenizer(make_recipe: Mak
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\nbroken\n')
     with pytest.raises(DataError, match="line 2"):
         prepare(make_recipe(tmp_path / "a.jsonl"))
+
+
+def test_nobody_is_asked_to_trust_the_code_beside_a_tokenizer(
+    make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tokenizer(tmp_path / "own")
+    code = {"model_type": "own_of_the_tests", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(code))
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    assert prepare(make_recipe(corpus_file, tokenizer=str(folder))).tokenizer.eos_id == 1
+    assert asked == []
