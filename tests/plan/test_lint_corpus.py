@@ -187,10 +187,10 @@ def test_random_bytes_never_crash(tmp_path):
 )
 def test_time_grows_with_the_length(piece):
     """A megabyte of anything is answered at once, which a scanner that goes back would not do."""
-    started = time.perf_counter()
+    started = time.process_time()
     for head in ("", "{", "{a: ", '{"a": 1} '):
         lint_text(head + piece * ((2**18 - 8) // len(piece)), 4)
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_endless_file_is_answered():
