@@ -21,13 +21,13 @@ from llmtrain.checkpoint.folder import write_exported
 from llmtrain.checkpoint.model_card import model_card
 from llmtrain.checkpoint.new_folder import check_new, new_folder
 from llmtrain.durable import create
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.state import Source
 from llmtrain.engines.tensor_file import stream_tensors
 from llmtrain.engines.writer import size_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.untrusted import utf8_name
 
@@ -82,7 +82,7 @@ def size_in_bytes(text: str) -> int:
 
 def _model(plan: Plan, dtype: Dtype | None) -> PreTrainedModel:
     """The model of a plan without memory, in the type that is written."""
-    weights = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
+    weights = weight_dtype(plan.recipe.parallel.precision)
     if dtype is not None:
         weights = getattr(torch, dtype)
     return empty_model(model_configuration(plan.recipe), weights, plan.recipe.model.trust_remote_code)

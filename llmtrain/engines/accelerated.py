@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import StepBatch
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES, DeepSpeedDataParallel
+from llmtrain.engines.deepspeed import DeepSpeedEngine
 from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, over_ranks
 from llmtrain.engines.held import held
@@ -43,6 +43,7 @@ from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.accelerate import MIXED_PRECISION
 from llmtrain.models import build_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
 
@@ -54,7 +55,7 @@ class AcceleratedDataParallel:
         self.plan = plan
         self.device = device
         recipe = plan.recipe
-        self.weight_dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+        self.weight_dtype = weight_dtype(recipe.parallel.precision)
         self.is_sharded = recipe.parallel.strategy == "fsdp2"
         model = build_model(recipe, self.weight_dtype, device)
         if recipe.parallel.activation_checkpointing == "full":
@@ -173,18 +174,18 @@ class AcceleratedDataParallel:
         return context
 
 
-class AcceleratedDeepSpeed(DeepSpeedDataParallel):
+class AcceleratedDeepSpeed(DeepSpeedEngine):
     """DeepSpeed with the same configuration and files, initialised and stepped by Accelerate."""
 
-    def _initialise(self, model: PreTrainedModel, ds_config: dict[str, Any]) -> _Engine:
+    def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
         recipe = self.plan.recipe
         optim = recipe.optim
         with _undisturbed():
             self.accelerator = _accelerator_deepspeed(self.plan, ds_config, self.device)
-            groups = parameter_groups(model, optim.weight_decay)
+            groups = parameter_groups(self.model, optim.weight_decay)
             optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
             scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, recipe))
-            engine: _Engine = self.accelerator.prepare(model, optimizer, scheduler)[0]
+            engine: _Engine = self.accelerator.prepare(self.model, optimizer, scheduler)[0]
         # Else `transformers` would partition the next model that this process builds by itself.
         unset_hf_deepspeed_config()
         self._step, engine.step = engine.step, self._step_after_norm

@@ -6,22 +6,17 @@ from typing import Any
 
 import torch
 
+from llmtrain.engines.axis import Axis
 from llmtrain.engines.data_parallel import TorchDataParallel
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel
-from llmtrain.engines.expert import DeepSpeedExpertParallel
-from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
+from llmtrain.engines.deepspeed import DeepSpeedEngine
+from llmtrain.engines.expert import ExpertAxis
 from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.host_memory import keep_freed_memory
-from llmtrain.engines.pipeline import DeepSpeedPipeline
+from llmtrain.engines.pipeline import PipelineAxis
 from llmtrain.engines.seam import Engine
-from llmtrain.engines.sequence import (
-    DeepSpeedExpertSequence,
-    DeepSpeedExpertTensorSequence,
-    DeepSpeedSequence,
-    DeepSpeedTensorSequence,
-)
-from llmtrain.engines.tensor import DeepSpeedTensorParallel
-from llmtrain.plan import Layout, Plan
+from llmtrain.engines.sequence import SequenceAxis
+from llmtrain.engines.tensor import TensorAxis
+from llmtrain.plan import Plan
 from llmtrain.plan.runnable import check_runnable
 
 
@@ -48,9 +43,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
         return HorovodDataParallel(plan, device)
     if backend == "data_parallel":
         return TorchDataParallel(plan, device)
-    if plan.layout.pp > 1:
-        return DeepSpeedPipeline(plan, ds_config, device)
-    return _whole_model_engine(plan.layout)(plan, ds_config, device)
+    return DeepSpeedEngine(plan, ds_config, device, _axes(plan, device))
 
 
 def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
@@ -62,17 +55,14 @@ def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.dev
     return AcceleratedDataParallel(plan, device)
 
 
-def _whole_model_engine(layout: Layout) -> type[DeepSpeedDataParallel]:
-    """The engine for a model that is not cut into stages, by which degrees are above 1."""
-    engines: dict[tuple[bool, bool, bool], type[DeepSpeedDataParallel]] = {
-        # tensor, sequence, expert
-        (False, False, False): DeepSpeedDataParallel,
-        (True, False, False): DeepSpeedTensorParallel,
-        (False, True, False): DeepSpeedSequence,
-        (False, False, True): DeepSpeedExpertParallel,
-        (True, True, False): DeepSpeedTensorSequence,
-        (False, True, True): DeepSpeedExpertSequence,
-        (True, False, True): DeepSpeedExpertTensor,
-        (True, True, True): DeepSpeedExpertTensorSequence,
-    }
-    return engines[layout.tp > 1, layout.sp > 1, layout.ep > 1]
+def _axes(plan: Plan, device: torch.device) -> list[Axis]:
+    """Those of a degree above 1. What divides a weight comes before what only divides tokens."""
+    layout = plan.layout
+    # The stages of a pipeline are split by the pipeline itself: DeepSpeed's AutoTP cannot be joined with it.
+    kinds: list[tuple[int, type[Axis]]] = [
+        (layout.pp, PipelineAxis),
+        (layout.ep, ExpertAxis),
+        (layout.tp if layout.pp == 1 else 1, TensorAxis),
+        (layout.sp, SequenceAxis),
+    ]
+    return [kind(plan, device) for degree, kind in kinds if degree > 1]

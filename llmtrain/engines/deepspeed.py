@@ -1,9 +1,9 @@
-"""DeepSpeed's data parallel engine: ZeRO 0 to 3, offload, every precision."""
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, every precision; `llmtrain.engines.axis` divides the model further."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines import deepspeed_state
-from llmtrain.engines.forward import forward, install_kernels
+from llmtrain.engines.axis import Axis, Portion
+from llmtrain.engines.documents import documents_known
+from llmtrain.engines.forward import check_kernels, forward, use_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.host_checks import no_host_checks
@@ -25,47 +27,74 @@ from llmtrain.engines.leaves import gather_layers_together
 from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule
 from llmtrain.engines.pieces import Piece, Region
+from llmtrain.engines.pipeline import PipelineAxis
 from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
-from llmtrain.engines.state import Place, load_state, pieces_of, save_state, untrained_pieces
+from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, shape_of, untrained_pieces
 from llmtrain.engines.writer import Writer
 from llmtrain.engines.zero_norm import NormWithLoss
-from llmtrain.models import build_model
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
-
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of the weights that the forward pass reads; fp32 for the precisions that are not listed."""
+from llmtrain.recipe import Recipe
 
 
-class DeepSpeedDataParallel:
-    """`deepspeed.initialize` on a whole causal LM, replicated or sharded over data parallel ranks."""
+class DeepSpeedEngine:
+    """`deepspeed.initialize` on a causal LM, its model divided by `axes`, replicated or sharded over what is left."""
 
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, axes: Sequence[Axis] = ()) -> None:
+        """axes: those of a degree above 1. Raises RecipeError for a model that one of them cannot divide."""
         self.plan = plan
         self.device = device
+        self.axes = axes
+        self.pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
         recipe = plan.recipe
-        model = self._build_model(ds_config)
+        check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all refuse
+        for axis in axes:
+            axis.prepare(ds_config)
+        self.module = self._build(ds_config)
+        stage = self.module.stage if self.pipeline else None
+        self.model: PreTrainedModel = stage.model if stage else self.module
         if recipe.parallel.activation_checkpointing == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        install_kernels(model, plan)
+            # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
         if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
-            gather_layers_together(model)
-        self.model = model
+            gather_layers_together(self.model)
         self._own_norm: Tensor | None = None
-        self.engine = self._initialise(model, ds_config)
+        self.engine = self._initialise(ds_config)
         reduce_among_several(self.engine)
-        # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
-        self.engine.clip_fp32_gradients = self._clip
+        if not self.pipeline:  # which the rules allow no clipping at ZeRO-0
+            # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
+            self.engine.clip_fp32_gradients = self._clip
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
+        self.total = torch.zeros((), device=device)
+        """This rank's sum of cross-entropies of the batch that is under way."""
+        for axis in axes:
+            axis.attach(self)
         self.guard = Guard(recipe.guard, device)
         self.guard.watch(self.engine.basic_optimizer)
 
-    def _initialise(self, model: PreTrainedModel, ds_config: dict[str, Any]) -> _Engine:
+    def _build(self, ds_config: dict[str, Any]) -> Any:
+        """The module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
+        for axis in self.axes:
+            if (built := axis.build(ds_config)) is not None:
+                return built
+        recipe = self.plan.recipe
+        dtype = weight_dtype(recipe.parallel.precision)
+        if self.plan.layout.zero_stage == 3:
+            return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
+        return build_model(recipe, dtype, self.device)
+
+    def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
         """Hands the model, its parameter groups and its schedule to DeepSpeed."""
         recipe = self.plan.recipe
+        groups = parameter_groups(self.module, recipe.optim.weight_decay)
+        for axis in self.axes:
+            groups = axis.parameter_groups(groups)
         engine: _Engine = deepspeed.initialize(
-            model=model,
-            model_parameters=self._parameter_groups(),
+            model=self.module,
+            model_parameters=groups,
             lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
             config=ds_config,
         )[0]
@@ -73,52 +102,61 @@ class DeepSpeedDataParallel:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Every rank is a replica."""
-        return dist.get_rank()
+        """Which replica this rank belongs to: tensor parallel ranks are neighbours, then sequence parallel ones."""
+        layout = self.plan.layout
+        return dist.get_rank() // (layout.tp * layout.sp) % layout.dp
 
     @property
     def averaged_ranks(self) -> int:
         """Ranks with different tokens, over which DeepSpeed averages gradients."""
-        return self.plan.layout.dp
-
-    @property
-    def _replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of the model as this one; None where these are all ranks."""
-        return None
+        return self.plan.layout.dp * self.plan.layout.sp
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Accumulates this rank's micro-batches and updates once.
+        """Accumulates this rank's micro-batches and updates once."""
+        lr = self.engine.get_lr()[0]
+        self.total = torch.zeros((), device=self.device)
+        self.guard.begin(lambda: self._measure(self.total / batch.target_tokens))
+        with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
+            if self.pipeline:
+                self.pipeline.train(batch)
+            else:
+                self._accumulate(batch)
+        measured = self.guard.end()
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+
+    def _accumulate(self, batch: StepBatch) -> None:
+        """Forward and backward passes of the micro-batches, one after another.
 
         DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by
         their number: the sum over all ranks and micro-batches, divided by the target tokens, is left.
         """
         if not self.model.training:  # asked of each module, it costs as much as a small update
             self.engine.train()
-        lr = self.engine.get_lr()[0]
-        total = torch.zeros((), device=self.device)
-        self.guard.begin(lambda: self._measure(total / batch.target_tokens))
-        with no_host_checks(self.plan.recipe.parallel.precision):
-            for index, micro_batch in enumerate(batch.micro_batches, start=1):
-                loss_sum, auxiliary = self._forward(micro_batch)
-                loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
-                if auxiliary is not None:
-                    loss = loss + auxiliary / len(batch.micro_batches)
-                total += loss_sum.detach()
-                is_last = index == len(batch.micro_batches)
-                if is_last and self._norm_with_loss is not None:
-                    self._norm_with_loss.share = total / batch.target_tokens
-                self._backward(loss, is_last)
-        measured = self.guard.end()
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+        for index, micro_batch in enumerate(batch.micro_batches, start=1):
+            loss_sum, auxiliary = self._forward(micro_batch)
+            loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
+            if auxiliary is not None:
+                loss = loss + auxiliary / len(batch.micro_batches)
+            self.total += loss_sum.detach()
+            is_last = index == len(batch.micro_batches)
+            if is_last and self._norm_with_loss is not None:
+                self._norm_with_loss.share = self.total / batch.target_tokens
+            for axis in self.axes:
+                axis.before_backward()
+            self._backward(loss, is_last)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Mean cross-entropy over the target tokens of all ranks."""
-        self.engine.eval()
-        total = torch.zeros((), device=self.device)
-        for micro_batch in batch.micro_batches:
-            total += self._forward(micro_batch)[0]
-        return self._sum_over_replicas(total) / batch.target_tokens
+        self.total = torch.zeros((), device=self.device)
+        with self._active():
+            if self.pipeline:
+                self.pipeline.evaluate(batch)
+            else:
+                self.engine.eval()
+                for micro_batch in batch.micro_batches:
+                    self.total += self._forward(micro_batch)[0]
+        return self._sum_over_replicas(self.total) / batch.target_tokens
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""
@@ -129,12 +167,13 @@ class DeepSpeedDataParallel:
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and of what is not."""
+        """Live pieces of everything that is trained here, and of what is not."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
         frozen = [one for one in names if not one.requires_grad]
         with gather(frozen) if frozen and self.plan.layout.zero_stage == 3 else nullcontext():
-            yield untrained_pieces(self.model, self._equal_ranks, self._hugging_face_name, self._split)
+            equal = multiplied(_place_in(self._replicas), self._copies)
+            yield untrained_pieces(self.model, equal, self._hugging_face_name, self._untrained_portion)
 
     def progress(self) -> dict[str, Any]:
         """DeepSpeed's counters."""
@@ -145,32 +184,41 @@ class DeepSpeedDataParallel:
         deepspeed_state.resumed(self.engine, progress)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, under its Hugging Face name; tied ones once."""
-        for name, parameter in self.model.named_parameters():
-            yield name, self._whole(parameter).cpu()
+        """Every weight of this rank's replica, whole, under its Hugging Face name; tied ones once."""
+        given = (axis.named_weights(self._whole) for axis in self.axes)
+        named = next((weights for weights in given if weights is not None), None)
+        for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
+            yield name, weight.cpu()
 
     def describe(self) -> dict[str, Any]:
-        """Classes that DeepSpeed has chosen, the device and the backend."""
+        """Classes that DeepSpeed has chosen, this rank's stage of a pipeline, the device and the backend."""
+        stage = {"stage": self.module.stage_id} if self.pipeline else {}
         return {
-            "engine": f"deepspeed {deepspeed.__version__}",
+            "engine": f"deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
+            **stage,
             "optimizer": type(self.engine.optimizer).__name__,
             "basic_optimizer": type(self.engine.basic_optimizer).__name__,
             "device": str(self.device),
             "backend": dist.get_backend(),
         }
 
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for axis in self.axes:
+                stack.enter_context(axis.active())
+            yield
+
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of a micro-batch of its replica."""
+        for axis in self.axes:
+            batch = axis.slice(batch)
+        return batch
+
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
-        return forward(self.engine, self.model, micro_batch, self.device)
-
-    def _build_model(self, ds_config: dict[str, Any]) -> PreTrainedModel:
-        return _build(self.plan, ds_config, self.device, self._replicas)
-
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a weight that ZeRO-3 may have partitioned."""
-        partitioned = self.plan.layout.zero_stage == 3
-        with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
-            return parameter.detach().clone()
+        with documents_known(micro_batch):
+            return forward(self.engine, self.model, self.slice(micro_batch), self.device)
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         """Adds the gradients of a micro-batch and, after the last one, updates."""
@@ -180,12 +228,18 @@ class DeepSpeedDataParallel:
 
     def _measure(self, loss: Tensor) -> Measured:
         """Of all ranks, from this one's share of the loss, when the optimizer is about to begin."""
+        if self.pipeline and self.plan.layout.zero_stage == 0:
+            self._own_norm = self._gradient_norm()
         norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
         if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
             return Measured(known, finite_or_infinite(norm))
-        return over_ranks(loss, norm, copies=dist.get_world_size() // self.averaged_ranks)
+        return over_ranks(loss, norm, copies=self.plan.layout.tp)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        """The sum of what all ranks have of a batch; tensor parallel ranks have the same of it."""
+        if self.pipeline:  # of which the last stages have it, and the others zero
+            dist.all_reduce(value)
+            return value / self.plan.layout.tp
         if self.averaged_ranks > 1:
             dist.all_reduce(value, group=self._replicas)
         return value
@@ -195,7 +249,7 @@ class DeepSpeedDataParallel:
 
         Between `backward` and `step` of the last micro-batch they are already averaged.
         """
-        if self.plan.layout.zero_stage > 0 or self.plan.recipe.parallel.precision in WEIGHT_DTYPES:
+        if self.plan.layout.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
             return None
         norm = self._gradient_norm()
         scaler = self.engine.torch_autocast_z0_gradscaler
@@ -207,73 +261,85 @@ class DeepSpeedDataParallel:
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self.engine.gradient_clipping(), self._own_norm)
 
     def _gradient_norm(self) -> Tensor:
-        """2-norm of the gradients: those that lie on this rank, and of split weights those of the other holders."""
+        """2-norm of the gradients: those that lie on this rank, and those of the other holders of divided weights."""
         held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
-        for parameter in self.model.parameters():
+        for name, parameter in self.model.named_parameters():
+            if getattr(parameter, "ds_pipe_replicated", False):  # of a tied weight, that another stage counts
+                continue
+            portion = self._portion(name, parameter)
             # A rank without a gradient joins the sum all the same.
-            held.setdefault(self._holders(parameter), []).extend(gradients_of([parameter]))
+            held.setdefault(portion.holders if portion else None, []).extend(gradients_of([parameter]))
         squares = {group: squared_norm(found, self.device) for group, found in held.items()}
         for group, square in squares.items():
             if group is not None:
                 dist.all_reduce(square, group=group)
-        return torch.stack(list(squares.values())).sum().sqrt().float()
-
-    def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        """The ranks that hold other parts of a weight than this one; None where it lies here whole, ZeRO aside."""
-        return None
-
-    def _place(self, name: str, parameter: nn.Parameter) -> Place:
-        return self._hugging_face_name(name), self._region(name, parameter), self._copy(parameter)
-
-    def _hugging_face_name(self, name: str) -> str:
-        """Of a parameter of `model`."""
-        return name
-
-    def _region(self, name: str, parameter: nn.Parameter) -> Region:
-        """Where what this rank holds of a parameter lies, ZeRO aside."""
-        return Region.whole(shape_of(parameter))
-
-    def _split(self, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
-        """Region and copy of the slice of an untrained tensor that this rank holds; None where it holds the whole."""
-        return None
-
-    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Which copy of what it holds this rank has, of how many: this one's number, and all."""
-        return self._copy_in(self._replicas)
-
-    def _copy_in(self, group: dist.ProcessGroup | None) -> tuple[int, int]:
-        """As `_copy`, of a part that the ranks of a group have in common. ZeRO's shards of it are no copies."""
-        return (0, 1) if self.plan.layout.zero_stage else (dist.get_rank(group), dist.get_world_size(group))
-
-    @property
-    def _equal_ranks(self) -> tuple[int, int]:
-        """This rank's number among those that hold what is neither split nor sharded; their number."""
-        return dist.get_rank(), dist.get_world_size()
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """What DeepSpeed's optimizer is made of."""
-        return parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
+        total = torch.stack(list(squares.values())).sum()
+        for axis in self.axes:
+            axis.sum_squares(total)
+        return total.sqrt().float()
 
     def _engine_grad_norm(self) -> Tensor:
         # The engine's own copy is of the step before until this one is over.
         norm = self.engine.optimizer._global_grad_norm
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
 
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model as this one; None where these are all ranks."""
+        return next((axis.replicas for axis in self.axes if axis.replicas is not None), None)
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Of a parameter that ZeRO-3 may have partitioned."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
+    @property
+    def _copies(self) -> tuple[int, int]:
+        """This rank's number among those of its replica that hold the same of what is not divided; their number."""
+        group = next((axis.copies for axis in self.axes if axis.copies is not None), None)
+        return (0, 1) if group is None else _place_in(group)
+
+    def _portion(self, name: str, tensor: Tensor) -> Portion | None:
+        found = (axis.portion(name, tensor) for axis in self.axes)
+        return next((portion for portion in found if portion is not None), None)
+
+    def _untrained_portion(self, name: str, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
+        portion = self._portion(name, tensor)
+        return None if portion is None else (portion.region, _place_in(portion.replicas))
+
+    def _place(self, name: str, parameter: nn.Parameter) -> Place:
+        portion, copy = self._portion(name, parameter), (0, 1)
+        if self.plan.layout.zero_stage == 0:  # ZeRO's shards are no copies
+            copy = _place_in(portion.replicas if portion else self._replicas)
+        for axis in self.axes:
+            copy = multiplied(copy, axis.tied_copy(name))
+        if portion is None:
+            return self._hugging_face_name(name), Region.whole(shape_of(parameter)), multiplied(copy, self._copies)
+        return self._hugging_face_name(name), portion.region, copy
+
+    def _hugging_face_name(self, name: str) -> str:
+        for axis in self.axes:
+            name = axis.hugging_face_name(name)
+        return name
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of a weight, of which this rank may hold a portion or a ZeRO-3 shard; called by all of its holders."""
+        partitioned = self.plan.layout.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+            weight = parameter.detach().clone()
+        for axis in self.axes:
+            weight = axis.whole(parameter, weight)
+        return weight
 
 
-def _build(
-    plan: Plan, ds_config: dict[str, Any], device: torch.device, replicas: dist.ProcessGroup | None = None
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in a group, and its size; None is the group of all ranks."""
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def build_partitioned(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    replicas: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
-    """replicas: the ranks that ZeRO-3 partitions over; all of them where it is None."""
-    recipe = plan.recipe
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-    if plan.layout.zero_stage < 3:
-        return build_model(recipe, dtype, device)
+    """The model, partitioned by ZeRO-3 over `replicas`, or all ranks, while it is made."""
 
     def partitioned() -> AbstractContextManager[object]:
         # Only the device is overridden. The type is already that of the parameters, and forcing it on

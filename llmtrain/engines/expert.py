@@ -1,81 +1,99 @@
-"""DeepSpeed AutoEP: the experts of a model spread over groups of data parallel ranks, at any ZeRO stage.
+"""Expert parallelism through DeepSpeed's AutoEP: the experts of a model spread over groups of ranks, at any ZeRO stage.
 
 Each rank reads its own samples. A token travels to the rank that holds its expert and back; none is dropped
-(`deepspeed/module_inject/auto_ep_layer.py`).
+(`deepspeed/module_inject/auto_ep_layer.py`). With tensor parallelism the ranks of a replica share the heads; in a block
+of experts each sends its part of the replica's tokens to the experts, which are spread over neighbouring ranks of any
+replica, and gathers the results again: DeepSpeed's folding (`deepspeed/moe/ep_tp_dispatch.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel, shape_of
+from llmtrain.engines.axis import Axis, Portion
 from llmtrain.engines.expert_names import hugging_face_weights, own_name, region_of_experts
-from llmtrain.engines.optim import parameter_groups
-from llmtrain.engines.pieces import Region
-from llmtrain.plan import Plan
+from llmtrain.engines.norm import squared_norm
+from llmtrain.engines.state import shape_of
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed import DeepSpeedEngine
 
 
-class DeepSpeedExpertParallel(DeepSpeedDataParallel):
-    """`deepspeed.initialize` with an `expert_parallel` block, which replaces the blocks of experts in the model."""
+class ExpertAxis(Axis):
+    """Experts divided among ranks that have tokens of their own."""
 
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
-        super().__init__(plan, ds_config, device)
-        self._group = groups._get_expert_parallel_group(f"ep_size_{plan.layout.ep}")
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """DeepSpeed takes the experts out of each group into one of their own, and asks for the group's name."""
+        return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, under its Hugging Face name; tied ones once."""
-        parameters = dict(self.model.named_parameters())
-        for name, weight in hugging_face_weights(parameters, self._blocks, lambda name: self._whole(parameters[name])):
-            yield name, weight.cpu()
-
-    @cached_property
-    def _blocks(self) -> dict[str, str]:
-        """Paths of DeepSpeed's blocks of experts, and their presets."""
-        return {
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """DeepSpeed has replaced the blocks of experts, and has made the groups."""
+        self._engine = engine
+        self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.layout.ep}")
+        self._blocks = {
             path: module.model_family
-            for path, module in self.model.named_modules()
+            for path, module in engine.model.named_modules()
             if isinstance(module, AutoEPMoELayer)
         }
+        optimizer = engine.engine.optimizer
+        if self.plan.layout.tp > 1 and isinstance(optimizer, DeepSpeedZeroOptimizer):
+            # DeepSpeed would count the experts of the first rank of each tensor parallel group only.
+            optimizer._average_expert_grad_norms = self._count_all_experts
 
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
+    def before_backward(self) -> None:
+        """Takes marks off parameters that DeepSpeed's folding leaves on them.
+
+        It scales gradients of experts and adds up those of routers, micro-batch by micro-batch, and marks them as done.
+        Nothing takes the mark off before the next one, which would be left as it is.
+        """
+        if self.plan.layout.tp > 1 and isinstance(self._engine.engine.optimizer, BF16_Optimizer):
+            for parameter in self._engine.model.parameters():
+                clear_autoep_folding_gradient_corrected(parameter)
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """This rank's experts. To them the ranks of a tensor parallel group are ranks like any other, and no copies."""
+        if not is_expert(tensor):
+            return None
+        region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.layout.ep)
+        return Portion(region, self._group, groups._get_expert_data_parallel_group(tensor.group_name))  # type: ignore[attr-defined]
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Of experts, those of all ranks."""
-        own = super()._whole(parameter)
         if not is_expert(parameter):
             return own
         parts = [torch.empty_like(own) for _ in range(self.plan.layout.ep)]
         dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts)
 
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """DeepSpeed takes the experts out of each group into one of their own, and asks for the group's name."""
-        made = parameter_groups(self.model, self.plan.recipe.optim.weight_decay)
-        return [{"name": f"decay {group['weight_decay']}", **group} for group in made]
-
-    def _hugging_face_name(self, name: str) -> str:
+    def hugging_face_name(self, name: str) -> str:
+        """As before DeepSpeed replaced the blocks of experts."""
         return own_name(name, self._blocks)
 
-    def _region(self, name: str, parameter: nn.Parameter) -> Region:
-        if not is_expert(parameter):
-            return super()._region(name, parameter)
-        return region_of_experts(name, shape_of(parameter), dist.get_rank(self._group), self.plan.layout.ep)
+    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """With gate and up projections joined."""
+        parameters = dict(self._engine.model.named_parameters())
+        return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))
 
-    def _copy(self, parameter: nn.Parameter) -> tuple[int, int]:
-        if not is_expert(parameter):
-            return super()._copy(parameter)
-        return self._copy_in(groups._get_expert_data_parallel_group(parameter.group_name))  # type: ignore[attr-defined]
+    def _count_all_experts(self, norms: list[Tensor]) -> None:
+        """Replaces the norm of each group of experts: each rank holds gradients that no other has."""
+        optimizer = self._engine.engine.optimizer
+        for index, has_experts in enumerate(optimizer.is_moe_param_group):
+            if has_experts:
+                square = squared_norm(optimizer.averaged_gradients[index], self.device)
+                dist.all_reduce(square)
+                norms[index] = square.sqrt().float()
 
-    def _holders(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        return super()._holders(parameter) if not is_expert(parameter) else self._group
 
-
-def is_expert(parameter: nn.Parameter) -> bool:
+def is_expert(parameter: Tensor) -> bool:
     """Whether DeepSpeed has spread a parameter: it marks those that not all ranks reduce together."""
     return not getattr(parameter, "allreduce", True)

@@ -12,13 +12,13 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.guard import Measured
 from llmtrain.engines.horovod_ranks import join
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import build_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 
 
@@ -35,7 +35,7 @@ class HorovodDataParallel(PlainLoop):
         _check_device(device)
         self.accumulation = plan.batch.gradient_accumulation_steps
         recipe = plan.recipe
-        model = build_model(recipe, WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32), device)
+        model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
         if recipe.parallel.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         install_kernels(model, plan)

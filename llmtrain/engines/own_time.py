@@ -114,6 +114,6 @@ class Forwards:
 
 def _module_of(engine: Engine) -> nn.Module:
     """What this rank's forward passes call: the model, or a stage of it."""
-    pipeline = getattr(engine, "module", None)
-    module: nn.Module = pipeline.stage if pipeline is not None else engine.model  # type: ignore[attr-defined]
+    stage = getattr(getattr(engine, "module", None), "stage", None)
+    module: nn.Module = stage if stage is not None else engine.model  # type: ignore[attr-defined]
     return module

@@ -1,19 +1,16 @@
-"""DeepSpeed's pipeline engine (1F1B) × ZeRO-1 × data parallel, on stages of the model's own forward.
+"""Pipeline parallelism through DeepSpeed's engine (1F1B) × ZeRO-1, on stages of the model's own forward.
 
 Each stage may be shared by tensor parallel ranks of our own (`llmtrain.models.tensor`), on DeepSpeed's
 three-dimensional topology: its AutoTP cannot be joined with its pipelines. Ranks that share sequences
-(`llmtrain.engines.ulysses`) are data parallel ones to it, as without a pipeline.
+(`llmtrain.engines.sequence`) are data parallel ones to it, as without a pipeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -21,36 +18,19 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines import deepspeed_state
 from llmtrain.engines.alone import is_alone
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
+from llmtrain.engines.axis import Axis, Portion
 from llmtrain.engines.documents import bounds_for, documents_known
-from llmtrain.engines.forward import check_kernels, use_kernels
-from llmtrain.engines.guard import Guard, Measured, over_ranks
-from llmtrain.engines.held import held
-from llmtrain.engines.host_checks import no_host_checks
-from llmtrain.engines.norm import gradients_of, squared_norm
-from llmtrain.engines.optim import parameter_groups, schedule
-from llmtrain.engines.pieces import Piece, Region
-from llmtrain.engines.reduction import reduce_among_several
-from llmtrain.engines.seam import StepResult
-from llmtrain.engines.sequence import sequence_group
-from llmtrain.engines.sequence_check import check_sequence
-from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, untrained_pieces
-from llmtrain.engines.ulysses import Ulysses
-from llmtrain.engines.writer import Writer
-from llmtrain.models import (
-    chunked_loss,
-    model_configuration,
-    router_loss_weight,
-    stage_builder,
-    stage_names,
-    target_loss_sum,
-)
+from llmtrain.engines.pieces import Region
+from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names, target_loss_sum
 from llmtrain.models.build import StageBuilder
+from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
-from llmtrain.plan import Layout, Plan
+from llmtrain.plan import Layout
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed import DeepSpeedEngine
 
 Micro = tuple[tuple[Tensor, Tensor], Tensor]
 """What DeepSpeed pulls, on the first stage and on the last: the inputs, and the labels."""
@@ -139,193 +119,121 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return sum(name in by_rank[rank] for rank in self._grid.pp_group)
 
 
-class DeepSpeedPipeline:
-    """`deepspeed.initialize` on a `StagePipeline`."""
+class PipelineAxis(Axis):
+    """Stages that ranks of a pipe run, each on some layers; DeepSpeed interleaves their passes (1F1B)."""
 
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
-        """Raises RecipeError for a model that cannot be split so, before it is built."""
-        self.plan = plan
-        self.device = device
-        self._scale = 1.0
-        self._total = torch.zeros((), device=device)
-        recipe = plan.recipe
-        config = model_configuration(recipe)
-        check_kernels(config, plan)  # on all ranks, so that all refuse
-        if plan.layout.sp > 1:
-            check_sequence(config, recipe.model.attention_kernel)
-        dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
-        build = stage_builder(recipe, plan.layout.pp, dtype, device, tensor=plan.layout.tp)
-        self.module = StagePipeline(build, plan.layout, self._loss, partial(stage_names, recipe, plan.layout.pp))
-        use_kernels(self.module.stage.model, plan, has_head=self.module.stage.is_last)
-        if recipe.parallel.activation_checkpointing == "full":
-            # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
-            self.module.stage.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.engine = deepspeed.initialize(
-            model=self.module,
-            model_parameters=parameter_groups(self.module, recipe.optim.weight_decay),
-            lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
-            config=ds_config,
-        )[0]
-        reduce_among_several(self.engine)
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Cuts the model. Raises RecipeError where it cannot be cut, or its stages not be split among tensor ranks."""
+        recipe, layout = self.plan.recipe, self.plan.layout
+        dtype = weight_dtype(recipe.parallel.precision)
+        self._stages = stage_builder(recipe, layout.pp, dtype, self.device, tensor=layout.tp)
+
+    def build(self, ds_config: dict[str, Any]) -> StagePipeline:
+        """This rank's stage, and the tensor parallel ranks' slices of it."""
+        names = partial(stage_names, self.plan.recipe, self.plan.layout.pp)
+        self._pipeline = StagePipeline(self._stages, self.plan.layout, self._loss, names)
+        return self._pipeline
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Has each forward pass know the documents of its micro-batch."""
+        self._engine = engine
+        self._names = self._stage.hf_names()
         self._awaited: Iterator[MicroBatch] = iter(())
-        self.module.stage.register_forward_pre_hook(lambda *_: self._tell_documents())
-        self.ulysses: Ulysses | None = None
-        if plan.layout.sp > 1:
-            self.ulysses = Ulysses(self.module.stage.model, sequence_group(plan.layout))
-            # Micro-batches are interleaved, so each forward pass brings the positions that its masks are made from.
-            self.module.stage.register_forward_pre_hook(lambda _, inputs: self._receive(inputs[0]))
-        self.guard = Guard(recipe.guard, device)
-        self.guard.watch(self.engine.basic_optimizer)
+        self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
+
+    def train(self, batch: StepBatch) -> None:
+        """One schedule over this replica's micro-batches, and one update."""
+        self._start(batch)
+        self._engine.engine.train_batch(self._micro_batches(batch))
+
+    def evaluate(self, batch: StepBatch) -> None:
+        """The forward passes of this replica's micro-batches."""
+        self._start(batch)
+        self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
 
     @property
-    def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to: DeepSpeed's axes are pipe, data, model."""
-        rank: int = self.engine.grid.get_data_parallel_id()
-        return rank // self.plan.layout.sp
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the same stage."""
+        group: dist.ProcessGroup = self._grid.get_data_parallel_group()
+        return group
 
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """One 1F1B schedule over this replica's micro-batches, and one update.
+    @property
+    def copies(self) -> dist.ProcessGroup:
+        """The ranks that share a stage."""
+        group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
+        return group
 
-        DeepSpeed takes the mean over micro-batches and ranks, so the loss of each is multiplied
-        by their number: the sum divided by the target tokens is left.
-        """
-        lr = self.engine.get_lr()[0]
-        self._start(batch)
-        self.guard.begin(lambda: self._measure(batch))
-        with self._sharing_attention(), no_host_checks(self.plan.recipe.parallel.precision):
-            self.engine.train_batch(self._micro_batches(batch))
-        measured = self.guard.end()
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """The slice of a weight that the ranks of a stage share."""
+        shard = shard_of(tensor)
+        if shard is None:
+            return None
+        rank, ranks = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        return Portion(region_of(shard, tensor.shape, rank, ranks), self.copies, self.replicas)
 
-    @torch.no_grad()
-    def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens of all replicas."""
-        self._start(batch)
-        with self._sharing_attention():
-            self.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
-        return self._mean(batch)
+    def tied_copy(self, name: str) -> tuple[int, int]:
+        """Its place among the stages that hold the weight."""
+        tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
+        return (0, 1) if tied is None else (tied["ranks"].index(dist.get_rank()), len(tied["ranks"]))
 
-    def save(self, writer: Writer) -> None:
-        """Writes this rank's share of the pieces."""
-        save_state(self, writer)
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Joins the slices."""
+        shard = shard_of(parameter)
+        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
 
-    def load(self, folder: Path) -> None:
-        """Reads what any engine wrote."""
-        load_state(self, folder)
+    def sum_squares(self, square: Tensor) -> None:
+        """Over the stages."""
+        dist.all_reduce(square, group=self._grid.get_pipe_parallel_group())
 
-    def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of what this stage trains, and of what it does not train."""
-        paths = {parameter: path for path, parameter in self.module.stage.named_parameters()}
-        yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(paths[one], one))
-        equal = multiplied(self._replica, self._slice)
-        yield untrained_pieces(self.module.stage.model, equal, split=self._split)
+    def hugging_face_name(self, name: str) -> str:
+        """Of a tied weight, that of the stage which comes first."""
+        return self._names.get(f"model.{name}", name)
 
-    def progress(self) -> dict[str, Any]:
-        """DeepSpeed's counters."""
-        return deepspeed_state.progress(self.engine)
-
-    def resumed(self, progress: dict[str, Any]) -> None:
-        """Goes on from written pieces."""
-        deepspeed_state.resumed(self.engine, progress)
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of this rank's replica, under its name in the whole model; tied ones once."""
+    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Those of all stages, each sent to the other ranks of the pipe."""
         seen: set[str] = set()
-        grid = self.engine.grid
-        group = grid.get_pipe_parallel_group()
-        slices = GroupRanks(grid.get_slice_parallel_group())
-        own = {whole: self.module.stage.get_parameter(path) for path, whole in self.module.stage.hf_names().items()}
-        for owner in grid.pp_group:
+        group = self._grid.get_pipe_parallel_group()
+        own = {name: self._stage.get_parameter(path) for path, name in self._names.items()}
+        for owner in self._grid.pp_group:
             names = [list(own)]
             dist.broadcast_object_list(names, src=owner, group=group)
             for name in names[0]:
                 if name in seen:
                     continue
-                weight = _joined(own[name], slices) if dist.get_rank() == owner else None
+                weight = whole(own[name]) if dist.get_rank() == owner else None
                 yield name, _broadcast(weight, owner, group, self.device)
             seen.update(names[0])
 
-    def describe(self) -> dict[str, Any]:
-        """Classes that DeepSpeed has chosen, this rank's stage, the device and the backend."""
-        return {
-            "engine": f"deepspeed {deepspeed.__version__} pipeline",
-            "stage": self.module.stage_id,
-            "optimizer": type(self.engine.optimizer).__name__,
-            "device": str(self.device),
-            "backend": dist.get_backend(),
-        }
+    @property
+    def _stage(self) -> Stage:
+        return self._pipeline.stage
 
     @property
-    def _replica(self) -> tuple[int, int]:
-        """This rank's number among those with the same part of the model, and their number."""
-        group = self.engine.grid.get_data_parallel_group()
-        return dist.get_rank(group), dist.get_world_size(group)
+    def _grid(self) -> Any:
+        return self._pipeline._grid
 
-    def _place(self, path: str, parameter: nn.Parameter) -> Place:
-        name = self.module.stage.hf_names()[path]
-        copy = (0, 1) if self.plan.layout.zero_stage else self._replica
-        tied = self.module.tied_comms.get(name)
-        if tied is not None:
-            copy = multiplied(copy, (tied["ranks"].index(dist.get_rank()), len(tied["ranks"])))
-        if split := self._split(parameter):
-            return name, split[0], copy
-        return name, Region.whole(parameter.shape), multiplied(copy, self._slice)
+    def _start(self, batch: StepBatch) -> None:
+        """DeepSpeed takes the mean over micro-batches and ranks, so the loss of each is multiplied by their number.
 
-    @property
-    def _slice(self) -> tuple[int, int]:
-        """This rank's number among those that share its stage's weights, and their number."""
-        group = self.engine.grid.get_slice_parallel_group()
-        return dist.get_rank(group), dist.get_world_size(group)
-
-    def _split(self, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
-        """The region of a weight that this rank holds a slice of, and which copy of the slice; None for a whole one."""
-        shard = shard_of(tensor)
-        return None if shard is None else (region_of(shard, tensor.shape, *self._slice), self._replica)
-
-    def _measure(self, batch: StepBatch) -> Measured:
-        """Of all ranks, when the optimizer is about to begin; every rank of a last stage has its replica's loss."""
-        if self.plan.layout.zero_stage == 0:
-            norm = self._gradient_norm()
-        else:
-            norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device, dtype=torch.float32)
-        return over_ranks(self._total / batch.target_tokens, norm, copies=self.plan.layout.tp)
-
-    def _gradient_norm(self) -> Tensor:
-        """The norm at ZeRO-0, where DeepSpeed keeps none: before the update the gradients lie whole on each stage."""
-        own = [weight for weight in self.module.parameters() if not getattr(weight, "ds_pipe_replicated", False)]
-        square = squared_norm(gradients_of(weight for weight in own if shard_of(weight)), self.device)
-        dist.all_reduce(square, group=self.engine.grid.get_slice_parallel_group())
-        square += squared_norm(gradients_of(weight for weight in own if not shard_of(weight)), self.device)
-        dist.all_reduce(square, group=self.engine.grid.get_pipe_parallel_group())
-        return square.sqrt().float()
-
-    def _sharing_attention(self) -> AbstractContextManager[None]:
-        return self.ulysses.active() if self.ulysses else nullcontext()
-
-    def _receive(self, inputs: tuple[Tensor, ...]) -> None:
-        assert self.ulysses is not None
-        self.ulysses.receive(inputs[1])
+        The sum divided by the target tokens is left.
+        """
+        self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.target_tokens
+        self._awaited = iter(batch.micro_batches)
 
     def _tell_documents(self) -> None:
         """Every stage runs the micro-batches of its replica in their order, whose positions all its ranks have."""
-        stage, batch = self.module.stage, next(self._awaited)
-        stage.context = documents_known(batch)
-        stage.bounds = bounds_for(stage.model, batch, self.device)
+        batch = next(self._awaited)
+        self._stage.context = documents_known(batch)
+        self._stage.bounds = bounds_for(self._stage.model, batch, self.device)
 
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:
-            own = self.ulysses.slice(one) if self.ulysses else one
+            own = self._engine.slice(one)
             labels = own.labels
-            if chunked_loss(self.module.stage.model):
+            if chunked_loss(self._stage.model):
                 # The next forward pass is this micro-batch's: DeepSpeed takes labels right before it, on a last stage.
-                labels = self.module.stage.targets = labels.to(self.device, non_blocking=True)
+                labels = self._stage.targets = labels.to(self.device, non_blocking=True)
             yield (own.input_ids, own.position_ids), labels
-
-    def _start(self, batch: StepBatch) -> None:
-        ranks = self.plan.layout.dp * self.plan.layout.sp
-        self._scale = len(batch.micro_batches) * ranks / batch.target_tokens
-        self._total = torch.zeros((), device=self.device)
-        self._awaited = iter(batch.micro_batches)
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`.
@@ -333,17 +241,12 @@ class DeepSpeedPipeline:
         output: logits, or the sum of the losses where the stage's model has made it.
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = result if chunked_loss(self.module.stage.model) else target_loss_sum(result, labels)
-        self._total += loss_sum.detach()
+        loss_sum = result if chunked_loss(self._stage.model) else target_loss_sum(result, labels)
+        self._engine.total += loss_sum.detach()
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:
             return loss
-        return loss + router_loss_weight(self.module.stage.model.config) * auxiliary
-
-    def _mean(self, batch: StepBatch) -> Tensor:
-        """The cross-entropy of all replicas over the target tokens; every rank of a last stage has its replica's."""
-        dist.all_reduce(self._total)
-        return self._total / (batch.target_tokens * self.plan.layout.tp)
+        return loss + router_loss_weight(self._stage.model.config) * auxiliary
 
 
 def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
@@ -351,12 +254,6 @@ def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
     width = local[shard.dim] // shard.blocks
     shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
     return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
-
-
-def _joined(parameter: torch.nn.Parameter, slices: GroupRanks) -> Tensor:
-    """The whole of a parameter that the ranks of a stage hold slices of."""
-    shard = shard_of(parameter)
-    return parameter.detach() if shard is None else shard.whole(slices.gather(parameter.detach()))
 
 
 def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:

@@ -1,77 +1,51 @@
-"""Sequence parallelism (Ulysses) × ZeRO 0 to 3 × data parallelism, and whatever else splits the model."""
+"""Sequence parallelism (Ulysses, arXiv 2309.14509) × ZeRO 0 to 3 × data parallelism, and every other axis.
+
+Neighbouring ranks read the same samples, each its slice of every sequence. To DeepSpeed they are data parallel ranks:
+it averages gradients over them, takes their norm and shards states over them. It gets no sequence groups, which it
+would keep for the life of the process.
+"""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from torch import distributed as dist
 
-from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel
-from llmtrain.engines.documents import documents_known
-from llmtrain.engines.expert import DeepSpeedExpertParallel
-from llmtrain.engines.expert_tensor import DeepSpeedExpertTensor
-from llmtrain.engines.seam import StepResult
+from llmtrain.data import MicroBatch
+from llmtrain.engines.axis import Axis
 from llmtrain.engines.sequence_check import check_sequence
-from llmtrain.engines.tensor import DeepSpeedTensorParallel
 from llmtrain.engines.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-from llmtrain.plan import Layout, Plan
+from llmtrain.plan import Layout
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed import DeepSpeedEngine
 
 
-class DeepSpeedSequence(DeepSpeedDataParallel):
-    """Neighbouring ranks read the same samples, each its slice of every sequence.
+class SequenceAxis(Axis):
+    """Slices of sequences. Whatever holds the heads of a layer shares them again while attention runs."""
 
-    To DeepSpeed all ranks are data parallel ones, whatever they read: it averages gradients over them,
-    takes their norm and shards states over them. It gets no sequence groups, which it would keep for the
-    life of the process.
-    """
-
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device) -> None:
-        """Raises SequenceRefused for a model that slices would falsify, before it is built."""
-        recipe = plan.recipe
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Raises SequenceRefused for a model that computes something else on slices."""
+        recipe = self.plan.recipe
         check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
-        super().__init__(plan, ds_config, device)
-        self.ulysses = Ulysses(self.model, sequence_group(plan.layout))
 
-    @property
-    def data_parallel_rank(self) -> int:
-        """The ranks of a group are one replica."""
-        return super().data_parallel_rank // self.plan.layout.sp
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Shares the attention of the model, or of this rank's stage."""
+        self.ulysses = Ulysses(engine.model, sequence_group(self.plan.layout))
+        if self.plan.layout.pp > 1:
+            # Micro-batches are interleaved, so each forward pass brings the positions that its masks are made from.
+            engine.module.stage.register_forward_pre_hook(lambda _, inputs: self.ulysses.receive(inputs[0][1]))
 
-    @property
-    def averaged_ranks(self) -> int:
-        """Every rank has other tokens."""
-        return self.plan.layout.dp * self.plan.layout.sp
+    def active(self) -> AbstractContextManager[None]:
+        """Backward passes are within, since activation checkpointing calls attention again."""
+        return self.ulysses.active()
 
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """As under data parallelism; backward passes are within, since checkpointing calls attention again."""
-        with self.ulysses.active():
-            return super().train_step(batch)
-
-    def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens of all ranks."""
-        with self.ulysses.active():
-            return super().eval_step(batch)
-
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        with documents_known(micro_batch):
-            return super()._forward(self.ulysses.slice(micro_batch))
-
-
-class DeepSpeedTensorSequence(DeepSpeedSequence, DeepSpeedTensorParallel):
-    """Tensor parallel ranks hold shards of the heads, among which sequence parallel ones share theirs again."""
-
-
-class DeepSpeedExpertSequence(DeepSpeedSequence, DeepSpeedExpertParallel):
-    """Experts are spread over the ranks of data and sequence parallelism alike: each has tokens of its own."""
-
-
-class DeepSpeedExpertTensorSequence(DeepSpeedSequence, DeepSpeedExpertTensor):
-    """Experts are spread over all ranks; tensor parallel ones share the tokens of a slice among them."""
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's slice of each sequence."""
+        return self.ulysses.slice(batch)
 
 
 def sequence_group(layout: Layout) -> Group:

@@ -118,22 +118,28 @@ def untrained_pieces(
     model: nn.Module,
     copy: tuple[int, int],
     hugging_face_name: Callable[[str], str] = lambda name: name,
-    split: Callable[[Tensor], tuple[Region, tuple[int, int]] | None] = lambda tensor: None,
+    portion: Callable[[str, Tensor], tuple[Region, tuple[int, int]] | None] = lambda name, tensor: None,
 ) -> list[Piece]:
     """Live pieces of what a model has beside trained parameters: frozen ones, and buffers that belong to its weights.
 
-    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`; split: the
-    region and the copy of a tensor of which this rank holds a slice, None for whole tensors.
+    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`; portion:
+    the region and the copy of what this rank holds of a tensor of that name, None for whole tensors.
     """
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     pieces = []
     for name, tensor in (frozen | persistent_buffers(model)).items():
-        region, own = split(tensor) or (Region.whole(tensor.shape), copy)
+        region, own = portion(name, tensor) or (Region.whole(tensor.shape), copy)
         if isinstance(tensor, DTensor):
             own = (0, 1)  # the shards of FSDP2 are no copies
         content = {WEIGHT: local_flat(tensor)}
         pieces.append(Piece(hugging_face_name(name), region, first_index(tensor), content, copy=own))
     return pieces
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """Of a parameter that ZeRO-3 may have partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
 
 
 def multiplied(copy: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

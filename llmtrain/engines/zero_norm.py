@@ -41,7 +41,7 @@ class NormWithLoss:
             on_host = optimizer.offload_optimizer
         else:
             return None
-        return None if on_host or layout.tp > 1 or layout.ep > 1 else cls(optimizer)
+        return None if on_host or max(layout.tp, layout.ep, layout.pp) > 1 else cls(optimizer)
 
     def take_loss(self) -> Tensor | None:
         """Of all ranks, once in a step; None where DeepSpeed has dropped the step before it took a norm."""

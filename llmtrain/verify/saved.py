@@ -14,12 +14,12 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines import Engine
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.distributed import barrier
 from llmtrain.engines.state import Source
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.verify.compare import Weights
 
@@ -48,7 +48,7 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
 
 def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     recipe = plan.recipe
-    dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+    dtype = weight_dtype(recipe.parallel.precision)
     source = Source(checkpoint)
     for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
         if name in weights:  # buffers are no weights that are trained

@@ -16,9 +16,9 @@ from llmtrain.data import StepBatch, prepare
 from llmtrain.ds_config import render
 from llmtrain.durable import write_atomically
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.distributed import barrier
 from llmtrain.models import build_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.verify.batches import Batches
@@ -183,7 +183,7 @@ def _reference(
 ) -> ReferenceLoop:
     weights = None
     if recipe.model.pretrained is None:
-        weights = build_model(recipe, WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32), device).state_dict()
+        weights = build_model(recipe, weight_dtype(recipe.parallel.precision), device).state_dict()
     return ReferenceLoop(recipe, weights, device, micro_batch_size, together)
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.seam import StepResult
 from llmtrain.models import build_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.recipe import Recipe
 from llmtrain.verify.reference import Document, ReferenceLoop, Sequences
 
@@ -22,7 +22,7 @@ class ReferenceRun:
     def __init__(self, recipe: Recipe, device: torch.device = CPU, together: bool = False) -> None:
         weights = None
         if recipe.model.pretrained is None:
-            dtype = WEIGHT_DTYPES.get(recipe.parallel.precision, torch.float32)
+            dtype = weight_dtype(recipe.parallel.precision)
             weights = build_model(recipe, dtype, device).state_dict()
         self.loop = ReferenceLoop(recipe, weights, device, together=together)
         self.named_weights = self.loop.named_weights

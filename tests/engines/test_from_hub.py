@@ -106,7 +106,7 @@ def _buffers(rank: int, folder) -> dict:
     from llmtrain.engines import deepspeed as engine
 
     plan = plan_of(_from(folder, **{"parallel.zero_stage": 3}), RANKS)
-    model = engine._build(plan, render(plan), CPU)
+    model = engine.build_partitioned(plan.recipe, torch.float32, render(plan), CPU)
     return {name: buffer.numpy().copy() for name, buffer in persistent_buffers(model).items()}
 
 

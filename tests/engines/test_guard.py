@@ -77,7 +77,7 @@ class Spoiler:
     """
 
     def __init__(self, engine, which: int = 0) -> None:
-        model = engine.module.stage.model if hasattr(engine, "module") else engine.model
+        model = engine.model
         self.factor = 1.0
         matrix = [module for module in model.modules() if isinstance(module, nn.Linear)][which]
         matrix.register_forward_hook(lambda _, __, output: output * self.factor if self.factor != 1.0 else output)

@@ -47,7 +47,7 @@ def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
 
 def _trace(plan: Plan) -> Trace:
     engine, batch = engine_of(plan), plan.batch
-    _look(engine.module.stage.model if plan.layout.pp > 1 else engine.model, plan)
+    _look(engine.model, plan)
     own = engine.data_parallel_rank, plan.layout.dp
     return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 

@@ -5,11 +5,13 @@ import time
 
 import pytest
 import torch
+from batches import step_batch, tiny_recipe
 from harness import run_ranks
 from torch import distributed as dist
 from torch import nn
+from traces import engine_of, plan_of
 
-from llmtrain.engines.own_time import PASSES, Forwards, Waits
+from llmtrain.engines.own_time import PASSES, Forwards, Waits, _module_of
 from llmtrain.heartbeat import Heartbeat
 
 SLOW_S = 0.5
@@ -77,6 +79,27 @@ def test_a_wait_in_another_thread_is_not_the_trainers():
     for own, waited in run_ranks(2, _in_the_background):
         assert own > 0
         assert not waited
+
+
+def _passes(rank: int) -> list[float]:
+    """Seconds that are measured of a step of engines that hold their model in different ways."""
+    fields = {"parallel.zero_stage": 1, "parallel.accelerate": "ddp"}
+    accelerate = {"parallel.backend": "accelerate", "parallel.zero_stage": 0}
+    found = []
+    for other in ({}, {"parallel.pipeline": 2}, accelerate):
+        plan = plan_of(tiny_recipe(**{**fields, **other}), 2)
+        engine = engine_of(plan)
+        forwards = Forwards(_module_of(engine))
+        batch = plan.batch
+        shape = (batch.micro_batch_size, batch.gradient_accumulation_steps)
+        forwards.begin()
+        engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.layout.dp))
+        found.append(forwards.end(0.0))
+    return found
+
+
+def test_the_passes_of_every_kind_of_engine_are_measured():
+    assert all(seconds > 0 for found in run_ranks(2, _passes) for seconds in found)
 
 
 def test_forward_passes_with_gradients_count():

@@ -35,7 +35,7 @@ def _largest_at_once(rank: int):
 
     nn.Module.register_parameter = register
     plan = plan_of(tiny_recipe(**{"parallel.zero_stage": 3, "batch.micro_batch_size": 4}), 2)
-    model = engine._build(plan, render(plan), torch.device("cpu"))
+    model = engine.build_partitioned(plan.recipe, torch.float32, render(plan), torch.device("cpu"))
     nn.Module.register_parameter = original
     kept = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
     whole = sum(parameter.ds_numel for parameter in model.parameters())
@@ -55,12 +55,15 @@ def _buffers(rank: int):
     import torch
 
     from llmtrain.engines import deepspeed as engine
+    from llmtrain.models import build_model
 
     found = []
     for stage in (1, 3):
         fields = {"parallel.zero_stage": stage, "parallel.precision": "bf16", "batch.micro_batch_size": 8}
         plan = plan_of(tiny_recipe(**fields), 1)
-        model = engine._build(plan, render(plan), torch.device("cpu"))
+        parts = plan.recipe, torch.bfloat16
+        device = torch.device("cpu")
+        model = build_model(*parts, device) if stage == 1 else engine.build_partitioned(*parts, render(plan), device)
         found.append({name: (str(buffer.dtype), buffer.tolist()) for name, buffer in model.named_buffers()})
     return found
 

@@ -15,10 +15,10 @@ from reference_run import ReferenceRun
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.deepspeed import WEIGHT_DTYPES
 from llmtrain.engines.state import Source
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan, resolve
 from llmtrain.recipe import Recipe
 
@@ -79,7 +79,7 @@ def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
 
 def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint, in the type that the plan's forward pass reads."""
-    dtype = WEIGHT_DTYPES.get(plan.recipe.parallel.precision, torch.float32)
+    dtype = weight_dtype(plan.recipe.parallel.precision)
     shapes = empty_model(model_configuration(plan.recipe), dtype).state_dict()
     source = Source(checkpoint)
     return {name: source.whole(name).view(shapes[name].shape).to(shapes[name].dtype) for name in source.all}

@@ -27,6 +27,7 @@ from torch import distributed as dist
 from llmtrain.data import StepBatch
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.engines.sequence import SequenceAxis
 from llmtrain.engines.shards import split_of
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor import shard_of
@@ -140,8 +141,7 @@ def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
 
 
 def _own_layers(engine: Any) -> list[torch.nn.Module]:
-    module = getattr(engine, "module", None)
-    layers = decoder_layers(module.stage.model if module is not None else engine.model)[1]
+    layers = decoder_layers(engine.model)[1]
     return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
 
@@ -165,13 +165,12 @@ def _did(engine: Any, passes: float) -> Did:
     inner = getattr(engine, "engine", None)
     is_deepspeed = hasattr(inner, "zero_optimization_stage")
     optimizer = inner.optimizer if is_deepspeed else None
-    module = getattr(engine, "module", None)
-    model = module.stage.model if module is not None else engine.model
-    ulysses = getattr(engine, "ulysses", None)
+    model = engine.model
+    ulysses = next((axis.ulysses for axis in getattr(engine, "axes", ()) if isinstance(axis, SequenceAxis)), None)
     sharded = engine.plan.layout.zero_stage if getattr(engine, "is_sharded", False) else 0
     return {
         "devices": dist.get_world_size() * len(getattr(engine, "devices", [CPU])),
-        "stages": module.num_stages if module is not None else 1,
+        "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,
         "tensor slices": any(split_of(one) or shard_of(one) for one in model.parameters()),
         "sequence slices": ulysses.size if ulysses else 1,
         "spread experts": any(not getattr(one, "allreduce", True) for one in model.parameters()),

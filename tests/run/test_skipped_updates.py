@@ -31,7 +31,7 @@ def _spoil():
         loss, auxiliary = run(self, micro_batch)
         return (loss * math.nan if self.model.training and self.spoilt else loss), auxiliary
 
-    engine = deepspeed.DeepSpeedDataParallel
+    engine = deepspeed.DeepSpeedEngine
     train, run = engine.train_step, engine._forward
     engine.train_step, engine._forward = train_step, forward
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from torch import distributed as dist
 from torch import nn
 
 from llmtrain.data import Schedule
 from llmtrain.engines import deepspeed as engine
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.engines.deepspeed import DeepSpeedEngine
 from llmtrain.models import IGNORE
 from llmtrain.verify import train
 
 
 def skipped_all_reduce(patch):
-    patch.setattr(DeepSpeedEngine, "allreduce_gradients", lambda *_, **__: None)
+    patch.setattr(_Engine, "allreduce_gradients", lambda *_, **__: None)
 
 
 def _on_batch(patch, change):
     """Trains on `change(plan, batch)`."""
-    original = DeepSpeedDataParallel.train_step
-    patch.setattr(DeepSpeedDataParallel, "train_step", lambda self, batch: original(self, change(self.plan, batch)))
+    original = DeepSpeedEngine.train_step
+    patch.setattr(DeepSpeedEngine, "train_step", lambda self, batch: original(self, change(self.plan, batch)))
 
 
 def _on_micro_batch(patch, change):
@@ -136,17 +136,17 @@ def wrong_schedule(patch):
 
 def stale_tied_copy(patch):
     """The head keeps the embedding that it started with."""
-    original = engine._build
+    original = DeepSpeedEngine._build
 
-    def build(*arguments):
-        model = original(*arguments)
+    def build(self, ds_config):
+        model = original(self, ds_config)
         copy = model.lm_head.weight.detach().clone()
         model.lm_head.__class__ = type("Stale", (nn.Linear,), {})
         del model.lm_head.weight
         model.lm_head.register_buffer("weight", copy)
         return model
 
-    patch.setattr(engine, "_build", build)
+    patch.setattr(DeepSpeedEngine, "_build", build)
 
 
 def forgotten_micro_batch(patch):
@@ -158,17 +158,17 @@ def forgotten_micro_batch(patch):
 
 
 def biased_evaluation(patch):
-    original = DeepSpeedDataParallel.eval_step
-    patch.setattr(DeepSpeedDataParallel, "eval_step", lambda self, batch: original(self, batch) * 1.0001)
+    original = DeepSpeedEngine.eval_step
+    patch.setattr(DeepSpeedEngine, "eval_step", lambda self, batch: original(self, batch) * 1.0001)
 
 
 def evaluation_of_one_rank(patch):
-    original = DeepSpeedDataParallel._sum_over_replicas
+    original = DeepSpeedEngine._sum_over_replicas
 
     def lonely(self, value):
         return original(self, value) if self.model.training else value * dist.get_world_size()
 
-    patch.setattr(DeepSpeedDataParallel, "_sum_over_replicas", lonely)
+    patch.setattr(DeepSpeedEngine, "_sum_over_replicas", lonely)
 
 
 BUGS = (

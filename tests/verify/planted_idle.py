@@ -6,7 +6,7 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from llmtrain.engines.deepspeed import DeepSpeedDataParallel
+from llmtrain.engines.deepspeed import DeepSpeedEngine
 from llmtrain.models import build
 
 
@@ -17,7 +17,7 @@ def choosers_are_trained(patch):
 
 def unmet_experts_are_left_alone(patch):
     """The experts of a layer are one tensor, so plain PyTorch decays those, too, whose part of its gradient is 0."""
-    norm, backward = DeepSpeedDataParallel._replicated_grad_norm, DeepSpeedDataParallel._backward
+    norm, backward = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine._backward
     kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def note(self):
@@ -33,8 +33,8 @@ def unmet_experts_are_left_alone(patch):
                 experts[unmet] = values
         kept.clear()
 
-    patch.setattr(DeepSpeedDataParallel, "_replicated_grad_norm", note)
-    patch.setattr(DeepSpeedDataParallel, "_backward", restore)
+    patch.setattr(DeepSpeedEngine, "_replicated_grad_norm", note)
+    patch.setattr(DeepSpeedEngine, "_backward", restore)
 
 
 def missing_gradients_are_zeros(patch):

@@ -6,8 +6,8 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from planted_zero import clipping_per_partition
 
-from llmtrain.engines import pipeline
-from llmtrain.engines.pipeline import DeepSpeedPipeline, StagePipeline, StageSpec
+from llmtrain.engines import deepspeed, pipeline
+from llmtrain.engines.pipeline import PipelineAxis, StagePipeline, StageSpec
 from llmtrain.models import IGNORE
 from llmtrain.verify.batches import Batches
 
@@ -36,18 +36,18 @@ def tied_gradient_counted_twice(patch):
 
 def stale_tied_copy(patch):
     """The last stage goes on with the tied weight that it started with, the first one is right."""
-    original, started = DeepSpeedPipeline.train_step, {}
+    original, started = PipelineAxis.train, {}
 
-    def train_step(self, batch):
-        for weight, _ in self.module.get_tied_weights_and_groups() if self.module.stage.is_last else ():
+    def train(self, batch):
+        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self._stage.is_last else ():
             weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
-        return original(self, batch)
+        original(self, batch)
 
-    patch.setattr(DeepSpeedPipeline, "train_step", train_step)
+    patch.setattr(PipelineAxis, "train", train)
 
 
 def loss_by_micro_batch(patch):
-    original = DeepSpeedPipeline._loss
+    original = PipelineAxis._loss
 
     def loss(self, output, labels):
         scale = self._scale
@@ -57,18 +57,18 @@ def loss_by_micro_batch(patch):
         finally:
             self._scale = scale
 
-    patch.setattr(DeepSpeedPipeline, "_loss", loss)
+    patch.setattr(PipelineAxis, "_loss", loss)
 
 
 def loss_of_one_replica(patch):
     """Scaled as if there were one replica: a mean over replicas where the sum is meant."""
-    original = DeepSpeedPipeline._start
+    original = PipelineAxis._start
 
     def start(self, batch):
         original(self, batch)
         self._scale /= self.plan.layout.dp
 
-    patch.setattr(DeepSpeedPipeline, "_start", start)
+    patch.setattr(PipelineAxis, "_start", start)
 
 
 def replicas_read_the_same(patch):
@@ -78,14 +78,14 @@ def replicas_read_the_same(patch):
 
 def labels_in_another_order(patch):
     """The last stage pulls its micro-batches from the end."""
-    original = DeepSpeedPipeline._micro_batches
+    original = PipelineAxis._micro_batches
 
     def reverse(self, batch):
         micros = list(original(self, batch))
         labels = [one[1] for one in micros[::-1]]
         return iter([(inputs, other) for (inputs, _), other in zip(micros, labels, strict=True)])
 
-    patch.setattr(DeepSpeedPipeline, "_micro_batches", reverse)
+    patch.setattr(PipelineAxis, "_micro_batches", reverse)
 
 
 def one_stage_with_another_seed(patch):
@@ -139,12 +139,12 @@ def halved_gradient_between_stages(patch):
 
 
 def no_decay_on_the_last_stage(patch):
-    original = pipeline.parameter_groups
+    original = deepspeed.parameter_groups
 
     def groups(module, weight_decay):
         return original(module, 0.0 if module.stage.is_last else weight_decay)
 
-    patch.setattr(pipeline, "parameter_groups", groups)
+    patch.setattr(deepspeed, "parameter_groups", groups)
 
 
 STAGED = (
