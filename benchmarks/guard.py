@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -216,9 +215,8 @@ def guarded(steps: Numbers) -> Numbers:
     guard.watch(optimizer)
     found = []
     for step in torch.from_numpy(steps):
-        guard.begin(partial(Measured, *step))
+        guard.judge(Measured(*step))
         optimizer.step()
-        guard.end()
         found.append(guard.state()["steps"][-1, column : column + 2].numpy())
     return np.array(found)
 

@@ -30,15 +30,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from llmtrain.data import StepBatch
+from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed import DeepSpeedEngine
 from llmtrain.engines.forward import forward, install_kernels
-from llmtrain.engines.guard import Guard, over_ranks
+from llmtrain.engines.guard import Guard, Measured, over_ranks
 from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.step import finish, take_step
 from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.accelerate import MIXED_PRECISION
@@ -81,32 +82,56 @@ class AcceleratedDataParallel:
         return dist.get_rank()
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Accumulates this rank's micro-batches, averages the gradients with those of the last one, and updates once.
+        """Accumulates this rank's micro-batches, averages gradients over ranks with the last one, and updates once."""
+        return take_step(self, batch)
 
-        Both average over ranks, so a rank's loss is multiplied by their number, as under DeepSpeed.
-        """
+    @property
+    def learning_rate(self) -> float:
+        """Of the step to come."""
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def start(self) -> None:
+        """Sets the training mode."""
         if not self.model.training:
             self.engine.train()
-        lr = self.optimizer.param_groups[0]["lr"]
-        total = torch.zeros((), device=self.device)
-        for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            is_last = index == len(batch.micro_batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(self.engine):
-                with self._autocast():
-                    loss_sum, auxiliary = forward(self.engine, self.model, micro_batch, self.device)
-                loss = loss_sum * (self.plan.layout.dp / batch.target_tokens)
-                if auxiliary is not None:
-                    loss = loss + auxiliary / len(batch.micro_batches)
-                self.accelerator.backward(loss)
-            total += loss_sum.detach()
+
+    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Of a micro-batch; gradients travel with the last one."""
+        context: AbstractContextManager[object] = self.accelerator.no_sync(self.engine)
+        return nullcontext() if is_last else context
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        with self._autocast():
+            return forward(self.engine, self.model, micro_batch, self.device)
+
+    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+        """Gradients are averaged over ranks, so a rank's loss is multiplied by their number, as under DeepSpeed."""
+        return loss_sum * (self.plan.layout.dp / target_tokens)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch."""
+        self.accelerator.backward(loss)
+
+    def finish(self, loss: Tensor) -> Measured:
+        """Norm, verdict and update."""
+        return finish(self, loss)
+
+    def clip(self) -> Tensor:
+        """Clips the gradients; returns their norm before."""
         limit = self.plan.recipe.optim.clip_grad_norm or float("inf")
-        grad_norm = _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
-        self.guard.begin(lambda: over_ranks(total / batch.target_tokens, grad_norm))
+        return _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
+
+    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        """Of all ranks, from this one's share of the loss."""
+        return over_ranks(loss, grad_norm)
+
+    def update(self) -> None:
+        """Has optimizer and schedule take the step."""
         self.optimizer.step()
-        measured = self.guard.end()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -114,8 +139,7 @@ class AcceleratedDataParallel:
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
-            with self._autocast():
-                total += forward(self.engine, self.model, micro_batch, self.device)[0]
+            total += self.forward(micro_batch)[0]
         self._reshard()
         dist.all_reduce(total)
         return total / batch.target_tokens
@@ -188,17 +212,17 @@ class AcceleratedDeepSpeed(DeepSpeedEngine):
             engine: _Engine = self.accelerator.prepare(self.model, optimizer, scheduler)[0]
         # Else `transformers` would partition the next model that this process builds by itself.
         unset_hf_deepspeed_config()
-        self._step, engine.step = engine.step, self._step_after_norm
+        # `accelerator.backward` calls it after the last micro-batch, before the norm is taken.
+        self._own_step, engine.step = engine.step, lambda: None
         return engine
 
-    def _backward(self, loss: Tensor, is_last: bool) -> None:
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch."""
         self.accelerator.sync_gradients = is_last
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
-    def _step_after_norm(self, *args: Any, **kwargs: Any) -> None:
-        """What `accelerator.backward` calls after the last micro-batch, with no room for us in between."""
-        self._own_norm = self._replicated_grad_norm()
-        self._step(*args, **kwargs)
+    def _step(self) -> None:
+        self._own_step()
 
     def describe(self) -> dict[str, Any]:
         """The same, with accelerate's version."""

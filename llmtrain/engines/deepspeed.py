@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
@@ -31,6 +32,7 @@ from llmtrain.engines.pipeline import PipelineAxis
 from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, shape_of, untrained_pieces
+from llmtrain.engines.step import take_step
 from llmtrain.engines.writer import Writer
 from llmtrain.engines.zero_norm import NormWithLoss
 from llmtrain.models import build_model, model_configuration
@@ -68,11 +70,10 @@ class DeepSpeedEngine:
             # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
             self.engine.clip_fp32_gradients = self._clip
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
-        self.total = torch.zeros((), device=device)
-        """This rank's sum of cross-entropies of the batch that is under way."""
         for axis in axes:
             axis.attach(self)
         self.guard = Guard(recipe.guard, device)
+        self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
         self.guard.watch(self.engine.basic_optimizer)
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
@@ -113,50 +114,90 @@ class DeepSpeedEngine:
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once."""
-        lr = self.engine.get_lr()[0]
-        self.total = torch.zeros((), device=self.device)
-        self.guard.begin(lambda: self._measure(self.total / batch.target_tokens))
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            if self.pipeline:
-                self.pipeline.train(batch)
-            else:
-                self._accumulate(batch)
-        measured = self.guard.end()
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+            return self.pipeline.train_step(batch) if self.pipeline else take_step(self, batch)
 
-    def _accumulate(self, batch: StepBatch) -> None:
-        """Forward and backward passes of the micro-batches, one after another.
+    @property
+    def learning_rate(self) -> float:
+        """Of the step to come."""
+        rate: float = self.engine.get_lr()[0]
+        return rate
 
-        DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by
-        their number: the sum over all ranks and micro-batches, divided by the target tokens, is left.
-        """
+    def start(self) -> None:
+        """Sets the training mode."""
         if not self.model.training:  # asked of each module, it costs as much as a small update
             self.engine.train()
-        for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum * (self.averaged_ranks / batch.target_tokens)
-            if auxiliary is not None:
-                loss = loss + auxiliary / len(batch.micro_batches)
-            self.total += loss_sum.detach()
-            is_last = index == len(batch.micro_batches)
-            if is_last and self._norm_with_loss is not None:
-                self._norm_with_loss.share = self.total / batch.target_tokens
-            for axis in self.axes:
-                axis.before_backward()
-            self._backward(loss, is_last)
+
+    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Of a micro-batch; DeepSpeed knows by itself which is the last."""
+        return nullcontext()
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        with documents_known(micro_batch):
+            return forward(self.engine, self.model, self.slice(micro_batch), self.device)
+
+    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+        """DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by their number."""
+        return loss_sum * (self.averaged_ranks / target_tokens)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch."""
+        for axis in self.axes:
+            axis.before_backward()
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not is_last:
+            self._step()
+
+    def finish(self, loss: Tensor) -> Measured:
+        """Has DeepSpeed take norm and update."""
+        self._own_norm = self._replicated_grad_norm()
+        return self.judged(lambda: loss, self._step)
+
+    def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
+        """Runs a step of DeepSpeed, whose optimizer begins within it: there the verdict is taken.
+
+        loss: this rank's share, asked for when the norm is known.
+        """
+        self._loss = loss
+        self._measured: Measured | None = None
+        if self._norm_with_loss is not None:
+            self._norm_with_loss.share = loss
+        step()
+        if self._measured is None:  # a loss scaler has dropped it: no fault of the run
+            self._judge(torch.ones((), device=self.device))
+        assert self._measured is not None
+        return self._measured
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """With ZeRO the optimizer begins more than once in a step."""
+        if self._measured is None:
+            scaled = hasattr(optimizer, "grad_scale")  # torch's scaler is here, and has looked for its own overflow
+            self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _judge(self, overflowed: Tensor | None) -> None:
+        measured = self._measure(self._loss())
+        self.guard.judge(measured, overflowed)
+        self._measured = measured
+
+    def _step(self) -> None:
+        self.engine.step()
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Mean cross-entropy over the target tokens of all ranks."""
-        self.total = torch.zeros((), device=self.device)
         with self._active():
-            if self.pipeline:
-                self.pipeline.evaluate(batch)
-            else:
-                self.engine.eval()
-                for micro_batch in batch.micro_batches:
-                    self.total += self._forward(micro_batch)[0]
-        return self._sum_over_replicas(self.total) / batch.target_tokens
+            total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
+        return self._sum_over_replicas(total) / batch.target_tokens
+
+    def _evaluate(self, batch: StepBatch) -> Tensor:
+        """This rank's sum of cross-entropies."""
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            total += self.forward(micro_batch)[0]
+        return total
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""
@@ -214,17 +255,6 @@ class DeepSpeedEngine:
         for axis in self.axes:
             batch = axis.slice(batch)
         return batch
-
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
-        with documents_known(micro_batch):
-            return forward(self.engine, self.model, self.slice(micro_batch), self.device)
-
-    def _backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch and, after the last one, updates."""
-        self.engine.backward(loss, scale_wrt_gas=False)
-        self._own_norm = self._replicated_grad_norm() if is_last else None
-        self.engine.step()
 
     def _measure(self, loss: Tensor) -> Measured:
         """Of all ranks, from this one's share of the loss, when the optimizer is about to begin."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,7 @@ class Skipped:
 
 
 class Guard:
-    """Judges each update of an engine. Every rank has one, and all come to the same verdict.
-
-    An engine begins each step here, saying how loss and norm are measured, and ends it after its update.
-    """
+    """Judges each update of an engine. Every rank has one, and all come to the same verdict."""
 
     def __init__(self, config: GuardConfig, device: torch.device) -> None:
         self._config = config
@@ -92,8 +89,6 @@ class Guard:
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         # Of loss and norm: how far above its mean a logarithm may be, whatever the deviation.
         self._always = torch.tensor([0.0, math.log(config.spike_norm_ratio)], dtype=torch.float64, device=device)
-        self._measure: Callable[[], Measured] | None = None
-        self._measured: Measured | None = None
         self._verdict = torch.zeros((), device=device)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -104,19 +99,29 @@ class Guard:
             )
         optimizer.register_step_pre_hook(self._before_update)
 
-    def begin(self, measure: Callable[[], Measured]) -> None:
-        """Begins a step.
+    @torch.no_grad()
+    def judge(self, measured: Measured, overflowed: Tensor | None = None) -> None:
+        """Takes the verdict on a step, in few operations: on a small model each is seen. The update comes after it.
 
-        measure: called once by every rank, when the optimizer is about to begin; for its collectives all wait.
+        overflowed: whether a loss scaler drops the step by itself; None where there is none.
         """
-        self._measure, self._measured = measure, None
-
-    def end(self) -> Measured:
-        """Ends a step. Where no update was tried, a loss scaler has dropped it: no fault of the run."""
-        if self._measured is None:
-            self._judge(torch.ones((), dtype=torch.bool, device=self._device))
-        assert self._measured is not None
-        return self._measured
+        values = torch.stack([measured.loss, measured.grad_norm]).double()
+        limits = self._limits()
+        # Nothing that is not finite is within the largest number, which stands for a limit that is not known.
+        bad = ~(values <= limits.nan_to_num(nan=LARGEST)).all()
+        if overflowed is None:
+            dropped = skipped = bad
+        else:
+            # Of gradients that were scaled too far nothing is learned but that; the loss itself is never scaled.
+            overflowed = overflowed.to(self._device).bool()
+            skipped = ~torch.isfinite(values[0]) | (bad & ~overflowed)
+            dropped = skipped | overflowed
+        taken = torch.cat([self._taken[1:], values[None]])
+        no_logarithm = (values <= 0).any()  # as of a gradient of zeros
+        self._taken = torch.where(dropped | no_logarithm, self._taken, taken)
+        self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped[None]])[None]])
+        self._total = self._total + skipped
+        self._verdict = dropped.float()
 
     def read(self) -> Skipped:
         """What was skipped so far; waits for the device."""
@@ -146,39 +151,11 @@ class Guard:
         self._total = torch.full_like(self._total, total)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Tells the optimizer, which with ZeRO begins more than once in a step."""
-        scaled = hasattr(optimizer, "grad_scale")  # torch's scaler is here, and has looked for its own overflow
-        if self._measured is None:
-            self._judge(optimizer.found_inf.to(self._device).bool() if scaled else None)  # type: ignore[attr-defined]
+        """Hands the verdict to the optimizer, which with ZeRO begins more than once in a step."""
         if isinstance(optimizer, torch.optim.SGD):
             _make_momentum(optimizer)
         # Blocking, where the optimizer runs on the host: its kernels would not wait for a copy that is under way.
         optimizer.found_inf = self._verdict.to(_device_of(optimizer) or self._device)  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def _judge(self, overflowed: Tensor | None) -> None:
-        """Takes the verdict of this step, in few operations: on a small model each is seen.
-
-        overflowed: whether a loss scaler drops the step by itself; None where there is none.
-        """
-        assert self._measure is not None, "a step that was not begun"
-        self._measured = self._measure()
-        values = torch.stack([self._measured.loss, self._measured.grad_norm]).double()
-        limits = self._limits()
-        # Nothing that is not finite is within the largest number, which stands for a limit that is not known.
-        bad = ~(values <= limits.nan_to_num(nan=LARGEST)).all()
-        if overflowed is None:
-            dropped = skipped = bad
-        else:
-            # Of gradients that were scaled too far nothing is learned but that; the loss itself is never scaled.
-            skipped = ~torch.isfinite(values[0]) | (bad & ~overflowed)
-            dropped = skipped | overflowed
-        taken = torch.cat([self._taken[1:], values[None]])
-        no_logarithm = (values <= 0).any()  # as of a gradient of zeros
-        self._taken = torch.where(dropped | no_logarithm, self._taken, taken)
-        self._steps = torch.cat([self._steps[1:], torch.cat([values, limits, skipped[None]])[None]])
-        self._total = self._total + skipped
-        self._verdict = dropped.float()
 
     def _limits(self) -> Tensor:
         """What loss and norm may be at most; NaN where nothing is known."""

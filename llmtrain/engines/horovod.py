@@ -85,7 +85,8 @@ class HorovodDataParallel(PlainLoop):
         with self.optimizer.skip_synchronize():  # type: ignore[attr-defined]
             super()._update()
 
-    def _measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        """Of all ranks, from this one's share of the loss and the norm of the reduced gradients."""
         both = torch.stack([loss.double(), grad_norm.double() / hvd.size()])
         loss, grad_norm = hvd.allreduce(both, op=hvd.Sum, name="measured").float()
         return Measured(loss, grad_norm)

@@ -22,6 +22,7 @@ from llmtrain.engines.alone import is_alone
 from llmtrain.engines.axis import Axis, Portion
 from llmtrain.engines.documents import bounds_for, documents_known
 from llmtrain.engines.pieces import Region
+from llmtrain.engines.seam import StepResult
 from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names, target_loss_sum
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.precision import weight_dtype
@@ -141,15 +142,21 @@ class PipelineAxis(Axis):
         self._awaited: Iterator[MicroBatch] = iter(())
         self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
 
-    def train(self, batch: StepBatch) -> None:
+    def train_step(self, batch: StepBatch) -> StepResult:
         """One schedule over this replica's micro-batches, and one update."""
+        lr = self._engine.learning_rate
         self._start(batch)
-        self._engine.engine.train_batch(self._micro_batches(batch))
+        measured = self._engine.judged(
+            lambda: self._total / batch.target_tokens,
+            lambda: self._engine.engine.train_batch(self._micro_batches(batch)),
+        )
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
-    def evaluate(self, batch: StepBatch) -> None:
-        """The forward passes of this replica's micro-batches."""
+    def evaluate(self, batch: StepBatch) -> Tensor:
+        """This replica's sum of cross-entropies on a last stage, zero on the others."""
         self._start(batch)
         self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
+        return self._total
 
     @property
     def replicas(self) -> dist.ProcessGroup:
@@ -218,6 +225,7 @@ class PipelineAxis(Axis):
         The sum divided by the target tokens is left.
         """
         self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.target_tokens
+        self._total = torch.zeros((), device=self.device)
         self._awaited = iter(batch.micro_batches)
 
     def _tell_documents(self) -> None:
@@ -242,7 +250,7 @@ class PipelineAxis(Axis):
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = result if chunked_loss(self._stage.model) else target_loss_sum(result, labels)
-        self._engine.total += loss_sum.detach()
+        self._total += loss_sum.detach()
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:
             return loss

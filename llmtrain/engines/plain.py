@@ -21,7 +21,9 @@ from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.step import finish, take_step
 from llmtrain.engines.writer import Writer
+from llmtrain.models.precision import autocast_dtype
 from llmtrain.recipe import Recipe
 
 
@@ -59,29 +61,53 @@ class PlainLoop:
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """One update from the sum over all micro-batches, divided by the target tokens."""
+        return take_step(self, batch)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step to come."""
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        return rate
+
+    def start(self) -> None:
+        """Sets the training mode; gradients are zero afterwards."""
         self.model.train()
         self.optimizer.zero_grad()
-        lr = self.optimizer.param_groups[0]["lr"]
-        total = torch.zeros((), device=self.device)
-        for micro_batch in batch.micro_batches:
-            with self._autocast():
-                loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum / batch.target_tokens
-            if auxiliary is not None:
-                loss = loss + auxiliary / len(batch.micro_batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._collect_gradients()
-            total += loss_sum.detach()
-        limit = self.recipe.optim.clip_grad_norm or float("inf")
+
+    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Of a micro-batch; gradients travel after the last one."""
+        return nullcontext()
+
+    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+        """Gradients are summed over ranks."""
+        return loss_sum / target_tokens
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._collect_gradients()
+
+    def finish(self, loss: Tensor) -> Measured:
+        """Norm, verdict and update."""
+        return finish(self, loss)
+
+    def clip(self) -> Tensor:
+        """Reduces the gradients over ranks and clips them; returns their norm before."""
         self._reduce_gradients()
         grad_norm = squared_norm(gradients_of(self.trained), self.device).sqrt().float()
-        nn.utils.clip_grads_with_norm_(self.trained, limit, grad_norm)
-        self.guard.begin(lambda: self._measure(total / batch.target_tokens, grad_norm))
+        nn.utils.clip_grads_with_norm_(self.trained, self.recipe.optim.clip_grad_norm or float("inf"), grad_norm)
+        return grad_norm
+
+    def update(self) -> None:
+        """Has optimizer and schedule take the step."""
         self._update()
-        measured = self.guard.end()
         self._round_masters()
         self.scheduler.step()
-        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
+        with self._autocast():
+            return self._forward(micro_batch)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -89,8 +115,7 @@ class PlainLoop:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
-            with self._autocast():
-                total += self._forward(micro_batch)[0]
+            total += self.forward(micro_batch)[0]
         return self._over_ranks(total) / batch.target_tokens
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -136,7 +161,7 @@ class PlainLoop:
         return torch_optimizer(groups, self.recipe.optim)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
+        """As `forward`, in whose autocast it runs."""
         return forward(self.model, self.model, micro_batch, self.device)
 
     def _reduce_gradients(self) -> None:
@@ -145,7 +170,7 @@ class PlainLoop:
     def _update(self) -> None:
         self.optimizer.step()
 
-    def _measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
         """Of all ranks, from this one's share of the loss and the norm of the reduced gradients."""
         return Measured(loss, grad_norm)
 
@@ -172,5 +197,5 @@ class PlainLoop:
         return 0, 1
 
     def _autocast(self) -> AbstractContextManager[object]:
-        dtype = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}.get(self.recipe.parallel.precision)
+        dtype = autocast_dtype(self.recipe.parallel.precision)
         return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class NormWithLoss:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3) -> None:
         self._optimizer = optimizer
-        self.share = torch.zeros(())
+        self.share: Callable[[], Tensor] = partial(torch.zeros, ())
         """This rank's share of the loss, to be set before the update."""
         self._loss: Tensor | None = None
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -52,8 +54,8 @@ class NormWithLoss:
         """The norm, with the loss scale in it; −1 where it is not finite."""
         parts = [part for group in self._optimizer.averaged_gradients.values() for part in group]
         own = [part for part in parts if not getattr(part, "_zero_padding", False)]
-        square = squared_norm(own, self.share.device)
-        sums = torch.stack([square, self.share.double()])
+        share = self.share()
+        sums = torch.stack([squared_norm(own, share.device), share.double()])
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         self._loss = sums[1].float()

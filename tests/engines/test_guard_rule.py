@@ -27,15 +27,20 @@ class Steps:
         optim = OptimConfig(name=name, lr=0.1)
         self.optimizer = torch_optimizer([{"params": [self.weight], "weight_decay": 0.1}], optim)
         self.guard = Guard(GuardConfig(**{"window_steps": WINDOW, **fields}), CPU)
+        self.optimizer.register_step_pre_hook(self._judge_scaled)
         self.guard.watch(self.optimizer)
+
+    def _judge_scaled(self, optimizer, *_) -> None:
+        """As under DeepSpeed: what torch's scaler has found is known when the optimizer begins."""
+        if hasattr(optimizer, "grad_scale"):
+            self.guard.judge(self.measured, optimizer.found_inf)
 
     def take(self, loss: float = 2.0, grad_norm: float = 1.0, gradient: float = 1.0) -> bool:
         """A step; whether it changed anything at all."""
         before = self.everything()
         self.weight.grad = torch.full_like(self.weight, gradient)
-        self.guard.begin(lambda: Measured(torch.tensor(loss), torch.tensor(grad_norm)))
+        self.guard.judge(Measured(torch.tensor(loss), torch.tensor(grad_norm)))
         self.optimizer.step()
-        self.guard.end()
         after = self.everything()
         return before.keys() != after.keys() or any(not torch.equal(before[key], after[key]) for key in before)
 
@@ -158,8 +163,7 @@ def test_a_step_that_a_loss_scaler_dropped_is_no_fault_of_the_run():
     """DeepSpeed's fp16 then never calls the optimizer; unless the loss itself is wrong, which nothing scales."""
     guard = Steps().guard
     for loss, expected in ((2.0, 0), (math.nan, 1)):
-        guard.begin(lambda loss=loss: Measured(torch.tensor(loss), torch.tensor(math.inf)))
-        guard.end()
+        guard.judge(Measured(torch.tensor(loss), torch.tensor(math.inf)), overflowed=torch.ones(()))
         assert guard.read().total == expected
 
 
@@ -174,10 +178,9 @@ def test_the_scaler_of_torch_keeps_its_own_verdict():
     ):
         before = steps.everything()
         steps.weight.grad = torch.full_like(steps.weight, gradient)
-        steps.guard.begin(lambda norm=norm: Measured(torch.tensor(2.0), torch.tensor(norm)))
+        steps.measured = Measured(torch.tensor(2.0), torch.tensor(norm))
         scaler.step(steps.optimizer)
         scaler.update()
-        steps.guard.end()
         assert torch.equal(before["weight"], steps.everything()["weight"]) != changed
         assert steps.total == total
     assert scaler.get_scale() == 2.0
@@ -230,7 +233,6 @@ def test_the_host_reads_nothing_in_a_step(name):
     steps.weight.grad = torch.ones_like(steps.weight)
     measured = Measured(torch.tensor(math.nan), torch.tensor(1.0))
     with NoReading():
-        steps.guard.begin(lambda: measured)
+        steps.guard.judge(measured)
         steps.optimizer.step()
-        steps.guard.end()
     assert steps.total == 1

@@ -32,8 +32,8 @@ def _spoil():
         return (loss * math.nan if self.model.training and self.spoilt else loss), auxiliary
 
     engine = deepspeed.DeepSpeedEngine
-    train, run = engine.train_step, engine._forward
-    engine.train_step, engine._forward = train_step, forward
+    train, run = engine.train_step, engine.forward
+    engine.train_step, engine.forward = train_step, forward
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def choosers_are_trained(patch):
 
 def unmet_experts_are_left_alone(patch):
     """The experts of a layer are one tensor, so plain PyTorch decays those, too, whose part of its gradient is 0."""
-    norm, backward = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine._backward
+    norm, finish = DeepSpeedEngine._replicated_grad_norm, DeepSpeedEngine.finish
     kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []
 
     def note(self):
@@ -26,15 +26,16 @@ def unmet_experts_are_left_alone(patch):
             kept.append((experts, unmet, experts.detach()[unmet]))
         return norm(self)
 
-    def restore(self, loss, is_last):
-        backward(self, loss, is_last)
+    def restore(self, loss):
+        measured = finish(self, loss)
         with torch.no_grad():
             for experts, unmet, values in kept:
                 experts[unmet] = values
         kept.clear()
+        return measured
 
     patch.setattr(DeepSpeedEngine, "_replicated_grad_norm", note)
-    patch.setattr(DeepSpeedEngine, "_backward", restore)
+    patch.setattr(DeepSpeedEngine, "finish", restore)
 
 
 def missing_gradients_are_zeros(patch):
