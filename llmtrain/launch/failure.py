@@ -21,6 +21,8 @@ from llmtrain.errors import (
 )
 from llmtrain.untrusted import UNREADABLE, read_json
 
+CUT_OFF = "worker.cut_off"
+"""The rule of a rank that hears nothing of rank 0 any more. It cannot know which of the two is lost."""
 USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
 """What a worker raises, by its name."""
 
@@ -77,6 +79,11 @@ class Failure:
         if self.problems:
             return self.message
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the rank knows nothing but that it hears nothing."""
+        return any(problem.get("rule") == CUT_OFF for problem in self.problems)
 
     def user_error(self) -> UserError | None:
         """The `UserError` that the worker raised, to be raised again; None for any other failure."""

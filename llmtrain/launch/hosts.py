@@ -287,8 +287,8 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
     elif runner.struck and (match := runner.struck.search(told)):
         lost = [Problem("worker.died", f"rank {match['rank']}", f"killed by signal {match['signal']}", f"see {log}")]
     failures = [Failure.read(path) for path in job.run_dir.logs.glob("rank_*.error.json")]
-    first = min((one for one in failures if one is not None), key=lambda one: one.time, default=None)
-    if first is not None:
+    first = min((one for one in failures if one is not None), key=lambda one: (one.is_cut_off, one.time), default=None)
+    if first is not None and not (first.is_cut_off and lost):
         error: UserError | None = first.user_error()
         died = Problem("worker.died", f"rank {first.rank}", first.summary, f"see {job.run_dir.log_file(first.rank)}")
         raise error or WorkerError([*lost, died])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmtrain.errors import Problem
 from llmtrain.heartbeat import Phase, Pulse
+from llmtrain.launch.failure import CUT_OFF
 from llmtrain.recipe import WatchdogConfig
 
 RULE = "worker.hang"
@@ -22,6 +23,7 @@ STOPPED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger", "D":
 """States of a process in which it does nothing, not even write its stack."""
 WAITS_IN_C = ("in _engine_run_backward", "in synchronize")
 """Where a rank waits unseen: in a backward pass that reduces gradients (DistributedDataParallel), in Horovod."""
+LATER = "its log is in logs/; the same command continues from the last checkpoint"
 MOST_NAMED = 16
 """Ranks that a message describes one by one."""
 
@@ -94,9 +96,14 @@ def gone(statuses: Mapping[int, Status]) -> list[int]:
 
 def loss(statuses: Mapping[int, Status], lost: list[int]) -> Problem:
     """What to tell the user of ranks that are gone."""
-    lines = [_described(rank, statuses[rank]) for rank in lost[:MOST_NAMED] if rank in statuses]
-    lines.append("its log is in logs/; the same command continues from the last checkpoint")
-    return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join(lines))
+    lines = [_described(rank, statuses[rank]) for rank in lost[:MOST_NAMED]]
+    return Problem(GONE, _ranks(lost), "ended, or its machine does not answer", "\n    ".join([*lines, LATER]))
+
+
+def cut_off(rank: int, host: str) -> Problem:
+    """What a rank tells that hears nothing of rank 0's watcher any more."""
+    message = "hears nothing of rank 0 any more: it has ended or stands still, or the connection to its machine is lost"
+    return Problem(CUT_OFF, f"rank {rank} on {host}", message, LATER)
 
 
 def absent(statuses: Mapping[int, Status]) -> list[int]:
@@ -132,7 +139,7 @@ def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
 
 def _described(rank: int, one: Status) -> str:
     doing = "loading" if one.phase == Phase.LOADING else f"step {one.step:,}, {one.phase}"
-    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "its process is gone")
+    state = STOPPED.get(one.state, "waiting" if one.waits else "" if one.state else "not heard of any more")
     where = f"in {one.frame}" if one.frame else ""
     parts = (f"{doing} for {one.idle_s:.0f} s", state, where)
     return f"rank {rank} on {one.host} (process {one.pid}): {', '.join(part for part in parts if part)}"

@@ -18,7 +18,7 @@ from llmtrain.run_dir import RunDir
 from llmtrain.watchdog.link import Hub, Peer
 from llmtrain.watchdog.stragglers import Stragglers
 from llmtrain.watchdog.target import DUMP_S, Target
-from llmtrain.watchdog.verdict import ENDING, Status, gone, hangs, limit_of, loss, problem
+from llmtrain.watchdog.verdict import ENDING, Status, cut_off, gone, hangs, limit_of, loss, problem
 
 POLL_S = 1.0
 SUSPENDED_S = 5.0
@@ -173,7 +173,7 @@ class Follower(Watcher):
             self.peer.answer(self.watched.target.dump())
         self._was_connected |= self.peer.is_connected
         if self.lasts(self._was_connected and not self.peer.is_connected and status.phase not in ENDING):
-            self._end_with(loss({}, [0]))
+            self._end_with(cut_off(self.watched.rank.rank, self.host))
         if not self.peer.is_connected and status.late and status.idle_s > self._limit_alone(status):
             self._end_alone(status)
 

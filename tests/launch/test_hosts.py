@@ -8,13 +8,17 @@ import sys
 
 import pytest
 
-from llmtrain.errors import RecipeError
+from llmtrain.errors import RecipeError, WorkerError
+from llmtrain.heartbeat import Phase
 from llmtrain.launch import hosts
+from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import facts
 from llmtrain.run_dir import RunDir
+from llmtrain.watchdog.verdict import Status, cut_off, loss
 
 OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}
+STATUS = Status("b", 7, 3, Phase.TRAINING, 12.0, 60.0, False, "")
 
 
 def test_variables_are_forwarded_on_purpose(tmp_path, monkeypatch):
@@ -92,6 +96,34 @@ def test_programs_that_are_missing_are_named(monkeypatch):
         hosts._check_here("pdsh")
     with pytest.raises(RecipeError, match="apt-get install openmpi-bin"):
         hosts._check_here("openmpi")
+
+
+GONE, CUT_OFF = "rank 1: ended, or its machine does not answer", "rank 1 on b: hears nothing of rank 0 any more"
+LOST = """lost communication with a remote daemon.
+  HNP daemon   : [[1,0],0] on node a
+  Remote daemon: [[1,0],1] on node b
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "log", "told"),
+    [
+        ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, "", GONE),
+        ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, LOST, GONE),
+        ({1: cut_off(1, "b")}, LOST, "b: the connection to it has ended"),
+        ({1: cut_off(1, "b")}, "", CUT_OFF),
+    ],
+)
+def test_who_was_cut_off_is_believed_last(tmp_path, written, log, told):
+    """Both sides of a cable write to one disk, and the one without the launcher may be first."""
+    job = hosts.HostsJob((Host("a", (0,)), Host("b", (0,))), tmp_path, (), RunDir(tmp_path), "openmpi")
+    job.run_dir.logs.mkdir()
+    for rank, problem in sorted(written.items(), reverse=True):
+        Failure.of(rank, WorkerError(problem)).write(job.run_dir.error_file(rank))
+    (job.run_dir.logs / "launcher.log").write_text(log)
+    with pytest.raises(WorkerError) as error:
+        hosts._outcome(job, 5, 0)
+    assert [str(problem).startswith(told) for problem in error.value.problems] == [True]
 
 
 def test_a_job_on_one_host_meets_there_and_on_several_at_the_first(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from llmtrain.heartbeat import Phase, Pulse
 from llmtrain.recipe import WatchdogConfig
-from llmtrain.watchdog.verdict import Status, absent, gone, hangs, limit_of, loss, problem
+from llmtrain.watchdog.verdict import Status, absent, cut_off, gone, hangs, limit_of, loss, problem
 
 
 def status(**fields):
@@ -110,5 +110,10 @@ def test_who_ended_before_the_run():
 def test_who_ended_is_named():
     found = loss({0: status(), 1: status(host="b", state="", idle_s=4.0)}, [1])
     assert (found.rule, found.field) == ("worker.gone", "rank 1")
-    assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, its process is gone"
-    assert loss({}, [0]).field == "rank 0"
+    assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, not heard of any more"
+
+
+def test_who_is_cut_off_speaks_of_itself():
+    found = cut_off(3, "b")
+    assert (found.rule, found.field) == ("worker.cut_off", "rank 3 on b")
+    assert found.message.startswith("hears nothing of rank 0 any more")
