@@ -6,10 +6,12 @@ From the first line of ours on, none of them ends a run with another exit code t
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,10 @@ RESUME, INTERRUPTED = 75, 130
 MODULES = ("llmtrain.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
 """What `python -m` runs as a part of a run, besides `llmtrain train`."""
 
+TOGETHER_S = 0.1
+"""Nobody who means one signal after another sends them so close together."""
+_hung_up = -math.inf
+"""When SIGHUP was heard last."""
 _events: SimpleQueue[Any] | None = None
 """Where signals go at present, but for those that nobody asked for yet."""
 
@@ -136,9 +142,22 @@ def wait_for_signal(seconds: float) -> int | None:
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Hears all of them but those that were ignored, which stay so (nohup); what heard them before."""
+    """Hears all of them but those that were ignored, which stay so (nohup); what heard them before.
+
+    Python hears signals that wait together in the order of their numbers, SIGHUP before SIGINT. So a SIGINT right after
+    a SIGHUP may have been sent first, and is no sign of impatience.
+    """
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        global _hung_up
+        now = time.monotonic()
+        if number == signal.SIGHUP:
+            _hung_up = now
+        if number != signal.SIGINT or now - _hung_up > TOGETHER_S:
+            handler(number, frame)
+
     heard = [number for number in (*STOPS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+    return {number: signal.signal(number, hear) for number in heard}
 
 
 def _move(given: SimpleQueue[Any] | None, taker: SimpleQueue[Any]) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.stops import QUIT, STOPS
+from llmtrain import stops
+from llmtrain.stops import QUIT, STOPS, caught_signals, is_impatient
 
 MARK = "LLMTRAIN_TEST_MARK"
 """Every process of a run inherits it."""
@@ -121,6 +122,21 @@ def struck(strike: Strike, recipe: Path, run_dir: Path) -> None:
     while left := marked(mark):
         assert time.monotonic() < deadline, f"{strike} leaves {left}"
         time.sleep(0.05)
+
+
+def test_a_hangup_right_after_a_ctrl_c_is_no_impatience(monkeypatch):
+    """Both wait while this process is busy, and Python hears the one with the lower number first."""
+    both = (signal.SIGINT, signal.SIGHUP)
+    with caught_signals() as events:
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        assert events.get() == signal.SIGHUP
+        assert events.empty()
+        monkeypatch.setattr(stops, "TOGETHER_S", 0.0)  # later
+        signal.raise_signal(signal.SIGINT)
+        assert is_impatient(events.get(), signal.SIGHUP)
 
 
 @pytest.mark.slow
