@@ -361,6 +361,8 @@ def _outcome(pool: _Pool) -> int:
     failures = {worker.rank: Failure.read(pool.run_dir.error_file(worker.rank)) for worker in failed}
     first = min(failed, key=lambda worker: _blame(worker, failures[worker.rank]))
     failure = failures[first.rank]
+    if failure and failure.is_cut_off and pool.standstill.still:
+        raise WorkerError(pool.standstill.still)
     user_error = failure.user_error() if failure else None
     if user_error is not None:
         raise user_error

@@ -39,6 +39,12 @@ class Standstill:
         self._allowed_s = allowed_s
         self._looked = time.monotonic()
         self._stopped_s: dict[int, float] = {}
+        self._seen: dict[int, Problem] = {}
+
+    @property
+    def still(self) -> list[Problem]:
+        """What stands still, however short, or did so until it ended."""
+        return list(self._seen.values())
 
     def look(self, processes: Mapping[str, int]) -> None:
         """To be called at least once a second. Raises WorkerError. processes: ids, by what messages call them."""
@@ -47,13 +53,12 @@ class Standstill:
         states = {name: process_state(pid) for name, pid in processes.items()}
         halted = {name: processes[name] for name, state in states.items() if state in HALTED}
         self._stopped_s = {pid: self._stopped_s.get(pid, 0.0) + passed for pid in halted.values()}
+        fix = "it was process {}; the same command continues from the last checkpoint"
+        told = {name: f"{HALTED[states[name]]} for {self._stopped_s[pid]:.0f} s" for name, pid in halted.items()}
+        seen = {pid: Problem(RULE, name, told[name], fix.format(pid)) for name, pid in halted.items()}
+        self._seen = {pid: problem for pid, problem in self._seen.items() if not process_state(pid)} | seen
         late = [
-            Problem(
-                RULE,
-                name,
-                f"{HALTED[states[name]]} for {self._stopped_s[pid]:.0f} s, where {self._allowed_s:.0f} s are allowed",
-                f"it was process {pid}; the same command continues from the last checkpoint",
-            )
+            Problem(RULE, name, f"{told[name]}, where {self._allowed_s:.0f} s are allowed", fix.format(pid))
             for name, pid in halted.items()
             if self._allowed_s and self._stopped_s[pid] > self._allowed_s + LATER_S
         ]

@@ -72,7 +72,7 @@ def run_by_tool(job: ToolJob) -> int:
             stopped_by, impatient = wait(process, folder, events, standstill)
             if impatient:
                 return Exit.INTERRUPTED
-            return _outcome(job, folder, process.returncode, stopped_by)
+            return _outcome(job, folder, process.returncode, stopped_by, standstill.still)
 
 
 def _tool(job: ToolJob) -> list[str]:
@@ -181,14 +181,16 @@ class Ended:
         return f"killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
 
 
-def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None) -> int:
-    """The exit code of the whole, or the error of the worker that failed first."""
+def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, still: list[Problem]) -> int:
+    """The exit code of the whole, or the error of the worker that failed first. still: workers that stood still."""
     workers = Ended.all_in(folder)
     failed = [worker for worker in workers if worker.failed]
     if len(workers) == job.plan.workers and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
     failures = [Failure.read(job.run_dir.error_file(worker.rank)) for worker in failed]
     written = min((failure for failure in failures if failure), key=lambda one: one.time, default=None)
+    if written is not None and written.is_cut_off and still:
+        raise WorkerError(still)
     first = min(failed, key=lambda one: one.blame, default=None)
     struck = first is not None and first.blame[0] == 0
     if written is not None and (error := written.user_error()) is not None and not struck:

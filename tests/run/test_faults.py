@@ -73,6 +73,31 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
         assert (failure["exit_code"], failure["problems"][0]["rule"]) == (5, "worker.hang")
 
 
+TORCHRUN = ("--launcher", "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        pytest.param(("--nproc", "1", *HANGS), ", where 8 s are allowed", marks=pytest.mark.slow),
+        pytest.param((), "", marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, "", marks=pytest.mark.breadth),
+    ],
+    ids=["alone", "two ranks", "torchrun"],
+)
+def test_rank_0_that_stands_still_with_its_watcher_is_named_and_ends_the_run(
+    small_recipe, tmp_path, arguments, allowed
+):
+    """The launcher alone sees it; the other rank no longer hears anything of it, and ends first."""
+    result = train(small_recipe, tmp_path / "run", "stop_both:0:5", *arguments)
+    assert result.returncode == 5, result.stderr
+    what = r"rank 0: stopped by a signal \(SIGSTOP\) for \d+ s" + allowed
+    [problem] = re.findall(r"^error: .*", result.stderr, re.MULTILINE)
+    assert re.fullmatch(rf"error: {what} \[worker.hang\]", problem)
+    assert re.search(r"it was process \d+; the same command continues", result.stderr)
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.breadth
 @pytest.mark.parametrize(("victim", "other"), [(1, 0), (0, 1)])
 def test_ranks_that_nobody_started_together_end_when_one_is_gone(small_recipe, tmp_path, victim, other):

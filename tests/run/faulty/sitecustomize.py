@@ -30,8 +30,16 @@ def _be_killed_later() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop_with_the_watcher() -> None:
+    me = os.getpid()
+    for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+        os.kill(int(child), signal.SIGSTOP)
+    os.kill(me, signal.SIGSTOP)
+
+
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop_both": _stop_with_the_watcher,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "late_kill": _be_killed_later,
     "segv": lambda: ctypes.string_at(0),
