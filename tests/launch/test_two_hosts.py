@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 from launching_doc import commands
 from nasty import CANARY, words
-from two_hosts import INTERFACE, TwoHosts, missing, two_hosts
+from two_hosts import INTERFACE, Host, TwoHosts, missing, two_hosts
 
+from llmtrain.launch.seal import Secret
 from llmtrain.verify.compare import FP32
 
 REPOSITORY = Path(__file__).parents[2]
@@ -276,6 +278,101 @@ def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp
         # The host without a cable still reaches the run directory, and writes there that it is cut off.
         assert "error: rank 1 on " not in error
         assert not [pid for pid in both.hosts[0].processes() if b"start.py" in _command_line(pid)]
+
+
+STRANGER = "192.0.2.3"
+MEETING = 29733
+OWNED = "\x1b]0;owned\x07"
+ATTACK = f"""
+import json, socket, sys
+from contextlib import suppress
+
+owned, word = {OWNED!r}, b"0" * 32 + b"\\n"
+status = dict(host=owned, pid=1, step=0, phase=2, idle_s=1e9, own_s=0.0, measured=0, limit_s=1.0, waiting=False)
+status |= dict(state="T", frame=owned)
+problem = dict(rule="worker.hang", field=owned, message=owned, fix=owned)
+said = [dict(rank=1, status=status), dict(rank=1, frame=owned), dict(do="end", problem=problem)]
+lines = [json.dumps(one).encode() + b"\\n" for one in said]
+sealed = [b"0" * 64 + b" " + line for line in lines]
+texts = [b"", b"\\n", b"GET / HTTP/1.1\\r\\n\\r\\n", b"[" * 60_000 + b"\\n", bytes(range(256)) * 512, b"\\xff" * 64]
+texts += [owned.encode() + b"\\n", *lines, *(word + line for line in (*lines, *sealed))]
+held = []
+for address, port in json.loads(sys.argv[1]):
+    for text in texts:
+        held.append(socket.create_connection((address, port), source_address=({STRANGER!r}, 0)))
+        with suppress(OSError):  # it was hung up on
+            held[-1].sendall(text)
+"""
+"""What nobody has to know anything for."""
+READ = f"""
+import sys
+from torch.distributed import TCPStore
+
+store = TCPStore(sys.argv[1], {MEETING}, wait_for_workers=False)
+print({{key: store.get(key) for key in store.list_keys()}})
+store.set("llmtrain/stop/0/request", "15")
+"""
+"""What torch lets anyone do in the store that ranks meet at."""
+FORGE = f"""
+while True:
+    for key in store.list_keys():
+        if "/stop/" in key:
+            store.set(key, {OWNED!r})
+"""
+
+
+def _secrets(host: Host) -> set[str]:
+    """What the workers on a host sign with."""
+    environments = [Path(f"/proc/{pid}/environ").read_text() for pid in host.processes()]
+    texts = {text for one in environments for text in re.findall(r"LLMTRAIN_SECRET=(\w+)", one)}
+    return texts | {Secret(text, is_given=True).seal.key for text in texts}
+
+
+def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path):
+    """From an address of its own to every port of a run. The store's verdicts it can spoil: then the run says so."""
+    run_dir = tmp_path / "run"
+    steps = ("logging.every_steps=1", "evaluation.every_steps=0", "train.max_steps=100000", "parallel.zero_stage=1")
+    sets = [part for field in steps for part in ("--set", field)]
+    (tmp_path / "hosts").mkdir()
+    with two_hosts(tmp_path / "hosts") as both:
+        here, there = both.hosts
+        there.add_address(STRANGER)
+        environment = _environment(both, workers_environment, MASTER_PORT=str(MEETING))
+        command = _ours(both, "pdsh", both.hostfile(1), "--run-dir", str(run_dir), *sets)
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+        def goes_on() -> None:
+            logged = len(_logged(run_dir, "loss")) if (run_dir / "metrics.jsonl").exists() else 0
+            while not (run_dir / "metrics.jsonl").exists() or len(_logged(run_dir, "loss")) < logged + 5:
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+
+        goes_on()
+        ports = [(host.address, port) for host in both.hosts for port in host.listening()]
+        assert (here.address, MEETING) in ports
+        assert {address for address, _ in ports} == {here.address, there.address}
+        attack = there.command(sys.executable, "-c", ATTACK, json.dumps(ports))
+        subprocess.run(attack, check=True, timeout=60)
+        goes_on()
+        read = subprocess.run(
+            there.command(sys.executable, "-c", READ, here.address), capture_output=True, text=True, timeout=60
+        )
+        assert "llmtrain/stop/0/" in read.stdout, read.stderr
+        secrets = _secrets(here)
+        assert secrets == _secrets(there) != set()
+        assert not [one for one in secrets if one in read.stdout]
+        goes_on()
+        forger = subprocess.Popen(
+            there.command(sys.executable, "-c", READ + FORGE, here.address), stdout=subprocess.DEVNULL
+        )
+        said, error = process.communicate(timeout=90)
+        forger.kill()
+        forger.wait()
+    assert process.returncode == 5, said + error
+    assert "no rank of this run wrote [worker.stranger]" in error
+    assert "Traceback" not in error
+    assert "owned" not in said + error
+    assert "stopped on" not in said
 
 
 def _command_line(pid: int) -> bytes:

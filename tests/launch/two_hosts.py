@@ -81,6 +81,15 @@ class Host:
         """What runs on this host, its ssh server included."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
+    def listening(self) -> list[int]:
+        """TCP ports that anything but the ssh server listens on."""
+        lines = _run(*self.command("ss", "-H", "-ltnp")).splitlines()
+        return [int(line.split()[3].rpartition(":")[2]) for line in lines if '"sshd"' not in line]
+
+    def add_address(self, address: str) -> None:
+        """One more, as a third machine has it: what is sent from there comes from no host of the job."""
+        _run("ip", "-n", self.namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+
     def cut_off(self) -> None:
         """Pulls the cable: connections stay open, and nothing comes through."""
         _run("ip", "-n", self.namespace, "link", "set", INTERFACE, "down")
