@@ -155,6 +155,10 @@ while True: signal.pause()
     assert process.wait(timeout=15) == -signal.SIGINT
 
 
+APART = 4
+"""Steps that a rank may be ahead of another."""
+
+
 def _ask(rank, told, at):
     """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
     from llmtrain.engines.distributed import barrier
@@ -165,6 +169,8 @@ def _ask(rank, told, at):
     pace = random.Random(rank)
     step = 0
     while not stop.agreed(step):
+        if step % APART == 0:
+            barrier()
         time.sleep(pace.random() / 200)
         if rank in told and step == at + rank:
             os.kill(os.getpid(), signal.SIGTERM if rank == 0 else signal.SIGUSR1)
@@ -179,6 +185,10 @@ def test_ranks_agree_whoever_was_told(told):
     results = run_ranks(3, _ask, told, 20)
     assert len(set(results)) == 1
     step, number = results[0]
-    # Told in the step after `at + rank`; a verdict is given a step ahead, and ranks are at most one verdict apart.
-    assert 22 + told[0] <= step <= 22 + told[0] + 4
+    told_at = 20 + told[0]
+    # The verdict after the next step may have been given already. Rank 0 gives the one after that; the request of
+    # another rank is there once that rank has this verdict, and rank 0 sees it at the latest two steps after the ranks
+    # have met again.
+    latest = told_at + 2 if told[0] == 0 else told_at + 2 + (APART - 1) + 2
+    assert told_at < step <= latest
     assert number == (signal.SIGTERM if told[0] == 0 else signal.SIGUSR1)

@@ -91,9 +91,11 @@ def test_stops_where_it_went_back_too_often(spoilt_recipe, tmp_path):
 
 
 def test_stops_where_the_recipe_says_so(small_recipe, tmp_path):
-    """The rule is so strict that an ordinary step breaks it."""
-    fields = {"spike_sigma": 1e-3, "window_steps": 3, "max_skipped": 0, "then": "stop", "every_steps": 1}
+    """An ordinary step breaks the rule: a loss or a norm above the mean of the last three, soon in any run so long."""
+    fields = {"spike_sigma": 1e-3, "spike_norm_ratio": 1, "window_steps": 3, "max_skipped": 0, "then": "stop"}
+    fields |= {"every_steps": 1}
     settings = [argument for field, value in fields.items() for argument in ("--set", f"guard.{field}={value}")]
+    settings += ["--set", "train.max_steps=100"]
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *settings)
     assert result.returncode == Exit.WORKER, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
