@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+pytest_plugins = ["budget"]
+
 # Before torch or deepspeed is imported anywhere.
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"

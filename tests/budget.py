@@ -1,0 +1,53 @@
+"""`pytest --shuffle-by ID --budget-minutes N`: of many tests as many as there is time for, in an order drawn from ID.
+
+The order is the same on every machine, so that a failure can be repeated. No test starts after the minutes are over.
+At the end, pytest says which tests were run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("budget")
+    group.addoption("--shuffle-by", metavar="ID", help="run the tests in a random order that is drawn from ID")
+    group.addoption("--budget-minutes", type=float, metavar="N", help="start no test after so many minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.shuffle_by is not None or config.option.budget_minutes is not None:
+        config.pluginmanager.register(Budget(config.option.shuffle_by, config.option.budget_minutes))
+
+
+class Budget:
+    """Orders and ends the tests of this process, which may be a worker of xdist; its controller says what was run."""
+
+    def __init__(self, order: str | None, minutes: float | None) -> None:
+        self.order = order
+        self.seconds = float("inf") if minutes is None else 60 * minutes
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
+
+    @pytest.hookimpl(trylast=True)  # pytest itself orders tests by their fixtures
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.order is not None:
+            items.sort(key=lambda item: hashlib.sha256(f"{self.order} {item.nodeid}".encode()).digest())
+
+    def pytest_collection_finish(self) -> None:
+        self.end = time.monotonic() + self.seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self) -> bool | None:
+        return True if time.monotonic() > self.end else None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        reports = [report for kind in terminalreporter.stats.values() for report in kind]
+        run = sorted({report.nodeid for report in reports if isinstance(report, pytest.TestReport)})
+        terminalreporter.section(f"{len(run)} of {self.session.testscollected} tests were run")
+        for nodeid in run:
+            terminalreporter.line(nodeid)

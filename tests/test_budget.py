@@ -1,0 +1,69 @@
+"""A part of the tests, by a budget of minutes and in an order drawn from an id."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = """
+import budget, pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_takes_a_minute(number):
+    budget.time.now += 60
+    with open("order", "a") as file:
+        file.write(f"{number}\\n")
+"""
+CLOCK = """
+import budget, types
+
+budget.time = types.SimpleNamespace(now=0, monotonic=lambda: budget.time.now)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the twenty tests with some options; which were run, in their order, and what pytest says."""
+    (tmp_path / "test_minutes.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CLOCK)
+
+    def run(*options: str) -> tuple[list[int], str]:
+        command = [sys.executable, "-m", "pytest", "-p", "budget", *options]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stdout
+        order = tmp_path / "order"
+        numbers = [int(line) for line in order.read_text().splitlines()] if order.exists() else []
+        order.unlink(missing_ok=True)
+        return numbers, result.stdout
+
+    return run
+
+
+def test_the_order_is_drawn_from_the_id(run):
+    drawn, _ = run("--shuffle-by", "one")
+    assert drawn == [1, 9, 16, 3, 8, 13, 0, 12, 6, 14, 11, 15, 4, 19, 18, 2, 17, 7, 10, 5]
+    other, _ = run("--shuffle-by", "two")
+    assert sorted(other) == sorted(drawn)
+    assert other != drawn
+
+
+def test_no_test_starts_after_the_budget_and_the_end_says_which_did(run):
+    numbers, said = run("--shuffle-by", "one", "--budget-minutes", "3.5")
+    assert numbers == [1, 9, 16, 3]
+    assert "4 of 20 tests were run" in said
+    named = [line for line in said.splitlines() if line.startswith("test_minutes.py::")]
+    assert named == sorted(f"test_minutes.py::test_takes_a_minute[{number}]" for number in numbers)
+    assert run("--budget-minutes", "-1")[0] == []
+
+
+def test_workers_take_the_tests_in_that_order(run):
+    drawn, _ = run("--shuffle-by", "one")
+    workers = ("-n", "2", "--dist", "load", "--maxschedchunk", "1")
+    numbers, _ = run("--shuffle-by", "one", *workers)
+    assert sorted(numbers) == sorted(drawn)
+    numbers, said = run("--shuffle-by", "one", "--budget-minutes", "1.5", *workers)
+    assert sorted(numbers) == sorted(drawn[:4])  # two of each worker
+    assert "4 of 20 tests were run" in said
