@@ -27,6 +27,7 @@ def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
     assert len(kept) + len(moved) == len(plans)
 
 
+@pytest.mark.slow
 def test_nothing_is_verified_where_no_plan_is_left():
     plans, refused = enumerate_plans(ZAYA, 2)
     with pytest.raises(RecipeError) as error:

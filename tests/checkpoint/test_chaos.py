@@ -28,7 +28,7 @@ def test_a_killed_rank_costs_all_ranks_that_save(ranks, kills, quick_disk):
     killing.of_ranks(quick_disk, ranks, kills, seed=3)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_hundred_kills(quick_disk):
     kills = sum(
         killing.at_every_call(quick_disk / f"{kind}-{back}", kind, back)

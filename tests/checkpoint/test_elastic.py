@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
-from traces import engine_of, plan_of, reference_of, trace
+from traces import engine_of, plain_run, plan_of, trace
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -97,7 +96,7 @@ def _go_on_from_all(rank: int, sources: list[str], target: tuple[int, dict], fol
 def _compare(pairs: list[tuple[str, str]], plans: dict, others: dict, folder) -> None:
     """Saves under the first plan of each pair, goes on under the second, and compares with the plain loop."""
     micro = others.get("micro", 1)
-    whole = trace(reference_of(_plan({}, 1, **others).recipe), range(STOP + NEXT), micro, GLOBAL_BATCH // micro).losses
+    whole = plain_run(_plan({}, 1, **others).recipe, STOP + NEXT, micro).losses
     for ranks in (1, 2, 4):
         sources = {name: plans[name] for name in {first for first, _ in pairs} if plans[name][0] == ranks}
         if sources:
@@ -123,38 +122,37 @@ def _pairs(names, count: int, seed: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.breadth
-def test_a_sample_of_all_pairs(tmp_path):
-    _compare(_pairs(LAYOUTS, 4, seed=1), LAYOUTS, {}, tmp_path)
+@pytest.mark.parametrize("part", range(6))
+def test_each_plan_once_as_source_and_as_target(part, tmp_path):
+    _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3)[part::6], LAYOUTS, {}, tmp_path)
 
 
-@pytest.mark.breadth
-def test_each_plan_once_as_source_and_as_target(tmp_path):
-    _compare(_pairs(LAYOUTS, len(LAYOUTS), seed=3), LAYOUTS, {}, tmp_path)
-
-
-@pytest.mark.breadth
-def test_all_pairs(tmp_path, capsys):
-    started = time.perf_counter()
-    whole = trace(reference_of(_plan({}, 1).recipe), range(STOP + FEW), 1, GLOBAL_BATCH).losses
+@pytest.fixture(scope="module")
+def every_source(tmp_path_factory):
+    """A checkpoint of each plan."""
+    folder = tmp_path_factory.mktemp("sources")
     for ranks in (1, 2, 4):
         sources = {name: plan for name, plan in LAYOUTS.items() if plan[0] == ranks}
-        run_ranks(ranks, _save, sources, {}, tmp_path, timeout=600)
-    count = 0
-    for target, plan in LAYOUTS.items():
-        for found in run_ranks(plan[0], _go_on_from_all, list(LAYOUTS), plan, tmp_path, timeout=600):
-            for source, losses in zip(LAYOUTS, found, strict=True):
-                assert losses == pytest.approx(whole[STOP:], rel=CLOSE), (source, target)
-        count += len(found)
-    told = f"{count} pairs of plans: the next {FEW} losses within {CLOSE:g}, {time.perf_counter() - started:.0f} s"
-    with capsys.disabled():
-        print(f"\n{told}")
-    assert count == len(LAYOUTS) ** 2
+        run_ranks(ranks, _save, sources, {}, folder)
+    return folder
 
 
-@pytest.mark.slow
-def test_to_other_engines_and_back(tmp_path):
+@pytest.mark.breadth
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_all_pairs(target, every_source):
+    whole = plain_run(_plan({}, 1).recipe, STOP + FEW).losses
+    for found in run_ranks(LAYOUTS[target][0], _go_on_from_all, list(LAYOUTS), LAYOUTS[target], every_source):
+        for source, losses in zip(LAYOUTS, found, strict=True):
+            assert losses == pytest.approx(whole[STOP:], rel=CLOSE), source
+
+
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.breadth) for part in (1, 2))],
+)
+def test_to_other_engines_and_back(part, tmp_path):
     plans = BACKENDS | PLAIN
-    _compare(_pairs(plans, 6, seed=2), plans, {}, tmp_path)
+    _compare(_pairs(plans, len(plans), seed=2)[part::3], plans, {}, tmp_path)
 
 
 @pytest.mark.breadth

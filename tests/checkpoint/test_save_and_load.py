@@ -64,12 +64,12 @@ def _step(engine, step, shape):
     engine.train_step(step_batch(step, *shape))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), 2])
 def test_continued_is_uninterrupted_bit_for_bit(ranks, tmp_path):
     _compare(run_ranks(ranks, _interrupted, ranks, tmp_path), CASES)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_compiled_kernels_continue_bit_for_bit(tmp_path):
     cases = [(3, "bf16")]
     _compare(run_ranks(2, _interrupted, 2, tmp_path, cases, COMPILED), cases)

@@ -11,7 +11,7 @@ from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from harness import run_ranks
 from reference_run import ReferenceRun
 from torch.distributed.tensor import DTensor
-from traces import Trace, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
+from traces import Trace, engine_of, plain_run, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -69,7 +69,7 @@ def _train(rank: int, recipes, ranks: int) -> list[Trace]:
 
 def _reference(**fields) -> Trace:
     plain = {key: value for key, value in fields.items() if key != "parallel.activation_checkpointing"}
-    return trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+    return plain_run(tiny_recipe(**plain), STEPS)
 
 
 def _assert_same(run: Trace, expected: Trace, case) -> None:
@@ -84,7 +84,7 @@ def _assert_same(run: Trace, expected: Trace, case) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "fields"),
-    [pytest.param(1, SGD, marks=pytest.mark.breadth), (2, SGD), pytest.param(2, {}, marks=pytest.mark.slow)],
+    [pytest.param(1, SGD, marks=pytest.mark.breadth), (2, SGD), pytest.param(2, {}, marks=pytest.mark.breadth)],
     ids=["1-sgd", "2-sgd", "2-adamw"],
 )
 def test_fp32_is_the_plain_loop(ranks, fields):
@@ -102,6 +102,7 @@ def test_untied_unclipped_and_checkpointed_it_is_the_plain_loop_too():
         _assert_same(run, _reference(**fields), (case, fields))
 
 
+@pytest.mark.slow
 def test_accumulation_makes_no_difference():
     expected = _reference(**SGD)
     cases = [
@@ -115,9 +116,9 @@ def test_accumulation_makes_no_difference():
 def test_a_mixture_of_experts_keeps_its_routers_loss():
     """The router's loss is a mean within a micro-batch, so that their size is part of the run."""
     recipes = [_recipe(*case, 2, 4, **MOE) for case in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 1))]
-    expected = trace(reference_of(tiny_recipe(**MOE)), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(**MOE), STEPS)
     without = {**MOE, "model.config": {**MOE["model.config"], "router_aux_loss_coef": 0.0}}
-    other = trace(reference_of(tiny_recipe(**without)), range(STEPS), 1, GLOBAL_BATCH)
+    other = plain_run(tiny_recipe(**without), STEPS)
     for run in run_ranks(2, _train, recipes, 2)[0]:
         _assert_same(run, expected, "router")
         assert worst(run.grad_norms, other.grad_norms) > 10 * FP32

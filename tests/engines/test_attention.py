@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import flash_stand_in
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
@@ -55,7 +55,7 @@ def _replica(recipe, rank: int) -> int:
 
 
 def _reference(**fields) -> Trace:
-    return trace(reference_of(tiny_recipe(**EAGER, **fields)), range(STEPS), 1, GLOBAL_BATCH)
+    return plain_run(tiny_recipe(**EAGER, **fields), STEPS)
 
 
 def _compare(ranks: int, cases: dict, **fields) -> None:
@@ -74,7 +74,7 @@ def test_documents_by_their_bounds_are_the_plain_loop(cases):
     _compare(2, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_windows_within_documents_are_the_plain_loop():
     _compare(2, SHARED, **WINDOW)
 
@@ -89,11 +89,11 @@ def test_one_rank_is_the_plain_loop():
     expected = _reference()
     for micro_batch in (1, 4):
         recipe = tiny_recipe(**VARLEN | {"batch.micro_batch_size": micro_batch})
-        run = trace(reference_of(recipe), range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+        run = plain_run(recipe, STEPS, micro_batch)
         assert_same(run, expected, micro_batch)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_lower_precision_stays_near_the_fp32_loop():
     """The bounds are those of `test_parity`."""
     expected = _reference()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
+from batches import MIXTRAL, tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
@@ -69,7 +69,7 @@ def test_one_chunk_is_the_plain_loop():
 
 
 def _compare(ranks: int, cases: dict, fields: dict, recomputed: bool = False, chunk: int = CHUNK) -> None:
-    expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(**fields), STEPS)
     recipes = {name: tiny_recipe(**fields, **CHUNKED, **case) for name, case in cases.items()}
     for runs in run_ranks(ranks, _train, recipes, ranks, recomputed, STEPS, chunk):
         for name, run in runs.items():
@@ -87,7 +87,7 @@ def test_chunks_on_stages_that_ranks_share_are_the_plain_loop(tied, recomputed):
     _compare(4, MORE_RANKS, {"model.config.tie_word_embeddings": tied}, recomputed)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_chunks_on_stages_without_zero_are_the_plain_loop():
     without = {"stages, ZeRO-0": STAGES | {"parallel.zero_stage": 0}}
     _compare(2, without, {"optim.clip_grad_norm": 0.0})  # ZeRO-0 would clip by the first stage's norm
@@ -95,7 +95,7 @@ def test_chunks_on_stages_without_zero_are_the_plain_loop():
 
 @pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
 def test_a_routers_loss_is_kept(parallel):
-    expected = trace(reference_of(tiny_recipe(**MIXTRAL)), range(STEPS), 4, 2)
+    expected = plain_run(tiny_recipe(**MIXTRAL), STEPS, 4)
     recipes = {"experts": tiny_recipe(**MIXTRAL, **CHUNKED | {"batch.micro_batch_size": 4}, **parallel)}
     for runs in run_ranks(2, _train, recipes, 2):
         assert_same(runs["experts"], expected, "experts")
@@ -126,9 +126,10 @@ def test_no_stage_holds_all_logits():
     assert max(last) == CHUNK
 
 
+@pytest.mark.slow
 def test_bf16_stages_stay_near_the_fp32_loop():
     """With tied weights, and under autocast; the bounds are those of `test_parity`."""
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(), STEPS)
     precisions = ("bf16", "autocast_bf16")
     recipes = {one: tiny_recipe(**CHUNKED, **STAGES, **{"parallel.precision": one}) for one in precisions}
     for runs in run_ranks(2, _train, recipes, 2):

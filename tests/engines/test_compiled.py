@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from batches import step_batch, tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.errors import RecipeError
@@ -21,15 +21,14 @@ LAYERS = COMPILED | {"kernels.loss": "whole"}
 CHECKPOINTS = {"parallel.activation_checkpointing": "full"}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
-SLOW = {
+SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}}
+BREADTH = {
+    "stages": COMPILED | STAGES,
     "ZeRO-0, checkpointing": COMPILED | CHECKPOINTS,
     "ZeRO-3": COMPILED | {"parallel.zero_stage": 3},
-    "stages": COMPILED | STAGES,
     "tensor": COMPILED | {"parallel.tensor": 2},
     "sequence": COMPILED | {"parallel.sequence": 2, "parallel.zero_stage": 2},
     "FSDP2": LAYERS | FSDP2,
-}
-BREADTH = {
     "ZeRO-2, offload": COMPILED | {"parallel.zero_stage": 2, "parallel.offload_optimizer": "cpu"},
     "ZeRO-3, offload": COMPILED | {"parallel.zero_stage": 3, "parallel.offload_param": "cpu"},
     "ZeRO-3, checkpointing": COMPILED | {"parallel.zero_stage": 3} | CHECKPOINTS,
@@ -74,24 +73,20 @@ def _compare(ranks: int, cases: dict) -> None:
     recipes = {name: tiny_recipe(**case) for name, case in cases.items()}
     everyone = run_ranks(ranks, _train, recipes, ranks)
     for name, recipe in recipes.items():
-        expected = trace(reference_of(recipe), range(STEPS), 1, GLOBAL_BATCH)
+        expected = plain_run(recipe, STEPS)
         for runs in everyone:
             assert_same(runs[name], expected, name)
 
 
-def test_compiled_layers_and_loss_are_the_plain_loop():
-    _compare(2, {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}})
-
-
-@pytest.mark.slow
-def test_under_every_strategy():
-    _compare(2, SLOW)
-
-
-@pytest.mark.breadth
-@pytest.mark.parametrize("name", BREADTH)
-def test_under_more_strategies(name):
-    _compare(2, {name: BREADTH[name]})
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.breadth) for name in BREADTH),
+    ],
+)
+def test_compiled_layers_and_loss_are_the_plain_loop(name):
+    _compare(2, {name: (SLOW | BREADTH)[name]})
 
 
 @pytest.mark.breadth
@@ -104,7 +99,7 @@ def test_on_stages_that_ranks_share(name):
 @pytest.mark.parametrize("precision", ["bf16", "autocast_bf16"])
 def test_bf16_stays_near_the_fp32_loop(precision):
     """The bounds are those of `test_parity`."""
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(), STEPS)
     recipe = tiny_recipe(**COMPILED, **{"parallel.zero_stage": 1, "parallel.precision": precision})
     for runs in run_ranks(2, _train, {precision: recipe}, 2):
         assert worst(runs[precision].losses, expected.losses) < 2**-8
@@ -124,7 +119,7 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
     return len(made)
 
 
-@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), pytest.param("varlen", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("attention", "parts"), [("sdpa", 1), pytest.param("varlen", 4, marks=pytest.mark.breadth)])
 def test_a_layer_is_compiled_for_training_and_for_evaluation(attention, parts):
     """Once for all layers, whatever the number of steps and of documents; in parts where attention is left out."""
     more = {"model.config.num_hidden_layers": 10, "parallel.zero_stage": 3, "model.attention": attention}

@@ -38,7 +38,7 @@ def _both(rank: int, cases: list[dict]) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    "names", [["zero3", "fsdp2"], pytest.param(list(CASES), marks=pytest.mark.slow)], ids=["some", "all"]
+    "names", [["zero3", "fsdp2"], pytest.param(list(CASES), marks=pytest.mark.breadth)], ids=["some", "all"]
 )
 def test_a_run_that_evaluates_first_is_the_same_run(names):
     for found in run_ranks(RANKS, _both, [CASES[name] for name in names]):

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, global_batch, step_batch
+from batches import global_batch, step_batch
 from harness import run_ranks
 from moe import moe_recipe
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, saved_weights, trace, trace_plan, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, saved_weights, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -30,7 +30,7 @@ def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
 def _reference(recipe) -> Trace:
     """The plain loop in the recipe's micro-batches, which the loss of the router is a mean within."""
     micro = recipe.batch.micro_batch_size
-    return trace(reference_of(recipe), range(STEPS), micro, GLOBAL_BATCH // micro)
+    return plain_run(recipe, STEPS, micro)
 
 
 def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) -> None:
@@ -61,7 +61,7 @@ def test_fp32_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, stages + others)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_groups_smaller_than_the_replicas():
     """Four replicas, two groups of two ranks: gradients of an expert are averaged over the ranks that hold it."""
     _assert_runs_are_plain("qwen3_moe", 4, [{"parallel.zero_stage": stage, **SGD} for stage in (0, 2, 3)])
@@ -70,10 +70,9 @@ def test_groups_smaller_than_the_replicas():
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("qwen2_moe", "qwen3_5_moe_text", "deepseek_v2", "minimax_m3_vl_text")
+            for name in ("deepseek_v3", "qwen2_moe", "qwen3_5_moe_text", "deepseek_v2", "minimax_m3_vl_text")
         ),
     ],
 )
@@ -81,7 +80,7 @@ def test_every_family_is_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, [{"parallel.zero_stage": stage, **SGD} for stage in range(4)])
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [moe_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": stage}) for stage in (1, 2, 3)]
     expected = _reference(moe_recipe())

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch
+from batches import step_batch
 from harness import run_ranks
 from moe import CONFIGS, moe_recipe
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, saved_weights, trace, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, saved_weights, trace, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -43,7 +43,7 @@ def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
 def _reference(recipe) -> Trace:
     """The plain loop in the recipe's micro-batches, which the loss of the router is a mean within."""
     micro = recipe.batch.micro_batch_size
-    return trace(reference_of(recipe), range(STEPS), micro, GLOBAL_BATCH // micro)
+    return plain_run(recipe, STEPS, micro)
 
 
 def _assert_runs_are_plain(architecture: str, ranks: int, variants: list[dict]) -> None:

@@ -10,7 +10,7 @@ import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from torch import nn
-from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model, fp8
@@ -57,7 +57,7 @@ def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch):
     """The bounds are those of bf16 in `test_parity`. The weights have the names of the plain model's."""
     fields = {"kernels.fp8": "rowwise", "parallel.precision": "bf16", "batch.micro_batch_size": 2}
     runs = run_ranks(2, _train, {name: tiny_recipe(**fields | case) for name, case in CASES.items()})
-    plain = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    plain = plain_run(tiny_recipe(), STEPS)
     recipe = tiny_recipe()
     reference = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     _emulate(monkeypatch)

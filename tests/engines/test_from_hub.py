@@ -74,7 +74,12 @@ def test_every_strategy_starts_from_the_weights_of_a_sharded_folder(names, tmp_p
 
 
 @pytest.mark.parametrize(
-    "names", [["pipeline", "expert-zero3"], pytest.param(list(MOE), marks=pytest.mark.breadth)], ids=["some", "all"]
+    "names",
+    [
+        pytest.param(["pipeline", "expert-zero3"], marks=pytest.mark.slow),
+        pytest.param(list(MOE), marks=pytest.mark.breadth),
+    ],
+    ids=["some", "all"],
 )
 def test_experts_one_by_one_in_the_files_are_joined(names, tmp_path):
     saved = build_model(tiny_recipe(**MIXTRAL, **UNTIED, **{"train.seed": 3}), torch.float32, CPU)

@@ -121,7 +121,9 @@ def _assert_same(name: str, run: Trace, loaded: dict[str, Any], losses: list[flo
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize(
-    "names", [("zero0", "zero1", "fsdp2"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.slow)], ids=["some", "all"]
+    "names",
+    [("zero0", "zero1", "fsdp2"), pytest.param(tuple(STRATEGIES), marks=pytest.mark.breadth)],
+    ids=["some", "all"],
 )
 def test_every_strategy_leaves_alone_what_has_no_gradient(family, names, tmp_path):
     recipes = [_recipe(family, **STRATEGIES[name]) for name in names]
@@ -155,7 +157,7 @@ def _freeze_slices(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[s
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_frozen_slices_of_a_stage_are_saved_and_loaded(tmp_path):
     for saved, loaded in (pair for pairs in run_ranks(4, _freeze_slices, tmp_path) for pair in pairs):
         assert saved.keys() == loaded.keys()
@@ -168,8 +170,13 @@ def _run_frozen(rank: int, family: str, recipes: list[Recipe], folder: Path) -> 
     return _run(rank, recipes, folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "split"), [("llama", "parallel.tensor"), ("mixtral", "parallel.expert")])
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        pytest.param("llama", "parallel.tensor", marks=pytest.mark.slow),
+        pytest.param("mixtral", "parallel.expert", marks=pytest.mark.breadth),
+    ],
+)
 def test_frozen_weights_of_a_model_that_ranks_split(family, split, tmp_path, monkeypatch):
     """No family of `transformers` is frozen in part and split so today; a model's own code may be."""
     recipe = moe_recipe(family) if family in EXPERTS else tiny_recipe()

@@ -156,7 +156,7 @@ def _without(name: str):
 
 
 QUICK = ("zero0", "zero1_bf16", "zero3", "pipeline", "ddp", "fsdp2")
-SLOW = ("zero2_bf16", "pipeline_bf16", "tensor", "expert", "fsdp2_sgd")
+SLOW = ("pipeline_bf16", "tensor", "expert")
 """Of the others, those that are tried in CI."""
 
 
@@ -290,7 +290,7 @@ def _check_resumed(names, folder) -> None:
             assert (elsewhere.total, [one.steps_ago for one in elsewhere.recent]) == (1, [STOP - 1 - BAD]), name
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path):
     _check_resumed(RESUMED, tmp_path)
 
@@ -298,10 +298,10 @@ def test_what_the_guard_knows_is_saved_and_the_run_goes_on_bit_for_bit(tmp_path)
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16", "pipeline")),
+        pytest.param("pipeline", marks=pytest.mark.slow),
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2", "fsdp2_sgd")
+            for name in ("zero3_bf16", "zero2_bf16", "zero1_offload", "tensor", "ddp", "fsdp2", "fsdp2_sgd")
         ),
     ],
 )

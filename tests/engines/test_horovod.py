@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, engine_of, plain_run, plan_of, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -45,7 +45,7 @@ def _recipe(ranks: int, accumulation: int, **fields) -> Recipe:
 
 
 def _reference(recipe: Recipe, micro_batch: int = 1) -> Trace:
-    return trace(reference_of(recipe), range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+    return plain_run(recipe, STEPS, micro_batch)
 
 
 def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:

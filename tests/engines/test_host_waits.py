@@ -121,11 +121,11 @@ LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
     [
         (1, {"parallel.zero_stage": 0}),
         (2, {"parallel.zero_stage": 1, "parallel.precision": "bf16"}),
+        pytest.param(2, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.slow),
         *(
-            pytest.param(world, fields, marks=pytest.mark.slow)
+            pytest.param(world, fields, marks=pytest.mark.breadth)
             for world, fields in (
                 (2, {"parallel.zero_stage": 2, "parallel.precision": "bf16"}),
-                (2, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}),
                 (2, {"parallel.zero_stage": 0, "parallel.sequence": 2}),
                 (2, {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}),
                 (1, {"parallel.zero_stage": 1, **MIXTRAL}),

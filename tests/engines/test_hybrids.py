@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import tiny_recipe
 from harness import run_ranks
 from moe import moe_recipe
-from traces import Trace, assert_same, plan_of, reference_of, trace, trace_plan
+from traces import Trace, assert_same, plain_run, plan_of, trace_plan
 
-STEPS = 8
+STEPS = 5
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 SEQUENCE = {"parallel.sequence": 2}
 TENSOR = SEQUENCE | {"parallel.tensor": 2}
@@ -31,7 +31,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
     for results in by_rank:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
-            expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+            expected = plain_run(tiny_recipe(**plain), STEPS)
             assert_same(run, expected, case)
 
 
@@ -53,14 +53,18 @@ def test_experts_spread_over_ranks_that_share_sequences():
     cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
     for results in run_ranks(2, _train_experts, cases):
         for (family, fields), run in zip(cases, results, strict=True):
-            plain = reference_of(moe_recipe(family, **SGD, **{"parallel.expert": 1}))
-            assert_same(run, trace(plain, range(STEPS), 2, GLOBAL_BATCH // 2), (family, fields))
+            expected = plain_run(moe_recipe(family, **SGD, **{"parallel.expert": 1}), STEPS, 2)
+            assert_same(run, expected, (family, fields))
 
 
 @pytest.mark.slow
-def test_all_of_them_at_once_and_with_replicas():
+def test_all_of_them_at_once():
     everything = PIPELINE | TENSOR
     cases = [everything, everything | SGD, {**everything, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}]
     _compare(run_ranks(8, _train, 1, cases, timeout=500), cases)
+
+
+@pytest.mark.breadth
+def test_with_replicas():
     cases = [TENSOR | {"parallel.zero_stage": 2}, PIPELINE | SGD]
     _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)

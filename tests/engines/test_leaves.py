@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import tiny_recipe
 from harness import run_ranks
 from moe import CONFIGS, moe_recipe
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, trace_plan
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
@@ -63,7 +63,7 @@ DDP = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "parallel
 
 def test_an_expert_that_no_token_met_is_not_updated(folder):
     recipe = _recipe(folder, **DDP)
-    expected = trace(reference_of(recipe), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(recipe, STEPS)
     start = dict(build_model(recipe, torch.float32, torch.device("cpu")).named_parameters())
     experts = [name for name in start if ".experts." in name and name.endswith("weight")]
     unmet = [name for name in experts if np.array_equal(expected.weights[name], start[name].detach().numpy())]

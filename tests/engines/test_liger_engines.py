@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import triton_on_cpu
-from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
+from batches import MIXTRAL, tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 from transformers import PreTrainedModel
 from triton_on_cpu import needs_liger
 
@@ -21,8 +21,6 @@ CASES = {
     "ZeRO-2, checkpointing": {"parallel.zero_stage": 2, "parallel.activation_checkpointing": "full"} | LIGER,
     "ZeRO-3": {"parallel.zero_stage": 3} | BLOCKS,
     "stages": STAGES | LIGER,
-}
-MORE = {
     "ZeRO-0": LIGER,
     "ZeRO-1": {"parallel.zero_stage": 1} | LIGER,
     "ZeRO-3, checkpointing": {"parallel.zero_stage": 3, "parallel.activation_checkpointing": "full"} | BLOCKS,
@@ -63,7 +61,7 @@ def _look(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def _compare(ranks: int, cases: dict, fields: dict) -> None:
-    expected = trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(**fields), STEPS)
     recipes = {name: tiny_recipe(**fields | {"batch.micro_batch_size": 4} | case) for name, case in cases.items()}
     for runs in run_ranks(ranks, _train, recipes, ranks):
         for name, run in runs.items():
@@ -71,14 +69,8 @@ def _compare(ranks: int, cases: dict, fields: dict) -> None:
 
 
 @needs_liger
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        *(pytest.param({n: c}, marks=() if n == "stages" else pytest.mark.breadth) for n, c in (CASES | MORE).items()),
-    ],
-    ids=lambda one: [*one][-1],
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize("cases", [{name: case} for name, case in CASES.items()], ids=lambda one: [*one][-1])
 def test_ligers_kernels_are_the_plain_loop(cases):
     _compare(2, cases, {"model.config.tie_word_embeddings": "stages" not in cases})
 
@@ -94,7 +86,7 @@ def test_stages_that_ranks_share_are_the_plain_loop():
 @pytest.mark.parametrize("parallel", [{"parallel.expert": 2}, STAGES], ids=["experts", "stages"])
 def test_a_routers_loss_is_kept(parallel):
     """Its norms and rotations are Liger's; the engine's experts are the engine's."""
-    expected = trace(reference_of(tiny_recipe(**MIXTRAL)), range(STEPS), 4, 2)
+    expected = plain_run(tiny_recipe(**MIXTRAL), STEPS, 4)
     recipes = {"experts": tiny_recipe(**MIXTRAL | LIGER | parallel | {"batch.micro_batch_size": 4})}
     for runs in run_ranks(2, _train, recipes, 2):
         assert_same(runs["experts"], expected, "experts")
@@ -107,7 +99,7 @@ def test_the_loss_in_bf16_stays_near_the_fp32_loop():
 
     The interpreter (3.7.1) adds bf16 numbers as integers: the loss adds none, the layers' kernels do.
     """
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(), STEPS)
     fields = {"kernels.loss": "liger", "parallel.zero_stage": 1, "batch.micro_batch_size": 4}
     recipes = {one: tiny_recipe(**fields | {"parallel.precision": one}) for one in ("bf16", "autocast_bf16")}
     for runs in run_ranks(2, _train, recipes, 2):

@@ -197,7 +197,8 @@ def test_stages_hold_what_is_predicted(ranks, fields):
     check_stages(ranks, plans(ranks, (0, 1), ("fp32", "bf16", "autocast_bf16"), **TWO_STAGES, **fields))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_whose_states_are_offloaded_hold_what_is_predicted(ranks):
     """Untied: gradients of a tied copy that wait on the host would not be summed (`pipeline.tied_accumulation`)."""
     check_stages(ranks, plans(ranks, (1,), ("fp32", "bf16"), **TWO_STAGES, **UNTIED, **OFFLOADED))

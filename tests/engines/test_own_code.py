@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
+from batches import tiny_recipe
 from harness import run_ranks
-from traces import Trace, assert_same, plan_of, reference_of, trace, trace_plan, worst
+from traces import Trace, assert_same, plain_run, plan_of, trace_plan, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
@@ -63,7 +63,7 @@ def test_a_plan_knows_its_size(folder):
 
 
 def test_two_stages_of_it_are_the_plain_loop(folder):
-    expected = trace(reference_of(_recipe(folder)), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(_recipe(folder), STEPS)
     for run in run_ranks(2, _train, folder):
         assert worst(run.losses, expected.losses) < FP32
         assert worst(run.grad_norms, expected.grad_norms) < FP32
@@ -106,10 +106,10 @@ def test_a_parameter_without_a_gradient_is_refused(tmp_path):
         assert "unused.weight, unused.bias" in problem.message
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_frozen_parameter_stays_as_it_is(tmp_path):
     folder = write_folder(tmp_path, {NORM: FROZEN})
-    expected = trace(reference_of(_recipe(folder)), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(_recipe(folder), STEPS)
     strategies = [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3}, DDP, FSDP2]
     for runs in run_ranks(2, _train_each, [_recipe(folder, **one) for one in strategies] + [_pipeline(folder)]):
         for number, run in enumerate(runs):

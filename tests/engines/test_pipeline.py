@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from batches import GLOBAL_BATCH, VOCAB, T, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 
-STEPS = 12
+STEPS = 8
 FP32 = 1e-5  # as in test_parity.py
 
 OPT_350M = {
@@ -60,7 +60,7 @@ def test_a_pipeline_is_the_plain_loop(ranks):
     for results in run_ranks(ranks, _train, cases):
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case[2].items() if not key.startswith("parallel")}
-            expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+            expected = plain_run(tiny_recipe(**plain), STEPS)
             assert worst(run.losses, expected.losses) < FP32, case
             assert worst(run.grad_norms, expected.grad_norms) < FP32, case
             assert run.rates == expected.rates, case
@@ -90,7 +90,7 @@ def test_a_continued_pipeline_is_uninterrupted_bit_for_bit(tmp_path):
 
 def test_bf16_stays_near_the_fp32_loop():
     """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(), STEPS)
     for run in run_ranks(4, _train, [(2, 2, {"parallel.precision": "bf16"})]):
         assert worst(run[0].losses, expected.losses) < 2**-8
         assert worst(run[0].grad_norms, expected.grad_norms) < 2**-6

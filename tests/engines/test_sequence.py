@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, MIXTRAL, T, global_batch, step_batch, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -59,7 +59,7 @@ def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
 
 
 def _reference(micro_batch: int = 1, **fields) -> Trace:
-    return trace(reference_of(tiny_recipe(**fields)), range(STEPS), micro_batch, GLOBAL_BATCH // micro_batch)
+    return plain_run(tiny_recipe(**fields), STEPS, micro_batch)
 
 
 def _assert_equal(run: Trace, expected: Trace, name: object) -> None:
@@ -123,7 +123,7 @@ def test_four_ranks_share_sequences_and_samples():
             _assert_equal(runs[rank][index], expected[str(case[3])], (*case, rank))
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_bf16_stays_near_the_fp32_loop():
     # The bounds of the data parallel test: a unit in the last place of the loss, four of a norm.
     fields = {"parallel.precision": "bf16"}

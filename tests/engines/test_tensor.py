@@ -14,7 +14,7 @@ import pytest
 import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
-from traces import Trace, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 from transformers import AutoConfig
 
 from llmtrain.checkpoint.contents import TrainerState
@@ -63,7 +63,7 @@ def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
 
 
 def _reference(**fields) -> Trace:
-    return trace(reference_of(tiny_recipe(**fields)), range(STEPS), 1, GLOBAL_BATCH)
+    return plain_run(tiny_recipe(**fields), STEPS)
 
 
 def _compare(cases, ranks) -> None:
@@ -91,6 +91,7 @@ def test_two_ranks_are_the_plain_loop_at_every_stage():
     _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in cases], 2)
 
 
+@pytest.mark.slow
 def test_adam_tied_and_checkpointed():
     fields = {"parallel.activation_checkpointing": "full"}
     _compare([(fields, _recipe(2, 1, stage, 2, **fields)) for stage in (0, 1, 3)], 2)
@@ -104,6 +105,7 @@ def test_groups_of_two_and_of_four_are_the_plain_loop():
     _compare([*cases, (more_heads, _recipe(4, 1, 1, 2, **more_heads)), (SGD, _recipe(1, 4, 1, 2, **SGD))], 4)
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [_recipe(2, 1, stage, 2, **{"parallel.precision": "bf16"}) for stage in (1, 2, 3)]
     expected = _reference()
@@ -130,6 +132,7 @@ def _initial(rank: int, recipes, ranks: int):
     return [{name: value.numpy() for name, value in engine.named_weights()} for engine in engines]
 
 
+@pytest.mark.slow
 def test_pretrained_weights_are_cut_and_come_back(tmp_path):
     saved = _whole(tiny_recipe(**UNTIED))
     saved.save_pretrained(tmp_path)

@@ -8,7 +8,7 @@ import torch
 from batches import GLOBAL_BATCH, tiny_recipe
 from harness import run_ranks
 from tokenizers import Tokenizer, models
-from traces import Trace, assert_same, engine_of, plan_of, reference_of, trace, worst
+from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.contents import TrainerState
@@ -17,7 +17,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import begin, load
 
-STEPS = 10
+STEPS = 6
 FP32 = 1e-5  # as in test_parity.py
 LAYOUT = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.zero_stage": 1}
 # Adam forgets the scale of a gradient; only with SGD does a wrong clipping show in the weights.
@@ -49,7 +49,7 @@ def _compare(by_rank: list[list[Trace]], cases) -> None:
     for results in by_rank:
         for case, run in zip(cases, results, strict=True):
             plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
-            expected = trace(reference_of(tiny_recipe(**plain)), range(STEPS), 1, GLOBAL_BATCH)
+            expected = plain_run(tiny_recipe(**plain), STEPS)
             assert_same(run, expected, case)
 
 
@@ -67,9 +67,10 @@ def test_stages_of_two_ranks_are_the_plain_loop(trained):
     _compare([results[:-1] for results in trained], FP32_CASES)
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_fp32_loop(trained):
     """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
-    expected = trace(reference_of(tiny_recipe()), range(STEPS), 1, GLOBAL_BATCH)
+    expected = plain_run(tiny_recipe(), STEPS)
     for *_, run in trained:
         assert worst(run.losses, expected.losses) < 2**-8
         assert worst(run.grad_norms, expected.grad_norms) < 2**-6
@@ -83,7 +84,7 @@ def test_other_families_and_options_are_the_plain_loop():
     _compare(run_ranks(4, _train, 1, cases), cases)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_with_data_parallel_replicas():
     cases = [{}, SGD]
     _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import step_batch
+from batches import GLOBAL_BATCH, step_batch
 from numpy.typing import NDArray
 from reference_run import ReferenceRun
 
@@ -62,6 +62,17 @@ def trace(engine, steps: range, micro_batch: int, accumulation: int, rank: int =
         evaluation=evaluation,
         weights={name: tensor.float().numpy().copy() for name, tensor in engine.named_weights()},
     )
+
+
+_plain_runs: dict[tuple[str, int, int], Trace] = {}
+
+
+def plain_run(recipe: Recipe, steps: int, micro_batch: int = 1) -> Trace:
+    """The run of the plain loop, computed once in a process: many cases and ranks are compared with the same one."""
+    key = repr(recipe), steps, micro_batch
+    if key not in _plain_runs:
+        _plain_runs[key] = trace(reference_of(recipe), range(steps), micro_batch, GLOBAL_BATCH // micro_batch)
+    return _plain_runs[key]
 
 
 def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:

@@ -77,6 +77,7 @@ def test_a_host_without_an_answer_is_named_and_the_others_are_looked_at(hosts, t
     assert "torch built for" in result.stdout
 
 
+@pytest.mark.breadth
 def test_a_key_that_is_not_known_or_not_accepted_is_explained(hosts, tmp_path):
     config = (hosts.folder / "ssh_config").read_text()
     for old, new, said in (
@@ -92,6 +93,7 @@ def test_a_key_that_is_not_known_or_not_accepted_is_explained(hosts, tmp_path):
         assert f"fault: {ADDRESSES[1]}: {said}" in result.stdout
 
 
+@pytest.mark.breadth
 def test_a_user_who_sends_gloo_to_the_loopback_is_told(hosts):
     """The hosts cannot meet there; gloo or the time limit ends it."""
     result = _doctor(hosts, hosts.hostfile(1), "--time-limit", "30", GLOO_SOCKET_IFNAME="lo")
@@ -123,6 +125,7 @@ def test_a_hang_is_bounded_and_the_rank_is_named(hosts):
     assert not _our_processes(hosts)
 
 
+@pytest.mark.breadth
 def test_another_version_on_a_host_is_one_line(hosts, tmp_path):
     """One host has another package in its path; files are shared, so by the interpreter's start-up of that host."""
     fake = tmp_path / "site" / "wandb-9.9.dist-info"

@@ -214,6 +214,7 @@ def test_as_printed_it_trains_over_two_nodes_what_one_machine_trains(
     assert (launch["launcher"], launch["world_size"], plan["cluster"]["nodes"]) == ("slurm", 2, 2)
 
 
+@pytest.mark.breadth
 def test_the_time_limit_warns_saves_requeues_and_finishes(cluster, submit, uninterrupted):
     job = submit("--slurm", "warn_s=5")
     job.hold(after=3)
@@ -245,6 +246,7 @@ def test_scancel_saves_and_stays_cancelled(cluster, submit):
     assert cluster.job(job.number)["JobState"] == "CANCELLED"
 
 
+@pytest.mark.breadth
 def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluster, submit, uninterrupted):
     job = submit()
     job.hold(after=3)
@@ -265,6 +267,7 @@ def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluste
     assert logged(job.run_dir) == uninterrupted
 
 
+@pytest.mark.breadth
 def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
     job = submit()
     job.hold(after=3)
@@ -279,6 +282,7 @@ def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, t
     assert logged(job.run_dir) == uninterrupted
 
 
+@pytest.mark.breadth
 def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, uninterrupted):
     job = submit("--set", "checkpoint.every_steps=5")
     job.until(lambda: newest(job.run_dir / "checkpoints"))
@@ -303,6 +307,7 @@ def test_a_run_that_dies_twice_in_one_place_ends(cluster, prepared, workers_envi
     assert not job.ranks()
 
 
+@pytest.mark.breadth
 def test_an_array_trains_each_choice(cluster, submit):
     short = ("--max-steps", "2", "--slurm", "sweep=train.seed=1", "--slurm", "sweep=train.seed=2")
     job = submit(*short, nodes=1)

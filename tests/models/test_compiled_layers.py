@@ -41,8 +41,10 @@ def _llama():
     "family",
     [
         "llama",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "gemma3_text")),
-        *(pytest.param(one, marks=pytest.mark.breadth) for one in ("qwen3", "falcon_h1", "mistral", "opt", "bloom")),
+        *(
+            pytest.param(one, marks=pytest.mark.breadth)
+            for one in ("gpt2", "gemma3_text", "qwen3", "falcon_h1", "mistral", "opt", "bloom")
+        ),
     ],
 )
 def test_families_can_be_compiled(family):

@@ -40,16 +40,15 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-FAMILIES = ("llama", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.slow))
 BREADTH = (
-    *("mistral", "mixtral", "nemotron", "granite", "phi3", "olmo2", "glm4", "gpt_oss", "gemma", "gemma3_text"),
-    *("gemma4_text", "llama4_text", "smollm3", "qwen2", "qwen3_moe", "qwen3_next", "qwen3_5_text", "deepseek_v3"),
-    *("falcon_h1", "hunyuan_v1_dense", "exaone4", "ministral", "olmo3", "deepseek_v2"),
+    *("gemma2", "qwen3", "mistral", "mixtral", "nemotron", "granite", "phi3", "olmo2", "glm4", "gpt_oss", "gemma"),
+    *("gemma3_text", "gemma4_text", "llama4_text", "smollm3", "qwen2", "qwen3_moe", "qwen3_next", "qwen3_5_text"),
+    *("deepseek_v3", "falcon_h1", "hunyuan_v1_dense", "exaone4", "ministral", "olmo3", "deepseek_v2"),
 )
 
 
 @needs_liger
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)])
 def test_layers_compute_the_same(family):
     """Norms, rotations and gated activations, forward and backward."""
     liger.check_blocks(AutoConfig.for_model(family), CPU)
@@ -139,7 +138,7 @@ def _changed(stage: Stage) -> list[str]:
 
 @needs_liger
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gpt2", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)]
+    "family", ["llama", "gpt2", *(pytest.param(one, marks=pytest.mark.breadth) for one in BREADTH)]
 )
 def test_the_fused_loss_is_the_loss(family):
     """Tied and untied heads, capped logits."""

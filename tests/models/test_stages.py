@@ -278,7 +278,7 @@ def test_a_tiny_copy_keeps_the_kinds_of_layers():
     assert SIZES["vocab_size"] == few.vocab_size
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_families_are_documented_as_they_are():
     verdicts = families.walk()
     assert [verdict for verdict in verdicts if verdict.kind == "wrong"] == []

@@ -192,7 +192,7 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_families_are_documented_as_they_are():
     spec = importlib.util.spec_from_file_location("render_documents", ROOT / "docs/render_families_documents.py")
     families = importlib.util.module_from_spec(spec)

@@ -135,6 +135,7 @@ def selection(sweep):
     return sweep
 
 
+@pytest.mark.slow
 def test_rules_and_engine_agree(tiny, tmp_path):
     sweep = selection(Sweep(tiny, ranks=1))
     results = sweep.run(tmp_path)

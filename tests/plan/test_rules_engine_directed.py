@@ -41,7 +41,7 @@ def test_what_is_refused_goes_wrong(rule, ranks, fields, sizes, words):
     assert words in verdict(one)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_sums_in_fp16_show_where_nothing_hides_them():
     """Under autocast, and with Adam in fp32, other roundings are as large; SGD in fp32 has the sums' own."""
     fields = {"parallel.zero_stage": 3, "parallel.precision": "autocast_bf16", "parallel.grad_accum_dtype": "fp16"}

@@ -110,8 +110,8 @@ def test_no_recipe_is_forgotten():
     assert set(SIZES) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
-QUICK = ("gpt2_124m", "qwen3_30b_a3b", "tiny")
-SLOW = ("llama3_70b",)
+QUICK = ("gpt2_124m", "qwen3_30b_a3b")
+SLOW = ("tiny",)
 
 
 def _marks(name: str):
@@ -127,7 +127,9 @@ def test_shrunk_recipe_trains(name, corpus, tmp_path):
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "zero_stage", [pytest.param(1, marks=pytest.mark.breadth), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_training_continues_from_pretrained_weights(zero_stage, corpus, pretrained, tmp_path):
     """Read whole, or a tensor at a time into a partitioned model: the first loss is that of the folder."""
     fields = _fields("continue_pretrained", corpus)

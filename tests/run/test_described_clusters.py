@@ -49,7 +49,7 @@ def test_mpirun(launcher, ours, small_recipe, tmp_path):
     assert losses(tmp_path / "run") == losses(ours)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_cluster_described_by_tf_config_over_ipv6(ours, small_recipe, tmp_path):
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")

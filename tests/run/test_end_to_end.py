@@ -96,7 +96,7 @@ def test_accelerate_with_the_configuration_of_the_plan(small_recipe, two_workers
     assert losses(tmp_path / "run") == losses(two_workers[0])
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_accelerate_with_a_configuration_that_starts_one_process_of_two(small_recipe, two_workers, tmp_path):
     configuration = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"
     (tmp_path / "accelerate.yaml").write_text(configuration)
@@ -153,6 +153,7 @@ def test_a_finished_run_is_not_trained_again(one_worker, small_recipe):
     assert losses(run_dir) == before
 
 
+@pytest.mark.slow
 def test_an_export_that_is_missing_is_made(one_worker, small_recipe):
     run_dir, _ = one_worker
     weights = (run_dir / "export" / "model.safetensors").read_bytes()

@@ -162,9 +162,8 @@ def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_p
     assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param("kill", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.breadth)]
-)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+@pytest.mark.breadth
 def test_a_rank_that_dies_in_a_save_costs_that_save(small_recipe, uninterrupted, tmp_path, fault):
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:saving:{tmp_path / 'once'}", *HANGS, "--max-restarts", "1")

@@ -13,7 +13,7 @@ from llmtrain.errors import Exit
 LONG = ("--set", "train.max_steps=100000", "--set", "checkpoint.every_steps=4")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
     first = start(small_recipe, run_dir, *LONG)

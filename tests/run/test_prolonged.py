@@ -21,7 +21,7 @@ def _exported_step(run_dir) -> int:
     return step
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
 

@@ -43,6 +43,7 @@ def test_stopped_and_continued_is_uninterrupted_bit_for_bit(small_recipe, uninte
     assert _weights(run_dir) == _weights(uninterrupted)
 
 
+@pytest.mark.breadth
 def test_a_killed_worker_ends_the_run_and_costs_one_interval(small_recipe, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "llmtrain", "train", str(small_recipe), "--run-dir", str(run_dir), *ZERO]
@@ -115,6 +116,7 @@ def interrupted(stopped, tmp_path):
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
     other = ("--nproc", "2", "--set", "parallel.zero_stage=3", "--set", "batch.micro_batch_size=1")
     result = llmtrain("train", small_recipe, "--run-dir", interrupted, *other)
@@ -125,6 +127,7 @@ def test_another_layout_goes_on(small_recipe, uninterrupted, interrupted):
         assert ours[2:] == pytest.approx(theirs[2:], rel=1e-5)  # gradient norm, rate, tokens, samples
 
 
+@pytest.mark.breadth
 def test_another_global_batch_goes_on_with_the_next_samples(small_recipe, uninterrupted, interrupted):
     """The cursor counts samples, the schedule steps: neither jumps."""
     result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, "--set", "batch.global_batch_size=16")
@@ -168,6 +171,7 @@ def _tracked(run_dir) -> dict[int, float]:
     return {event.step: pytest.approx(event.value, rel=1e-6) for event in events}
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_anew(small_recipe, interrupted):
     before = losses(interrupted)
     for folder in (interrupted / "checkpoints").glob("step_*"):

@@ -24,7 +24,6 @@ RUN = (
 FAULTY = Path(__file__).parent / "faulty"
 REPOSITORY = Path(__file__).parents[2]
 
-BY_BOTH = pytest.mark.parametrize("tool", [pytest.param(tool, marks=pytest.mark.slow) for tool in TOOLS])
 BY_FIRST = pytest.mark.parametrize(
     "tool",
     [
@@ -72,7 +71,7 @@ def test_a_worker_that_is_killed_is_named(small_recipe, tmp_path, tool):
     assert "Traceback" not in result.stderr
 
 
-@BY_BOTH
+@BY_FIRST
 def test_the_printed_lines_train_on_two_nodes(small_recipe, by_us, tmp_path, tool):
     """Two shells stand for two nodes; the command that prints them is the documented one."""
     run_dir = tmp_path / "it's a run"

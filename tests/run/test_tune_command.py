@@ -42,7 +42,7 @@ def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch)
     assert not (tmp_path / "cache").exists()  # not even data were prepared
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0)
     recipe = write_small_recipe(tmp_path)

@@ -83,10 +83,19 @@ def test_what_a_step_gives_no_gradient_is_as_in_plain_torch(kind, recipe, tmp_pa
     assert {bug for bug, plans in found.items() if plans} == set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", PLANS)
-def test_every_strategy_treats_it_so(kind, recipe, tmp_path):
-    plans = [one.name for one in choose(*enumerate_plans(recipe, 2), ",".join(PLANS[kind][1:]))]
+SLOW = ("dp2-fsdp2-acc2", "dp1-tp2-*")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        pytest.param(kind, names, marks=pytest.mark.slow if names in SLOW else pytest.mark.breadth)
+        for kind, (_, *of_kind) in PLANS.items()
+        for names in of_kind
+    ],
+)
+def test_every_strategy_treats_it_so(kind, names, recipe, tmp_path):
+    plans = [one.name for one in choose(*enumerate_plans(recipe, 2), names)]
     job = job_of(recipe, plans)
     run_ranks(1, refer, job, tmp_path)
     for verdicts in run_ranks(2, _certified, job, tmp_path, timeout=600):

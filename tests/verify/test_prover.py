@@ -50,12 +50,12 @@ SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
     ("plan", "module", "bugs", "precision"),
     [
         # ZeRO-0 alone: there nothing but the engine's own all-reduce joins the ranks.
-        pytest.param("dp2-zero0-acc2", "planted", "BUGS", "fp32", marks=SLOW),
+        pytest.param("dp2-zero0-acc2", "planted", "BUGS", "fp32", marks=BREADTH),
         pytest.param("dp2-zero1-acc2", "planted_zero", "PARTITIONED", "fp32", marks=BREADTH),
         pytest.param("dp2-zero2-acc2", "planted_zero", "PARTITIONED", "fp32", marks=BREADTH),
-        pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=SLOW),
+        pytest.param("dp2-zero3-acc2", "planted_zero", "SHARDED", "fp32", marks=BREADTH),
         pytest.param("dp1-pp2-zero1-acc4", "planted_pipeline", "STAGED", "fp32", marks=SLOW),
-        pytest.param("dp2-pp2-zero1-acc2", "planted_pipeline", "REPLICATED", "fp32", marks=SLOW),
+        pytest.param("dp2-pp2-zero1-acc2", "planted_pipeline", "REPLICATED", "fp32", marks=BREADTH),
         pytest.param("dp2-zero1-acc2", "planted", "COARSE", "bf16", marks=BREADTH),
         pytest.param(
             "dp2-zero2-acc2", "planted_zero", ("dropped_group", "clipping_per_partition"), "bf16", marks=BREADTH
@@ -98,7 +98,7 @@ def _plant_shared(rank: int, job, folder, bugs: str, chosen: slice) -> dict[str,
     ("fields", "bugs", "chosen"),
     [
         pytest.param({}, "SHARED", slice(0, 3)),
-        pytest.param({}, "SHARED", slice(3, None), marks=SLOW),
+        pytest.param({}, "SHARED", slice(3, None), marks=BREADTH),
         pytest.param(MOE, "ROUTED", slice(None), marks=SLOW),
     ],
 )
@@ -147,32 +147,28 @@ def test_all_ways_to_pack_are_certified(packing, mask_documents, verify_corpus, 
     assert found == ["dp1-zero1-acc4"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields",
-    [MOE, *(pytest.param(one, marks=BREADTH) for one in (GPT2, {"model.config.tie_word_embeddings": False}))],
-    ids=str,
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize("fields", [MOE, GPT2, {"model.config.tie_word_embeddings": False}], ids=str)
 def test_other_models_are_certified(fields, verify_corpus, tmp_path):
     """Experts with a router's loss, dropout and biases, a head of its own."""
     names = ["dp2-zero0-acc2", "dp2-zero1-acc2", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
     assert _clean(names, verify_corpus, tmp_path, **fields) == dict.fromkeys(names, True)
 
 
+PARTS = 8
+
+
 @pytest.mark.parametrize(
-    ("precision", "every"),
+    ("precision", "part"),
     [
-        pytest.param("fp32", 4, marks=SLOW),
-        pytest.param("bf16", 8, marks=BREADTH),
-        pytest.param("fp32", 1, marks=BREADTH),
-        pytest.param("bf16", 1, marks=BREADTH),
-        pytest.param("autocast_bf16", 1, marks=BREADTH),
+        pytest.param(precision, part, marks=SLOW if (precision, part) == ("fp32", 0) else BREADTH)
+        for precision in ("fp32", "bf16", "autocast_bf16")
+        for part in range(PARTS)
     ],
 )
-def test_every_clean_plan_is_certified(precision, every, verify_corpus, tmp_path):
-    """every: one plan in so many is tried."""
+def test_every_clean_plan_is_certified(precision, part, verify_corpus, tmp_path):
     fields = {"train.seed": 1, "parallel.precision": precision}
-    names = list(job_of(small(verify_corpus, **fields), []).plans)[::every]
+    names = list(job_of(small(verify_corpus, **fields), []).plans)[part::PARTS]
     verdicts = _clean(names, verify_corpus, tmp_path, **fields)
     assert verdicts
     assert [name for name, certified in verdicts.items() if not certified] == []
