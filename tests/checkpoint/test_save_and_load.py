@@ -15,7 +15,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 
-STOP, END = 4, 8
+STOP, END = 3, 5
 
 CASES = [
     (stage, precision)

@@ -63,6 +63,7 @@ def test_chunks_are_the_plain_loop(cases, tied):
     _compare(2, cases, {"model.config.tie_word_embeddings": tied})
 
 
+@pytest.mark.slow
 def test_one_chunk_is_the_plain_loop():
     of_all = {name: ZERO[name] for name in ("ZeRO-0", "ZeRO-3")} | {"stages": STAGES, "DDP": OTHERS["DDP"]}
     _compare(2, of_all, {}, chunk=CHUNK_TOKENS)

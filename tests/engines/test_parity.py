@@ -65,9 +65,20 @@ def reference() -> Trace:
     return _reference()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.breadth), 2])
-def test_fp32_is_the_plain_loop(ranks, reference):
-    for name, run in _runs(ranks, _cases(range(4))):
+OFFLOADED = [case for case in _cases(range(4)) if case[2]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [case for case in _cases(range(4)) if case not in OFFLOADED]),
+        pytest.param(2, OFFLOADED, marks=pytest.mark.slow),
+        pytest.param(1, _cases(range(4)), marks=pytest.mark.breadth),
+    ],
+    ids=["two ranks", "two ranks, offloaded", "one rank"],
+)
+def test_fp32_is_the_plain_loop(ranks, cases, reference):
+    for name, run in _runs(ranks, cases):
         assert worst(run.losses, reference.losses) < FP32, name
         assert worst(run.grad_norms, reference.grad_norms) < FP32, name
         assert run.rates == reference.rates, name

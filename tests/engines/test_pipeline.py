@@ -88,6 +88,7 @@ def test_a_continued_pipeline_is_uninterrupted_bit_for_bit(tmp_path):
         assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in whole.weights)
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_the_fp32_loop():
     """With tied weights, whose gradients bf16 keeps elsewhere; the bounds are those of test_parity.py."""
     expected = plain_run(tiny_recipe(), STEPS)

@@ -20,6 +20,8 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.resolve import assemble
 from llmtrain.plan.rules import broken, pipeline
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 FP32 = 1e-5  # as in test_parity.py
 LOWER = 2**-6  # likewise, of gradient norms

@@ -179,6 +179,7 @@ def _with_dropout(rank: int, seeds) -> Trace:
     return _trace(engine, plan, range(2))
 
 
+@pytest.mark.slow
 def test_ranks_that_draw_the_same_masks_stay_equal():
     same, other = (run_ranks(2, _with_dropout, seeds) for seeds in ((5, 5), (5, 6)))
     assert same[0].losses == same[1].losses

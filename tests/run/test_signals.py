@@ -23,6 +23,8 @@ RUN = (
     *("--set", "checkpoint.every_steps=1000", "--set", "evaluation.every_steps=0", "--set", "export.at_end=false"),
 )
 
+FAULTY = Path(__file__).parent / "faulty"
+
 
 @pytest.fixture(scope="module")
 def uninterrupted(small_recipe, tmp_path_factory):
@@ -33,7 +35,7 @@ def uninterrupted(small_recipe, tmp_path_factory):
 
 
 def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
-    """A run that has taken a step."""
+    """A run that has taken a step, and waits in each, so that it does not end before it is told to stop."""
     command = [
         sys.executable,
         "-m",
@@ -45,7 +47,8 @@ def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
         *RUN,
         *arguments,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, "FAULT": "slow:0:1", "PYTHONPATH": f"{FAULTY}:{FAULTY.parents[2]}"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     deadline = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):
         assert process.poll() is None, process.communicate()
@@ -56,7 +59,7 @@ def start(small_recipe, run_dir: Path, *arguments: str) -> subprocess.Popen:
 
 def stopped_at(process: subprocess.Popen, run_dir: Path) -> int:
     """The step that a run was saved at before it left as it should."""
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == Exit.RESUME, output + errors
     checkpoint = newest(run_dir / "checkpoints")
     verify(checkpoint)
