@@ -14,7 +14,7 @@ from llmtrain.dry_run.order import DataOrder, Read
 from llmtrain.plan import Plan
 from llmtrain.plan.described import model_line, size_of, split_lines, volume_lines
 from llmtrain.plan.shrink import Change
-from llmtrain.plan.volume import volumes
+from llmtrain.plan.traffic import volumes
 
 REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
 """How much of the data order people are shown."""

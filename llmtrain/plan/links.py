@@ -1,12 +1,17 @@
-"""How long collectives take on a cluster's links, by where the ranks of a group lie."""
+"""The bytes that each kind of communication sends, and how long they take on the links of a cluster."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from llmtrain.plan.assumptions import Assumptions
 from llmtrain.plan.plan import Layout
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
+Store = Literal["cpu", "nvme"]
+"""Where a host keeps what is offloaded."""
 
 
 @dataclass(frozen=True)
@@ -44,57 +49,61 @@ class Groups:
         )
 
 
+def sent(kind: Kind, size: float, where: Group | Store) -> float:
+    """Bytes that each rank sends for a tensor of `size` bytes.
+
+    Rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange it. An all-reduce
+    is a reduce-scatter and an all-gather.
+    """
+    if not isinstance(where, Group):
+        return size
+    if where.size == 1:
+        return 0.0
+    if kind == "p2p":
+        return size
+    ring = size * (where.size - 1) / where.size
+    return 2 * ring if kind == "all_reduce" else ring
+
+
 @dataclass(frozen=True)
 class Links:
-    """Seconds of collectives, bytes in. Bandwidths in bytes per second, each way, as they are reached."""
+    """Bandwidths in bytes per second, each way, as they are reached."""
 
     per_node: int
     """Devices of a node."""
     node: float
     network: float
     """Of one device."""
+    host: float
+    """Of one device, to the memory of its host."""
     assumed: Assumptions
+
+    def seconds(self, kind: Kind, size: float, where: Group | Store) -> float:
+        """How long it takes to send what `sent` counts."""
+        if not isinstance(where, Group):
+            return size / (self.host if where == "cpu" else self.assumed.nvme_bandwidth)
+        if where.size == 1:
+            return 0.0
+        members = self.members(where)
+        on_one_node = members == where.size
+        if kind == "p2p":  # over the slowest link
+            latency = self.assumed.node_latency_s if on_one_node else self.assumed.network_latency_s
+            return size / (self.node if on_one_node else self.network) + latency
+        if kind == "all_to_all":  # an equal part to each rank, over both links at once
+            within = size * (members - 1) / where.size / self.node
+            across = size * (where.size - members) / where.size / self.network
+            return max(within, across) + self.latency(where)
+        # Across nodes, every device of a node that is in the group has an adapter of its own, and the rings share them.
+        bandwidth = self.node if on_one_node else self.network
+        if not on_one_node and members > 1:
+            bandwidth = min(members * self.network, self.node)
+        return sent(kind, size, where) / bandwidth + (2 if kind == "all_reduce" else 1) * self.latency(where)
 
     def members(self, group: Group) -> int:
         """Ranks of a group that share a node."""
         return min(group.size, max(1, self.per_node // group.stride))
 
-    def all_reduce(self, size: float, group: Group) -> float:
-        """`size`: bytes of the tensor, which every rank holds. A reduce-scatter and an all-gather."""
-        return 2 * self.gather(size, group)
-
-    def gather(self, size: float, group: Group) -> float:
-        """An all-gather of `size` bytes in all, or a reduce-scatter of as many.
-
-        A ring passes (n − 1) / n of the bytes over each link. Across nodes, every device of a node
-        that is in the group has an adapter of its own, and the rings share them.
-        """
-        if group.size == 1:
-            return 0.0
-        members = self.members(group)
-        bandwidth = self.node
-        if members < group.size:
-            bandwidth = min(members * self.network, self.node) if members > 1 else self.network
-        return size * (group.size - 1) / group.size / bandwidth + self.latency(group)
-
-    def all_to_all(self, size: float, group: Group) -> float:
-        """`size`: bytes that each rank holds; it sends an equal part to every other."""
-        if group.size == 1:
-            return 0.0
-        members = self.members(group)
-        within = size * (members - 1) / group.size / self.node
-        across = size * (group.size - members) / group.size / self.network
-        return max(within, across) + self.latency(group)
-
-    def send(self, size: float, group: Group) -> float:
-        """To the next rank of a group, over the slowest of its links."""
-        if group.size == 1:
-            return 0.0
-        across = self.members(group) < group.size
-        latency = self.assumed.network_latency_s if across else self.assumed.node_latency_s
-        return size / (self.network if across else self.node) + latency
-
     def latency(self, group: Group) -> float:
-        """Of one collective."""
+        """Of a ring."""
         nodes = group.size // self.members(group)
         return self.assumed.node_latency_s + self.assumed.network_latency_s * math.log2(max(nodes, 1))

@@ -10,8 +10,8 @@ from llmtrain.plan.assumptions import EAGER, Assumptions
 from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.links import Links
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.traffic import Network, Traffic, summed
-from llmtrain.plan.work import Held, Work, Worker, held_by
+from llmtrain.plan.traffic import CommunicationGroups, Traffic, by_kind, summed
+from llmtrain.plan.work import Held, Worker, held_by
 from llmtrain.recipe import Part
 
 
@@ -56,11 +56,9 @@ def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
     peak = device.peak_flops[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
     assert device.memory_bandwidth is not None, "`unknown` has looked"
     worker = Worker(plan, device, peak, device.memory_bandwidth, assumed)
-    network = Network(
-        plan, worker, _links(plan, assumed), device.host_bandwidth and device.host_bandwidth * assumed.link
-    )
+    groups, links = CommunicationGroups(plan), _links(plan, assumed)
     held = set(held_by(plan.model, plan.stages))
-    slowest = max((_Stage(plan, worker.micro_batch(one), network.traffic(one), one, worker) for one in held), key=_slow)
+    slowest = max((_Stage(plan, one, worker, groups.traffic(one), links) for one in held), key=_slow)
     return slowest.time(peak)
 
 
@@ -96,16 +94,17 @@ def described(time: StepTime) -> str:
 class _Stage:
     """A stage's step."""
 
-    def __init__(self, plan: Plan, work: Work, traffic: Traffic, held: Held, worker: Worker) -> None:
-        self.plan, self.work, self.traffic = plan, work, traffic
-        self.micro_batches = plan.batch.gradient_accumulation_steps
-        exposed, hidden = _exposed(traffic.hidden, worker.assumed.overlap * work.seconds)
-        self.per_micro_batch = summed(traffic.waited, exposed)
+    def __init__(self, plan: Plan, held: Held, worker: Worker, traffic: Traffic, links: Links) -> None:
+        self.plan, self.work = plan, worker.micro_batch(held)
+        self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
+        waited, beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
+        exposed, hidden = _exposed(beside, worker.assumed.overlap * work.seconds)
+        self.per_micro_batch = summed(waited, exposed)
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
         # A DistributedDataParallel reduces while the last micro-batch goes backward.
-        last, hidden_last = _exposed(traffic.step_hidden, worker.assumed.overlap * work.backward)
-        self.once = summed(traffic.step, last)
+        last, hidden_last = _exposed(step_beside, worker.assumed.overlap * work.backward)
+        self.once = summed(step, last)
         self.overlapped = hidden * self.micro_batches + hidden_last
         self.update = _update(plan, held, worker)
         self.fixed = sum(self.once.values()) + self.update
@@ -162,9 +161,10 @@ def _update(plan: Plan, held: Held, worker: Worker) -> float:
 
 def _links(plan: Plan, assumed: Assumptions) -> Links:
     device = plan.cluster.spec
-    # A link that no group uses may be unknown; its bandwidth is never asked for.
-    node, network = (rate or float("inf") for rate in (device.node_bandwidth, device.network_bandwidth))
-    return Links(plan.cluster.devices_per_node, node * assumed.link, network * assumed.link, assumed)
+    # A link that nothing uses may be unknown; its bandwidth is never asked for.
+    rates = (device.node_bandwidth, device.network_bandwidth, device.host_bandwidth)
+    node, network, host = ((rate or float("inf")) * assumed.link for rate in rates)
+    return Links(plan.cluster.devices_per_node, node, network, host, assumed)
 
 
 def _offloads(plan: Plan) -> bool:

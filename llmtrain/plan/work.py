@@ -72,29 +72,18 @@ class Work:
         return self.forward + self.recompute + self.backward
 
 
-class Worker:
-    """The devices of a plan, and what they do."""
+class DeviceShare:
+    """What one device of a plan holds and works on, whatever the device can do."""
 
-    def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
-        """peak: FLOP/s, and bandwidth: bytes per second, by the datasheet."""
+    def __init__(self, plan: Plan) -> None:
         recipe, layout = plan.recipe, plan.layout
-        self.facts, self.layout, self.assumed = plan.model, layout, assumed
-        self.length = recipe.data.sequence_length
-        self.tokens = plan.batch.micro_batch_size * self.length / layout.sp
-        """Tokens of a micro-batch on one device."""
-        reached = REACHED.get(device.name, REACHED_ELSEWHERE)
-        self.product_rate = peak * reached.matmul
-        """FLOP/s of matrix products."""
-        self.bandwidth = bandwidth * assumed.memory
+        self.facts, self.layout = plan.model, layout
+        self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / layout.sp
+        """Tokens of a micro-batch."""
         self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
         self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
         self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
         self.checkpointing = recipe.parallel.activation_checkpointing == "full"
-        self.loss_twice = chunks_loss(plan) and recomputes_loss(recipe) and not is_one_chunk(plan)
-        self.attention_share, attention_reached = _attention(plan, assumed, reached)
-        self.attention_rate = peak * attention_reached
-        self.optimizer = recipe.optim.name
-        self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
 
     def own(self, held: Held) -> float:
         """Parameters of a stage on one device, where nothing but tensor and expert parallelism splits them."""
@@ -106,6 +95,25 @@ class Worker:
         whole = head_parameters(facts) if layout.pp == 1 and facts.tied_embeddings else 0
         dense = (held.parameters - held.experts - whole) / layout.tp + whole
         return dense, held.experts / layout.ep / layout.tp
+
+
+class Worker(DeviceShare):
+    """A device of a plan, and how long it takes for its share."""
+
+    def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
+        """peak: FLOP/s, and bandwidth: bytes per second, by the datasheet."""
+        super().__init__(plan)
+        self.assumed = assumed
+        self.length = plan.recipe.data.sequence_length
+        reached = REACHED.get(device.name, REACHED_ELSEWHERE)
+        self.product_rate = peak * reached.matmul
+        """FLOP/s of matrix products."""
+        self.bandwidth = bandwidth * assumed.memory
+        self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
+        self.attention_share, attention_reached = _attention(plan, assumed, reached)
+        self.attention_rate = peak * attention_reached
+        self.optimizer = plan.recipe.optim.name
+        self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
 
     def micro_batch(self, held: Held) -> Work:
         """A pass forward and one backward."""

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan import resolve
 from llmtrain.plan.assumptions import Assumptions
-from llmtrain.plan.links import Group, Groups, Links
+from llmtrain.plan.links import Group, Groups, Links, sent
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.plan import Layout
 from llmtrain.plan.time import bubble_of, described, predict, unknown
@@ -142,20 +142,21 @@ def test_a_line_for_people(llama):
 
 def links(**changes):
     exact = {"node_latency_s": 1e-15, "network_latency_s": 1e-15}
-    return Links(per_node=8, node=100.0, network=10.0, assumed=Assumptions(**exact, **changes))
+    return Links(per_node=8, node=100.0, network=10.0, host=1.0, assumed=Assumptions(**exact, **changes))
 
 
 def test_collectives_by_where_their_ranks_lie():
     within, across, rails = Group(8, 1), Group(4, 8), Group(16, 1)
-    assert links().gather(800, within) == pytest.approx(800 * 7 / 8 / 100)
-    assert links().all_reduce(800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
-    assert links().gather(800, across) == pytest.approx(800 * 3 / 4 / 10)
+    assert links().seconds("all_gather", 800, within) == pytest.approx(800 * 7 / 8 / 100)
+    assert links().seconds("all_reduce", 800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
+    assert links().seconds("all_gather", 800, across) == pytest.approx(800 * 3 / 4 / 10)
+    assert [sent(kind, 800, within) for kind in ("all_gather", "all_reduce", "p2p")] == [700, 1400, 800]
     # Two nodes of eight: eight adapters carry the rings.
-    assert links().gather(800, rails) == pytest.approx(800 * 15 / 16 / 80)
-    assert links().all_to_all(160, rails) == pytest.approx(160 * 8 / 16 / 10)
-    assert links().send(100, Group(2, 4)) == pytest.approx(1)
-    assert links().send(100, Group(2, 8)) == pytest.approx(10)
-    assert links().gather(800, Group(1, 1)) == links().send(1, Group(1, 1)) == 0
+    assert links().seconds("all_gather", 800, rails) == pytest.approx(800 * 15 / 16 / 80)
+    assert links().seconds("all_to_all", 160, rails) == pytest.approx(160 * 8 / 16 / 10)
+    assert links().seconds("p2p", 100, Group(2, 4)) == pytest.approx(1)
+    assert links().seconds("p2p", 100, Group(2, 8)) == pytest.approx(10)
+    assert links().seconds("all_gather", 800, Group(1, 1)) == links().seconds("p2p", 1, Group(1, 1)) == 0
 
 
 def test_groups_are_numbered_as_the_engines_number_them():

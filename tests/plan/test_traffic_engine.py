@@ -13,10 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from traces import engine_of, plan_of
 
-from llmtrain.cluster import Device
-from llmtrain.plan.assumptions import Assumptions
-from llmtrain.plan.volume import volumes
-from llmtrain.plan.work import Worker, held_by
+from llmtrain.plan.traffic import volumes
+from llmtrain.plan.work import DeviceShare, held_by
 
 ZERO = {"parallel.precision": "bf16", "batch.micro_batch_size": GLOBAL_BATCH // 4}
 PLANS = {
@@ -90,6 +88,4 @@ def test_the_engine_sends_what_is_counted(name):
 def _alone(fields: dict) -> float:
     """Bytes of the gradients of the first rank."""
     plan = plan_of(tiny_recipe(**fields), 2)
-    device = Device(name="any", memory_bytes=None, peak_flops={"fp32": 1.0})
-    held = held_by(plan.model, plan.stages)[0]
-    return Worker(plan, device, 1.0, 1.0, Assumptions()).own(held) * 4
+    return DeviceShare(plan).own(held_by(plan.model, plan.stages)[0]) * 4
