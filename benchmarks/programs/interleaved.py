@@ -128,6 +128,7 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
     from benchmarks.programs.bare import deepspeed_steps, torch_steps
     from llmtrain.data import Schedule, prepare
     from llmtrain.models import build_model
+    from llmtrain.models.precision import weight_dtype
 
     recipe = plan.recipe
     schedule = Schedule.of(plan, prepare(recipe), dp_rank=rank)
@@ -135,9 +136,8 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
     batches = itertools.cycle(
         [[(one.input_ids, one.position_ids, one.labels) for one in step.micro_batches] for step in steps]
     )
-    dtype = {"bf16": torch.bfloat16}.get(recipe.parallel.precision, torch.float32)
     device = torch.device("cpu") if plan.cluster.spec.on_cpu else torch.device("cuda", local_rank)
-    model = build_model(recipe, dtype, device)
+    model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
     model.train()
     arguments = (recipe.optim, recipe.train.max_steps, recipe.logging.every_steps)
     if kind == "torch":

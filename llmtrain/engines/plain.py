@@ -23,7 +23,7 @@ from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
 from llmtrain.engines.step import finish, take_step
 from llmtrain.engines.writer import Writer
-from llmtrain.models.precision import autocast_dtype
+from llmtrain.models.precision import autocast
 from llmtrain.recipe import Recipe
 
 
@@ -106,7 +106,7 @@ class PlainLoop:
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
-        with self._autocast():
+        with autocast(self.recipe.parallel.precision, self.device.type):
             return self._forward(micro_batch)
 
     @torch.no_grad()
@@ -195,7 +195,3 @@ class PlainLoop:
     def _copy(self) -> tuple[int, int]:
         """This rank's number among those that hold the same, and their number."""
         return 0, 1
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = autocast_dtype(self.recipe.parallel.precision)
-        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()

@@ -7,7 +7,7 @@ save goes through `torch.autograd.graph.saved_tensors_hooks`; a storage counts o
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,12 +20,10 @@ from llmtrain.data.cache import cache_folder, key_of
 from llmtrain.durable import write_atomically
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.models.build import model_configuration
+from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
 from llmtrain.untrusted import UNREADABLE, read_json
-
-LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
-AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 
 
 def traced_layers(plan: Plan) -> tuple[int, ...]:
@@ -64,14 +62,12 @@ def _trace(plan: Plan) -> tuple[int, ...]:
         # Fused kernels are not on every machine; and without documents `transformers` leaves the mask out after
         # looking at positions, whose values are not there.
         raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")
-    lower = AUTOCAST.get(recipe.parallel.precision)
-    autocast = torch.autocast("cpu", lower) if lower else nullcontext()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = AutoModelForCausalLM.from_config(
                 model_configuration(recipe),
                 attn_implementation=recipe.model.attention_kernel,
-                dtype=LOWER.get(recipe.parallel.precision, torch.float32),
+                dtype=weight_dtype(recipe.parallel.precision),
                 trust_remote_code=recipe.model.trust_remote_code,
             ).train()
             seen = _Seen(decoder_layers(model)[1], {_storage(weight) for weight in model.parameters()})
@@ -79,7 +75,10 @@ def _trace(plan: Plan) -> tuple[int, ...]:
             # As the masks of packed documents are, without looking at positions.
             dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
             mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
-            with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor), autocast:
+            with (
+                torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor),
+                autocast(recipe.parallel.precision, "cpu"),
+            ):
                 model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
     except UserError:
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,10 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.host_memory import keep_freed_memory
 from llmtrain.host import CoreMeter, busy, most_cores_of_others, own_cores
 from llmtrain.models.build import model_configuration
+from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.tiny import with_layers
 from llmtrain.plan import Plan
 from llmtrain.plan.alternatives import THREADS
-from llmtrain.plan.draft import WEIGHT_DTYPE
 
 LAYERS = 2
 """Of the model: one of each kind in families that alternate two; their kernels are the same in all others."""
@@ -34,8 +33,6 @@ COMPARE_S = 6.0
 """Of a comparison, at least."""
 QUIET_TRIES = 3
 """Of a comparison: what others do may be over soon."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 
 
 class Trial:
@@ -50,14 +47,14 @@ class Trial:
         if device.type == "cpu":
             keep_freed_memory(plan)  # as the engine will
         self.batch, self.device, self.threads = batch, device, threads
-        self.autocast_dtype = AUTOCAST.get(recipe.parallel.precision)
+        self.precision = recipe.parallel.precision
         config = with_layers(model_configuration(recipe), LAYERS)
         torch.manual_seed(recipe.train.seed)
         with torch.device(device):
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=recipe.model.attention_kernel,
-                dtype=DTYPES[WEIGHT_DTYPE[recipe.parallel.precision]],
+                dtype=weight_dtype(recipe.parallel.precision),
                 trust_remote_code=recipe.model.trust_remote_code,
             )
         self.model.train()
@@ -91,16 +88,12 @@ class Trial:
         return (time.perf_counter() - started) / passes
 
     def _pass(self) -> torch.Tensor:
-        with self._autocast():
+        with autocast(self.precision, self.device.type):
             loss_sum, auxiliary = forward(self.model, self.model, self.batch, self.device)
         loss = loss_sum / self.targets
         (loss if auxiliary is None else loss + auxiliary).backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        dtype = self.autocast_dtype
-        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
 
     def _set_threads(self) -> None:
         if self.threads is not None:
