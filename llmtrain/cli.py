@@ -147,8 +147,25 @@ def train(
 
     start(
         TrainRequest(
-            *(recipe, assignments, launcher, nproc, run_dir, resume, max_steps, max_restarts, dry_run, as_json),
-            *(nodes, gpus_per_node, device, hostfile, include, exclude, runner, slurm, kubernetes),
+            recipe=recipe,
+            assignments=assignments,
+            launcher=launcher,
+            nproc=nproc,
+            run_dir=run_dir,
+            resume=resume,
+            max_steps=max_steps,
+            max_restarts=max_restarts,
+            dry_run=dry_run,
+            as_json=as_json,
+            nodes=nodes,
+            per_node=gpus_per_node,
+            device=device,
+            hostfile=hostfile,
+            include=include,
+            exclude=exclude,
+            runner=runner,
+            slurm=slurm,
+            kubernetes=kubernetes,
         )
     )
 
@@ -170,7 +187,19 @@ def plan(
     """Resolve a recipe on a cluster: degrees, batch and DeepSpeed configuration, or why it cannot be."""
     from llmtrain.commands.planned import PlanRequest, show_plan
 
-    show_plan(PlanRequest(recipe, assignments, nodes, gpus_per_node, device, search, trace, as_json, write))
+    show_plan(
+        PlanRequest(
+            recipe=recipe,
+            assignments=assignments,
+            nodes=nodes,
+            per_node=gpus_per_node,
+            device=device,
+            search=search,
+            trace=trace,
+            as_json=as_json,
+            write=write,
+        )
+    )
 
 
 @app.command()
@@ -344,4 +373,16 @@ def doctor(
     """
     from llmtrain.commands.doctor import DoctorRequest, visit_doctor
 
-    visit_doctor(DoctorRequest(recipe, assignments, hostfile, include, exclude, nproc, time_limit, prebuild, as_json))
+    visit_doctor(
+        DoctorRequest(
+            recipe=recipe,
+            assignments=assignments,
+            hostfile=hostfile,
+            include=include,
+            exclude=exclude,
+            nproc=nproc,
+            seconds=time_limit,
+            build=prebuild,
+            as_json=as_json,
+        )
+    )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmtrain.doctor.run import Visit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
     """What the command line says."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What the command line asks of a plan."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainRequest:
     """All options, as they were given."""
 
