@@ -1,35 +1,13 @@
-"""`llmtrain train --launcher torchrun|accelerate`: what is no option of theirs, and the lines of a dry run."""
+"""`llmtrain train --launcher torchrun|accelerate`: the lines of a dry run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.request import TrainRequest
-from llmtrain.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
-    from llmtrain.launch import Rank
     from llmtrain.launch.tools import Tool
-
-
-def check_by_tool(tool: Tool, rank: Rank | None, request: TrainRequest) -> None:
-    """Raises RecipeError for what these launchers do not do. rank: what this process was started as."""
-    others = {"--json": request.as_json, "--max-restarts": request.max_restarts}
-    rule, name = "launch.options", f"--launcher {tool}"
-    problems = [
-        Problem(rule, option, f"was given, but is no option of {name}", "leave it out, or use --launcher local")
-        for option, value in others.items()
-        if value
-    ]
-    if not request.dry_run:
-        message = f"is given without --dry-run: {name} starts the workers of this machine"
-        fix = "add --dry-run, which prints the line that each node runs"
-        problems += [Problem(rule, option, message, fix) for option, value in request.of_cluster.items() if value]
-    if rank is not None:
-        message = f"starts workers, and {rank.launcher} has started this process as one"
-        problems.append(Problem(rule, name, message, "leave it out"))
-    if problems:
-        raise RecipeError(problems)
 
 
 def print_lines(tool: Tool, request: TrainRequest) -> None:

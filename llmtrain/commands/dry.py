@@ -6,27 +6,7 @@ import json
 import sys
 
 from llmtrain.commands.request import TrainRequest
-from llmtrain.errors import Problem, RecipeError, UserError
-
-
-def check_dry_run(request: TrainRequest, is_worker: bool) -> None:
-    """Raises RecipeError for options of a dry run without one, and for those that exclude each other."""
-    dry_run = request.dry_run
-    of_cluster = [name for name, value in request.of_cluster.items() if value]
-    named = [*of_cluster, *(["--json"] if request.as_json else [])]
-    problems = []
-    if named and not dry_run:
-        message = "is given without --dry-run: a run takes its devices from this machine, or from its launcher"
-        fix = "add --dry-run or --launcher slurm, or leave it out"
-        problems += [Problem("train.dry_run", name, message, fix) for name in named]
-    if dry_run and is_worker:
-        message = "starts its own ranks, and a launcher has started this process"
-        problems.append(Problem("train.dry_run", "--dry-run", message, "llmtrain train RECIPE --dry-run"))
-    if dry_run and request.nproc and of_cluster:
-        message = "says workers of this machine, and --nodes, --gpus-per-node and --device another cluster"
-        problems.append(Problem("train.dry_run", "--nproc", message, "leave one of them out"))
-    if problems:
-        raise RecipeError(problems)
+from llmtrain.errors import UserError
 
 
 def run_small(request: TrainRequest) -> None:

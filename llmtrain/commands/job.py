@@ -7,24 +7,6 @@ from pathlib import Path
 from llmtrain.commands.request import TrainRequest
 from llmtrain.commands.shown import print_plan
 from llmtrain.commands.start import startable
-from llmtrain.errors import Problem, RecipeError
-
-
-def check_job(request: TrainRequest) -> None:
-    """Raises RecipeError for options that are not a job's."""
-    restarts = request.max_restarts
-    fixes = {
-        "--nproc": (request.nproc, "--gpus-per-node"),
-        "--json": (request.as_json, "leave it out"),
-        "--max-restarts": (restarts, f"a job starts itself again: --slurm max_requeues={restarts}"),
-    }
-    problems = [
-        Problem("launch.options", name, "was given, but is no option of a job", fix)
-        for name, (value, fix) in fixes.items()
-        if value
-    ]
-    if problems:
-        raise RecipeError(problems)
 
 
 def enqueue(request: TrainRequest) -> None:

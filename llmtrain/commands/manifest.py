@@ -6,23 +6,6 @@ from pathlib import PurePosixPath
 
 from llmtrain.commands.request import TrainRequest
 from llmtrain.commands.shown import print_plan
-from llmtrain.errors import Problem, RecipeError
-
-
-def check_manifest(request: TrainRequest) -> None:
-    """Raises RecipeError for options that are not of a manifest."""
-    others = {"--nproc": request.nproc, "--json": request.as_json, "--max-restarts": request.max_restarts}
-    rule = "launch.options"
-    problems = [
-        Problem(rule, name, "was given, but is no option of --launcher kubernetes", "leave it out")
-        for name, value in others.items()
-        if value
-    ]
-    if not request.dry_run:
-        message = "only prints: what is applied to a cluster is yours to see before"
-        problems.append(Problem(rule, "--launcher kubernetes", message, "--dry-run | kubectl apply -f -"))
-    if problems:
-        raise RecipeError(problems)
 
 
 def print_manifest(request: TrainRequest) -> None:

@@ -10,24 +10,6 @@ from llmtrain.commands.start import startable
 from llmtrain.errors import Problem, RecipeError
 
 
-def check_hosts(request: TrainRequest) -> None:
-    """Raises RecipeError for options that are not of a job on hosts."""
-    others = {
-        "--nproc": request.nproc,
-        **request.of_cluster,
-        "--dry-run": request.dry_run,
-        "--json": request.as_json,
-        "--max-restarts": request.max_restarts,
-    }
-    problems = [
-        Problem("launch.options", name, "was given, but is no option of --launcher deepspeed", "leave it out")
-        for name, value in others.items()
-        if value
-    ]
-    if problems:
-        raise RecipeError(problems)
-
-
 def train_on_hosts(request: TrainRequest) -> None:
     """Checks all that can be known before a worker starts, then trains; leaves the process with the exit code."""
     from rich.console import Console

@@ -26,7 +26,7 @@ class PlanRequest:
     recipe: str
     assignments: list[str]
     nodes: int | None
-    per_node: int | None
+    gpus_per_node: int | None
     device: str | None
     search: bool
     trace: bool
@@ -40,7 +40,7 @@ def show_plan(request: PlanRequest) -> None:
 
     try:
         declared, written_for = load_recipe(request.recipe, request.assignments)
-        cluster = named_cluster(written_for, request.nodes, request.per_node, request.device)
+        cluster = named_cluster(written_for, request.nodes, request.gpus_per_node, request.device)
         if request.search:
             _search(declared, cluster, request)
             return

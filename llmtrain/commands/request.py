@@ -32,7 +32,7 @@ class TrainRequest:
     dry_run: bool
     as_json: bool
     nodes: int | None
-    per_node: int | None
+    gpus_per_node: int | None
     device: str | None
     hostfile: Path | None
     include: str
@@ -74,11 +74,6 @@ class TrainRequest:
         named = ("--variant", self.variant) if self.variant else ()
         return (str(Path(self.path).absolute()), *named, *self.arguments)
 
-    @property
-    def of_cluster(self) -> dict[str, int | str | None]:
-        """Option → what was given, of those that name a cluster."""
-        return {"--nodes": self.nodes, "--gpus-per-node": self.per_node, "--device": self.device}
-
     def load(self) -> tuple[Recipe, Cluster | None]:
         """The recipe, and the cluster that it names. Raises RecipeError as `load_recipe`."""
         from llmtrain.plan.load import load_recipe
@@ -87,7 +82,7 @@ class TrainRequest:
 
     def cluster(self, written_for: Cluster | None) -> Cluster:
         """What the options name, which fall back on the recipe's own, then on this machine."""
-        return named_cluster(written_for, self.nodes, self.per_node, self.device)
+        return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
 
     def folder(self, declared: Recipe) -> RunDir:
         """The run directory: as it was given, or where runs of the recipe lie by default."""

@@ -139,18 +139,6 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
 
 
-def check_restarts(request: TrainRequest, rank: Rank | None) -> None:
-    """Raises RecipeError where nobody is there to start a job again."""
-    max_restarts, dry_run = request.max_restarts, request.dry_run
-    if not max_restarts or (rank is None and not dry_run):
-        return
-    message = "a dry run is over when it ends" if dry_run else "only who has started the workers can start them again"
-    fix = "leave it out"
-    if rank is not None and rank.launcher == "torchrun":
-        fix = f"torchrun --max-restarts={max_restarts} ..."
-    raise RecipeError(Problem("launch.restarts", "--max-restarts", message, fix))
-
-
 def _launch(
     request: TrainRequest,
     plan: Plan,

@@ -4,83 +4,118 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from llmtrain.commands.request import LauncherName, TrainRequest
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.streams import outlive_the_terminal
 
+if TYPE_CHECKING:
+    from llmtrain.launch import Rank
+
+HERE: tuple[LauncherName, ...] = ("local", "torchrun", "accelerate")
+"""Launchers that start the workers of this machine."""
+When = Literal["always", "without --dry-run", "with --dry-run"]
+ONLY_HERE: dict[LauncherName, When] = dict.fromkeys(HERE, "always")
+CLUSTER: dict[LauncherName, When] = {
+    # Without --dry-run these take the devices of this machine.
+    **dict.fromkeys(HERE, "with --dry-run"),
+    "slurm": "always",
+    "kubernetes": "always",
+}
+HOSTS: dict[LauncherName, When] = {"deepspeed": "always"}
+SUPPORTED: dict[str, dict[LauncherName, When]] = {
+    "nproc": ONLY_HERE,
+    "max_restarts": {"local": "without --dry-run"},
+    "dry_run": {**ONLY_HERE, "slurm": "always", "kubernetes": "always"},
+    "as_json": {"local": "with --dry-run"},
+    **dict.fromkeys(("nodes", "gpus_per_node", "device"), CLUSTER),
+    **dict.fromkeys(("hostfile", "include", "exclude", "runner"), HOSTS),
+    "slurm": {"slurm": "always"},
+    "kubernetes": {"kubernetes": "always"},
+}
+"""Option, as `TrainRequest` calls it → the launchers that support it, and when. All of them support the others."""
+
 
 def train(request: TrainRequest) -> None:
-    """Trains, or prints or submits what does. Raises RecipeError for options of another launcher."""
+    """Trains, or prints or submits what does. Raises RecipeError for options that do not go together."""
+    from llmtrain.launch import discover
+
     outlive_the_terminal()
-    _check_launcher(request)
-    how = {"deepspeed": _on_hosts, "slurm": _as_job, "kubernetes": _as_manifest, "local": _here}
-    start: Callable[[TrainRequest], None] = how.get(request.launcher, _by_tool)
-    start(request)
-
-
-def _check_launcher(request: TrainRequest) -> None:
-    hosts = {"--hostfile": request.hostfile, "--include": request.include, "--exclude": request.exclude}
-    owners: dict[LauncherName, Mapping[str, object]] = {
-        "deepspeed": {**hosts, "--runner": request.runner},
-        "slurm": {"--slurm": request.slurm},
-        "kubernetes": {"--kubernetes": request.kubernetes},
-    }
-    problems = [
-        Problem("launch.options", option, f"was given, and --launcher is {request.launcher}", f"--launcher {owner}")
-        for owner, options in owners.items()
-        for option, value in options.items()
-        if value and owner != request.launcher
-    ]
-    if problems:
+    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
+    if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
         raise RecipeError(problems)
+    if request.launcher == "deepspeed":
+        from llmtrain.commands.on_hosts import train_on_hosts
 
+        train_on_hosts(request)
+    elif request.launcher == "slurm":
+        from llmtrain.commands.job import enqueue
 
-def _on_hosts(request: TrainRequest) -> None:
-    from llmtrain.commands.on_hosts import check_hosts, train_on_hosts
+        enqueue(request)
+    elif request.launcher == "kubernetes":
+        from llmtrain.commands.manifest import print_manifest
 
-    check_hosts(request)
-    train_on_hosts(request)
+        print_manifest(request)
+    elif not request.dry_run:
+        from llmtrain.commands.start import train_here
 
+        train_here(request, rank, tool=None if request.launcher == "local" else request.launcher)
+    elif request.launcher == "local":
+        from llmtrain.commands.dry import run_small
 
-def _as_job(request: TrainRequest) -> None:
-    from llmtrain.commands.job import check_job, enqueue
-
-    check_job(request)
-    enqueue(request)
-
-
-def _as_manifest(request: TrainRequest) -> None:
-    from llmtrain.commands.manifest import check_manifest, print_manifest
-
-    check_manifest(request)
-    print_manifest(request)
-
-
-def _by_tool(request: TrainRequest) -> None:
-    from llmtrain.commands.by_tool import check_by_tool, print_lines
-    from llmtrain.commands.start import train_here
-    from llmtrain.launch import discover
-
-    tool: Literal["torchrun", "accelerate"] = "torchrun" if request.launcher == "torchrun" else "accelerate"
-    check_by_tool(tool, discover(os.environ, sys.argv), request)
-    if request.dry_run:
-        print_lines(tool, request)
-    else:
-        train_here(request, rank=None, tool=tool)
-
-
-def _here(request: TrainRequest) -> None:
-    from llmtrain.commands.dry import check_dry_run, run_small
-    from llmtrain.commands.start import check_restarts, train_here
-    from llmtrain.launch import discover
-
-    rank = discover(os.environ, sys.argv)
-    check_dry_run(request, is_worker=rank is not None)
-    check_restarts(request, rank)
-    if request.dry_run:
         run_small(request)
     else:
-        train_here(request, rank)
+        from llmtrain.commands.by_tool import print_lines
+
+        print_lines(request.launcher, request)
+
+
+def _unsupported(request: TrainRequest) -> Iterator[Problem]:
+    """The options that the launcher does not support."""
+    launcher = request.launcher
+    instead = {
+        ("nproc", "slurm"): "--gpus-per-node",
+        ("max_restarts", "slurm"): f"a job starts itself again: --slurm max_requeues={request.max_restarts}",
+    }
+    for field, launchers in SUPPORTED.items():
+        when, option = launchers.get(launcher), option_name(field)
+        if not getattr(request, field) or when == "always":
+            continue
+        if when is None:
+            message = f"is not supported with --launcher {launcher}"
+            fix = f"leave it out, or use --launcher {', '.join(launchers)}"
+            yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
+        elif when == "with --dry-run" and not request.dry_run:
+            message = f"is supported only with --dry-run by --launcher {launcher}"
+            yield Problem("launch.options", option, message, "add --dry-run, or leave it out")
+        elif when == "without --dry-run" and request.dry_run:
+            yield Problem("launch.options", option, "is not supported with --dry-run", "leave it out")
+
+
+def option_name(field: str) -> str:
+    """What the command line calls a field of `TrainRequest`."""
+    return f"--{field.removeprefix('as_').replace('_', '-')}"
+
+
+def _in_conflict(request: TrainRequest, rank: Rank | None) -> Iterator[Problem]:
+    """Options that exclude others, or what this process is. rank: the worker that a launcher has started it as."""
+    rule = "launch.options"
+    if request.launcher == "kubernetes" and not request.dry_run:
+        message = "only prints: what is applied to a cluster is yours to see before"
+        yield Problem(rule, "--launcher kubernetes", message, "--dry-run | kubectl apply -f -")
+    if request.dry_run and request.nproc and (request.nodes or request.gpus_per_node or request.device):
+        message = "says workers of this machine, and --nodes, --gpus-per-node and --device another cluster"
+        yield Problem(rule, "--nproc", message, "leave one of them out")
+    if rank is None:
+        return
+    started = f"and {rank.launcher} has started this process as a worker"
+    if request.launcher != "local":
+        yield Problem(rule, f"--launcher {request.launcher}", f"starts workers, {started}", "leave it out")
+    elif request.dry_run:
+        yield Problem(rule, "--dry-run", f"starts its own workers, {started}", "llmtrain train RECIPE --dry-run")
+    elif request.max_restarts:
+        fix = f"torchrun --max-restarts={request.max_restarts} ..." if rank.launcher == "torchrun" else "leave it out"
+        message = f"is for the process that starts the workers, {started}"
+        yield Problem("launch.restarts", "--max-restarts", message, fix)

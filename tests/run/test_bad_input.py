@@ -9,6 +9,11 @@ from importlib.util import find_spec
 
 import pytest
 from commands import llmtrain, run
+from typer.main import get_command
+
+from llmtrain.cli import app
+from llmtrain.commands.request import TrainRequest
+from llmtrain.commands.train import SUPPORTED, option_name
 
 USAGE, DATA, CHECKPOINT = 2, 3, 4
 ON_DISK = [
@@ -46,7 +51,7 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", *ON_DISK], ["nvme.path", "/dev/null is no folder"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
-        (["{recipe}", "--max-restarts", "2", "--dry-run"], ["launch.restarts"]),
+        (["{recipe}", "--max-restarts", "2", "--dry-run"], ["--max-restarts: is not supported with --dry-run"]),
         (["{recipe}", "--max-restarts", "2", "--launcher", "slurm"], ["--slurm max_requeues=2"]),
         (["{recipe}", "--set", "watchdog.factor=-1"], ["watchdog.factor"]),
     ],
@@ -76,7 +81,11 @@ FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
         ),
         (FEW, ["--include", "127.0.0.2:2"], ["'127.0.0.2' has 2 slots, so no device 2"]),
         (FEW, ["--runner", "mpich"], ["'mpich' is not one of 'pdsh', 'openmpi'"]),
-        (FEW, ["--nproc", "2", "--nodes", "2"], ["--nproc: was given", "--nodes: was given"]),
+        (
+            FEW,
+            ["--nproc", "2", "--nodes", "2"],
+            ["--nproc: is not supported with --launcher", "--nodes: is not"],
+        ),
     ],
 )
 def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_recipe, tmp_path):
@@ -90,18 +99,31 @@ def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_re
     ("arguments", "words"),
     [
         (["--launcher", "torchrun", "--nodes", "2"], ["--nodes", "add --dry-run"]),
-        (["--launcher", "accelerate", "--max-restarts", "2"], ["--max-restarts: was given"]),
+        (
+            ["--launcher", "accelerate", "--max-restarts", "2"],
+            ["--max-restarts: is not supported"],
+        ),
         (["--launcher", "accelerate", "--set", "parallel.backend=horovod"], ["horovod"]),
         (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is not given", "--kubernetes pvc"]),
         (["--kubernetes", "image=x", "--slurm", "time=1"], ["--launcher kubernetes", "--launcher slurm"]),
         (["--runner", "openmpi"], ["--launcher deepspeed"]),
-        (["--launcher", "slurm", "--hostfile", "H"], ["--hostfile: was given, and --launcher is slurm"]),
+        (
+            ["--launcher", "slurm", "--hostfile", "H"],
+            ["--hostfile: is not supported", "use --launcher deepspeed"],
+        ),
     ],
     ids=" ".join,
 )
 def test_launchers_that_cannot_be_start_nothing(arguments, words, small_recipe, tmp_path):
     _refused(llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run"), USAGE, *words)
     assert not (tmp_path / "run").exists()
+
+
+def test_each_option_that_a_launcher_may_lack_is_one_of_train():
+    known = {option for parameter in get_command(app).commands["train"].params for option in parameter.opts}
+    for field in SUPPORTED:
+        assert field in TrainRequest.__dataclass_fields__
+        assert option_name(field) in known
 
 
 @pytest.mark.slow
