@@ -20,7 +20,7 @@ from llmtrain.errors import Exit, RecipeError
 from llmtrain.heartbeat import Heartbeat, Phase
 from llmtrain.host import limit_spinning
 from llmtrain.launch import Rank, discover
-from llmtrain.launch.interfaces import settle
+from llmtrain.launch.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
@@ -72,7 +72,7 @@ def work(
     run directory, where this process holds it; released in the end.
     """
     output = take_over_output(run_dir, rank)
-    _settle_interfaces(rank, run_dir, plan)
+    _set_interfaces(rank, run_dir, plan)
     heart = Heartbeat.of_worker(rank.local_rank)
     secret = Secret.of_worker()
     watch = watchdog.start(rank, run_dir, plan, heart, secret.seal, output.stderr)
@@ -93,9 +93,9 @@ def work(
     hear_no_more()
 
 
-def _settle_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
+def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
     """Has gloo and NCCL use a network that other hosts reach; tells the log which, and rank 0 the run directory."""
-    choice = settle(rank, plan.cluster.spec.on_cpu)
+    choice = set_interfaces(rank, plan.cluster.spec.on_cpu)
     for line in choice.lines:
         print(f"network interface of {line}", flush=True)
     if choice.variables and rank.is_main:
@@ -122,12 +122,12 @@ class _Worker:
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         with self.output.console.status("starting torch and DeepSpeed") as status:
             from llmtrain.engines.distributed import agreed_secret, init_process_group, store
-            from llmtrain.tune.settle import settle
+            from llmtrain.tune.kernels import with_kernels
 
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
             self.watch.meet(store("watch"), secret.seal)
-            settled = replace(self, secret=secret, plan=settle(self.plan, device, self.rank, status.update))
+            settled = replace(self, secret=secret, plan=with_kernels(self.plan, device, self.rank, status.update))
         settled._note_kernels()
         return settled._train(prepared, device, ds_config, resume, max_steps)
 

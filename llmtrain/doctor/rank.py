@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.launch.interfaces import settle, stay_on_loopback
+from llmtrain.launch.interfaces import set_interfaces, stay_on_loopback
 from llmtrain.launch.rank import LOOPBACK, Rank
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _work(job: Job, tell: Any) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     rank = Rank(job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
-    interfaces = settle(rank, job.on_cpu).lines
+    interfaces = set_interfaces(rank, job.on_cpu).lines
     if rank.on_one_machine:
         stay_on_loopback()
     limit = datetime.timedelta(seconds=job.seconds + LATER_S)

@@ -91,7 +91,7 @@ class Choice:
     """Whether gloo listens where other hosts reach it, as far as can be told."""
 
 
-def settle(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
+def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
     """Sets in `env` what the workers of several hosts need, before their process group is made.
 
     Nothing is looked at where all workers are on one machine.

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from llmtrain.launch import interfaces
-from llmtrain.launch.interfaces import ELSEWHERE, GLOO, NCCL, Interface, Network, choose, nccl_setting, settle
+from llmtrain.launch.interfaces import ELSEWHERE, GLOO, NCCL, Interface, Network, choose, nccl_setting, set_interfaces
 from llmtrain.launch.rank import Rank
 
 LO = Interface("lo", ("127.0.0.1", "::1"), is_loopback=True)
@@ -136,7 +136,7 @@ def _rank(local_world_size):
 def test_workers_of_one_machine_are_left_alone(monkeypatch):
     monkeypatch.setattr(Network, "here", lambda: pytest.fail("not asked for"))
     env: dict[str, str] = {}
-    assert settle(_rank(4), True, env).lines == ()
+    assert set_interfaces(_rank(4), True, env).lines == ()
     assert env == {}
 
 
@@ -144,5 +144,5 @@ def test_workers_of_several_get_what_they_need(monkeypatch, routes):
     routes[MASTER] = "10.1.0.5"
     monkeypatch.setattr(Network, "here", lambda: _network(ETH0, ETH1))
     env: dict[str, str] = {}
-    settle(_rank(2), True, env)
+    set_interfaces(_rank(2), True, env)
     assert env == {GLOO: "eth1"}

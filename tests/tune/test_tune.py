@@ -19,7 +19,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import fp8
 from llmtrain.plan import KernelChoice, resolve
 from llmtrain.plan.alternatives import KERNELS, alternatives, open_kernels
-from llmtrain.tune import choice, request, search, settle, trial
+from llmtrain.tune import choice, kernels, request, search, trial
 from llmtrain.tune.trial import Compared
 
 CPU = torch.device("cpu")
@@ -181,30 +181,30 @@ def test_a_run_keeps_its_kernels_then_those_measured_before_then_the_rules(tmp_p
     def never(*_, **__):
         raise AssertionError("nothing is to be measured")
 
-    monkeypatch.setattr(settle, "measure", never)
+    monkeypatch.setattr(kernels, "measure", never)
     plan = small_plan(**{"data.cache_dir": str(tmp_path)})
     key = choice.key_of_run(plan, choice.device_name(CPU, 1))
-    by_the_rules = settle._choose(plan, CPU, 1, print)
+    by_the_rules = kernels._choose(plan, CPU, 1, print)
     assert (by_the_rules.key, by_the_rules.values) == (key, {})
 
     choice.write_cached(plan.recipe.data, _choice(key, **{"kernels.loss": "chunked"}))
-    cached = settle._choose(plan, CPU, 1, print)
+    cached = kernels._choose(plan, CPU, 1, print)
     assert choice.apply(plan, cached).recipe.kernels.loss == "chunked"
     # The run began before there was a measurement, and goes on as it began.
     begun = plan.model_copy(update={"kernels": by_the_rules})
-    assert settle._choose(begun, CPU, 1, print) == by_the_rules
+    assert kernels._choose(begun, CPU, 1, print) == by_the_rules
     # On another device it is chosen anew.
     elsewhere = plan.model_copy(update={"kernels": _choice("another key", **{"kernels.loss": "whole"})})
-    assert settle._choose(elsewhere, CPU, 1, print) == cached
+    assert kernels._choose(elsewhere, CPU, 1, print) == cached
 
     choice.cached_file(plan.recipe.data, key).write_text("{")
-    assert settle._choose(plan, CPU, 1, print) == by_the_rules
+    assert kernels._choose(plan, CPU, 1, print) == by_the_rules
 
 
 def test_a_measuring_process_that_dies_costs_the_measurement_alone(tmp_path, monkeypatch):
     plan = small_plan(**{"data.cache_dir": str(tmp_path), "train.max_steps": 10**9})
     monkeypatch.setattr(request.sys, "executable", "/bin/false")
-    found = settle._choose(plan, CPU, 1, print)
+    found = kernels._choose(plan, CPU, 1, print)
     assert found.values == {}
     assert "exit code 1" in found.why
 
@@ -279,7 +279,7 @@ def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monke
     busy.write_text("""#!/bin/sh\necho '{"busy": "others use 0.90 of 2 cores"}'\n""")
     busy.chmod(0o755)
     monkeypatch.setattr(request.sys, "executable", str(busy))
-    found = settle._choose(plan, CPU, 1, print)
+    found = kernels._choose(plan, CPU, 1, print)
     assert found.values == {}
     assert found.why == "by the rules, as nothing could be measured: others use 0.90 of 2 cores"
     assert choice.read_cached(plan.recipe.data, found.key) is None
@@ -352,8 +352,8 @@ def test_fp8_is_measured_where_nothing_is_open_and_the_run_is_short(tmp_path, mo
     plan = small_plan(**{"data.cache_dir": str(tmp_path)})
     in_fp8 = plan.model_copy(update={"recipe": plan.recipe.with_(**{"kernels.fp8": "rowwise"})})
     asked = []
-    monkeypatch.setattr(settle, "measure", lambda plan, *_, **__: asked.append(plan) or _choice("k"))
-    settle._choose(plan, CPU, 1, print)
+    monkeypatch.setattr(kernels, "measure", lambda plan, *_, **__: asked.append(plan) or _choice("k"))
+    kernels._choose(plan, CPU, 1, print)
     assert asked == []
-    settle._choose(in_fp8, CPU, 1, print)
+    kernels._choose(in_fp8, CPU, 1, print)
     assert asked == [in_fp8]

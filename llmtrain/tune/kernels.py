@@ -18,7 +18,7 @@ WORTH_FLOPS = 1e15
 """Of a rank in a run: below, no device needs so long that measuring would be worth it, and nothing is started."""
 
 
-def settle(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
+def with_kernels(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
     """The plan with the kernels that its recipe leaves open; asked by all ranks, before an engine is built.
 
     say: takes what is done at the moment. Raises RecipeError, on all ranks, where the model cannot be computed, or is
