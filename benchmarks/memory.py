@@ -5,7 +5,7 @@ python benchmarks/memory.py --list    # what would be measured
 
 Every configuration has a process of its own, so that none finds what another has left. It makes the engine
 and takes three steps; `torch.cuda.max_memory_allocated` of all that is compared with the plan's peak, without the
-framework's share, which torch's allocator does not hand out. Then `python docs/render_memory.py`.
+framework's share, which torch's allocator does not hand out. Then `python tools/render_memory.py`.
 """
 
 from __future__ import annotations

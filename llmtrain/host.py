@@ -22,7 +22,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SPIN_COUNT = 10_000
 """Turns of GNU OpenMP's loop in which a thread waits for the others before it sleeps; its own default is 300,000, which
 is milliseconds. Where another process has the core of one thread, all the others then burn theirs instead of giving it
-one (`docs/decisions.md`). The number of threads, and so the numbers of a run, stay the same."""
+one (`docs/design/decisions.md`). The number of threads, and so the numbers of a run, stay the same."""
 
 
 def memory_bytes() -> int:

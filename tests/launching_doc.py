@@ -1,11 +1,11 @@
-"""The commands of docs/launching.md, which tests run as they stand there."""
+"""The commands of docs/guides/launching.md, which tests run as they stand there."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-TEXT = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
+TEXT = (REPOSITORY / "docs/guides/launching.md").read_text(encoding="utf-8")
 
 
 def commands(title: str, *holding: str) -> list[str]:
@@ -16,5 +16,5 @@ def commands(title: str, *holding: str) -> list[str]:
     found = [line.strip() for line in lines[start:end] if line.startswith("    ")]
     found = [line for line in found if all(word in line for word in holding)]
     if not found:
-        raise LookupError(f"docs/launching.md, {title}: no command holds {holding}")
+        raise LookupError(f"docs/guides/launching.md, {title}: no command holds {holding}")
     return found

@@ -42,7 +42,7 @@ def test_constraints_pin_what_pyproject_asks_for():
 
 
 def test_every_link_of_the_documents_leads_somewhere():
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
@@ -53,7 +53,7 @@ def test_commands_in_the_documents_exist():
     from llmtrain.cli import app
 
     known = set(get_command(app).commands)
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for name in re.findall(r"^\s*llmtrain ([a-z]+)", document.read_text(), flags=re.MULTILINE):
             assert name in known, f"{document.name}: llmtrain {name}"
 
@@ -71,10 +71,10 @@ def test_readme_shows_what_the_commands_print():
 
 
 def test_the_fields_are_documented_as_they_are():
-    spec = importlib.util.spec_from_file_location("render_fields", ROOT / "docs/render_fields.py")
+    spec = importlib.util.spec_from_file_location("render_fields", ROOT / "tools/render_fields.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/recipe.md").read_text(encoding="utf-8") == module.render()
+    assert (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8") == module.render()
 
 
 def test_every_part_of_a_recipe_is_exported():

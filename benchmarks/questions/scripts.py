@@ -74,7 +74,7 @@ OTHERS = (
         "memory",
         "Memory, predicted and measured",
         "The peak of a plan against `max_memory_allocated`; more in "
-        "[docs/memory_measured.md](../docs/memory_measured.md).",
+        "[docs/reference/memory_measured.md](../docs/reference/memory_measured.md).",
         ("python", "benchmarks/memory.py"),
         _memory,
         minutes=15,
@@ -83,7 +83,8 @@ OTHERS = (
     Script(
         "chaos",
         "Killed saves and runs",
-        "Saves and whole runs killed at any instant; more in [docs/checkpoints.md](../docs/checkpoints.md).",
+        "Saves and whole runs killed at any instant; more in "
+        "[docs/guides/checkpoints.md](../docs/guides/checkpoints.md).",
         ("python", "benchmarks/chaos.py", "--kills", "500"),
         _chaos,
         minutes=25,
@@ -92,7 +93,7 @@ OTHERS = (
         "effective_time",
         "Effective time under kills",
         "What a run's steps take undisturbed, over the wall time of a run whose workers are killed and started again; "
-        "more in [docs/faults.md](../docs/faults.md).",
+        "more in [docs/guides/faults.md](../docs/guides/faults.md).",
         ("python", "benchmarks/effective_time.py"),
         _effective,
         minutes=18,
@@ -101,7 +102,7 @@ OTHERS = (
         "guard",
         "Healthy updates skipped, spikes caught",
         "The guard's rule on healthy runs of small batches, which it was not set by, and on what was spoilt; "
-        "more in [docs/guard.md](../docs/guard.md).",
+        "more in [docs/guides/guard.md](../docs/guides/guard.md).",
         ("python", "benchmarks/guard.py"),
         _guard,
         minutes=30,
@@ -110,7 +111,7 @@ OTHERS = (
         "verify_tiny",
         "Every strategy, the same run",
         "All plans of `recipes/tiny.py:verify` on four ranks against plain PyTorch; more in "
-        "[docs/verify.md](../docs/verify.md).",
+        "[docs/guides/verify.md](../docs/guides/verify.md).",
         ("llmtrain", "verify", "recipes/tiny.py", "--nproc", "4", "--json"),
         _verify,
         minutes=25,

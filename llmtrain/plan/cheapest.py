@@ -19,7 +19,7 @@ from llmtrain.recipe import Recipe
 
 EQUAL = 0.05
 """Predicted speeds no further apart are taken for equal, and then fewer changes are better: a prediction is not
-closer to what is measured than that (`docs/time.md`)."""
+closer to what is measured than that (`docs/guides/time.md`)."""
 MOST_DEVICES = 1024
 """Beyond them the search takes longer than somebody waits for a refusal."""
 

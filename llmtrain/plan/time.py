@@ -1,6 +1,6 @@
 """How long a step takes, by arithmetic: computation, memory traffic, communication, and the pipeline's bubble.
 
-A prediction ranks plans. It is not a measurement: `docs/time.md` says what is assumed, and how far it lies
+A prediction ranks plans. It is not a measurement: `docs/guides/time.md` says what is assumed, and how far it lies
 from published runs.
 """
 

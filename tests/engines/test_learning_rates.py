@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("render_schedules", ROOT / "docs/render_schedules.py")
+SPEC = importlib.util.spec_from_file_location("render_schedules", ROOT / "tools/render_schedules.py")
 drawn = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(drawn)
 
 
 def documented(kind: str, s: int, n: int, w: int, d: int, m: float) -> float:
-    """As in docs/recipe.md."""
+    """As in docs/reference/recipe.md."""
     if s < w:
         return m + (1 - m) * s / w if kind == "wsd" else s / w
     match kind:
@@ -38,4 +38,4 @@ def test_every_step_has_the_documented_rate(kind, n, w, d, m):
 
 
 def test_the_picture_is_rendered():
-    assert (ROOT / "docs/schedules.svg").read_text(encoding="utf-8") == drawn.render()
+    assert (ROOT / "docs/pictures/schedules.svg").read_text(encoding="utf-8") == drawn.render()

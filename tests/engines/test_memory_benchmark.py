@@ -26,7 +26,7 @@ def module_of(path: str) -> ModuleType:
     return module
 
 
-benchmark, page = module_of("benchmarks/memory.py"), module_of("docs/render_memory.py")
+benchmark, page = module_of("benchmarks/memory.py"), module_of("tools/render_memory.py")
 
 
 def test_the_configurations_are_many_and_differ():
@@ -84,4 +84,4 @@ def test_the_page_says_what_was_measured_and_what_was_not():
 
 
 def test_the_page_is_rendered_from_what_is_committed():
-    assert (ROOT / "docs/memory_measured.md").read_text(encoding="utf-8") == page.render(page.found())
+    assert (ROOT / "docs/reference/memory_measured.md").read_text(encoding="utf-8") == page.render(page.found())

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_families_are_documented_as_they_are(tmp_path):
     written = tmp_path / "families_sequence.md"
     subprocess.run(
-        [sys.executable, ROOT / "docs/render_families_sequence.py", written], check=True, cwd=ROOT, timeout=900
+        [sys.executable, ROOT / "tools/render_families_sequence.py", written], check=True, cwd=ROOT, timeout=900
     )
     document = written.read_text(encoding="utf-8")
     assert "## Wrong" not in document
-    assert document == (ROOT / "docs/families_sequence.md").read_text(encoding="utf-8")
+    assert document == (ROOT / "docs/reference/families_sequence.md").read_text(encoding="utf-8")

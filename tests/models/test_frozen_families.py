@@ -16,7 +16,7 @@ from llmtrain.models.cut import packed_input, reference
 from llmtrain.models.frozen import CHOOSERS, freeze_choosers
 
 SPEC = importlib.util.spec_from_file_location(
-    "render_families", Path(__file__).parents[2] / "docs" / "render_families.py"
+    "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"
 )
 families = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = families  # dataclasses look their module up

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def _families():
-    spec = importlib.util.spec_from_file_location("render_families", ROOT / "docs/render_families.py")
+    spec = importlib.util.spec_from_file_location("render_families", ROOT / "tools/render_families.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -285,7 +285,7 @@ def test_the_families_are_documented_as_they_are():
     works, refused = (sum(verdict.kind == kind for verdict in verdicts) for kind in ("works", "refused"))
     assert works >= 120
     assert works / (works + refused) >= 0.95
-    assert (ROOT / "docs/families.md").read_text(encoding="utf-8") == families.render(verdicts)
+    assert (ROOT / "docs/reference/families.md").read_text(encoding="utf-8") == families.render(verdicts)
 
 
 def test_opt_with_projections_around_its_layers_is_cut_as_it_is():

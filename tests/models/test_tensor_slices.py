@@ -79,13 +79,13 @@ def test_the_rule_knows_what_works():
 
 @pytest.mark.slow
 def test_the_families_are_documented_and_ruled_as_they_are():
-    spec = importlib.util.spec_from_file_location("render_families_slices", ROOT / "docs/render_families_slices.py")
+    spec = importlib.util.spec_from_file_location("render_families_slices", ROOT / "tools/render_families_slices.py")
     families = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = families  # dataclasses look their module up
     spec.loader.exec_module(families)
     verdicts = families.walk()
     assert {verdict.family for verdict in verdicts if verdict.kind == "works"} == SLICED_FAMILIES
-    assert (ROOT / "docs/families_slices.md").read_text(encoding="utf-8") == families.render(verdicts)
+    assert (ROOT / "docs/reference/families_slices.md").read_text(encoding="utf-8") == families.render(verdicts)
 
 
 class TestMistakes:

@@ -194,11 +194,11 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
 
 @pytest.mark.breadth
 def test_the_families_are_documented_as_they_are():
-    spec = importlib.util.spec_from_file_location("render_documents", ROOT / "docs/render_families_documents.py")
+    spec = importlib.util.spec_from_file_location("render_documents", ROOT / "tools/render_families_documents.py")
     families = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(families)
     text = families.render(families.walk(), families.HEAD)
-    assert (ROOT / "docs/families_documents.md").read_text(encoding="utf-8") == text
+    assert (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8") == text
 
 
 def test_the_random_state_is_left_alone():
@@ -232,7 +232,7 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
 
 
 def test_who_mixes_documents_is_noted_in_a_plan():
-    text = (ROOT / "docs/families_documents.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/families_documents.md").read_text(encoding="utf-8")
     assert (
         frozenset(re.findall(r"^\| (\S+) \| .*documents influence each other", text, re.MULTILINE)) == MIXES_DOCUMENTS
     )

@@ -23,7 +23,7 @@ def _script(path: str):
     return module
 
 
-document = _script("docs/render_lint.py")
+document = _script("tools/render_lint.py")
 MALFORMED, VALID = document.cases("malformed"), document.cases("valid")
 
 
@@ -57,7 +57,7 @@ def test_document_is_rendered():
 
 
 def test_schema_is_rendered():
-    script = _script("scripts/render_lint_schema.py")
+    script = _script("tools/render_lint_schema.py")
     assert script.TARGET.read_text(encoding="utf-8") == script.rendered()
 
 

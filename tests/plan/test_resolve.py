@@ -242,7 +242,7 @@ def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
 def test_rules_have_ids_of_their_own_and_are_documented(pytestconfig):
     ids = [rule.id for rule in RULES]
     assert len(set(ids)) == len(ids)
-    assert (pytestconfig.rootpath / "docs/rules.md").read_text(encoding="utf-8") == markdown()
+    assert (pytestconfig.rootpath / "docs/reference/rules.md").read_text(encoding="utf-8") == markdown()
 
 
 def test_absurd_sizes_neither_overflow_nor_hang(tiny):

@@ -182,8 +182,8 @@ def test_absurd_sizes_are_numbers_too(llama):
 
 
 def test_the_document_says_what_the_model_predicts():
-    spec = importlib.util.spec_from_file_location("render_time", ROOT / "docs/render_time.py")
+    spec = importlib.util.spec_from_file_location("render_time", ROOT / "tools/render_time.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/time.md").read_text(encoding="utf-8") == module.render()
+    assert (ROOT / "docs/guides/time.md").read_text(encoding="utf-8") == module.render()

@@ -1,4 +1,4 @@
-"""What docs/verify.md tells of the committed certificate is what that says."""
+"""What docs/guides/verify.md tells of the committed certificate is what that says."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def test_the_documentation_quotes_the_certificate():
     plans = certificate["plans"]
     certified = sum(plan["certified"] for plan in plans)
     most = [f"{max(plan['max_deviation'][name] for plan in plans):.1e}" for name in ("loss", "grad_norm", "weights")]
-    told = " ".join((ROOT / "docs/verify.md").read_text().split())
+    told = " ".join((ROOT / "docs/guides/verify.md").read_text().split())
     assert f"{certified} of {len(plans)} plans certified in {certificate['seconds']:.0f} s" in told
     assert "{} off in a loss, {} in a gradient norm and {} in a weight".format(*most) in told

@@ -1,7 +1,7 @@
 """What a DeepSpeed configuration may hold: every key, at every level, with the type and the range of its value.
 
 The blocks that DeepSpeed checks itself are rendered from it into `deepspeed.json`
-(`scripts/render_lint_schema.py`). Written here is what it reads key by key, from DeepSpeed 0.19.8's
+(`tools/render_lint_schema.py`). Written here is what it reads key by key, from DeepSpeed 0.19.8's
 `runtime/config.py` and `runtime/constants.py`; a test looks for these keys in its sources.
 """
 

@@ -42,7 +42,7 @@ MIXES_DOCUMENTS = frozenset(
     ]
 )
 """Families whose recurrences, convolutions or own masks let packed documents influence each other
-(`docs/families_documents.md`)."""
+(`docs/reference/families_documents.md`)."""
 NAMED = 3
 """Parameters that a message names."""
 EXPERT_ROW_BYTES = 16

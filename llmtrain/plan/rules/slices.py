@@ -19,7 +19,7 @@ _WORKING = (
     "vaultgemma youtu"
 )
 SLICED_FAMILIES = frozenset(_WORKING.split())
-"""Model types that came out right when two ranks shared them: those that work in `docs/families_slices.md`."""
+"""Model types that came out right when two ranks shared them: as `docs/reference/families_slices.md` lists."""
 
 
 @rule(
@@ -29,7 +29,7 @@ SLICED_FAMILIES = frozenset(_WORKING.split())
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Families whose tiny copy fails or deviates when it is split (`docs/families_slices.md`)."""
+    """Families whose tiny copy fails or deviates when it is split (`docs/reference/families_slices.md`)."""
     parallel, facts = draft.parallel, draft.facts
     if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
         return

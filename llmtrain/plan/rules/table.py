@@ -1,4 +1,4 @@
-"""The rules as a document: `python -m llmtrain.plan.rules.table > docs/rules.md`."""
+"""The rules as a document: `python -m llmtrain.plan.rules.table > docs/reference/rules.md`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _WORK = (
     "starcoder2 vaultgemma xglm youtu"
 )
 TENSOR_FAMILIES = frozenset(_WORK.split())
-"""Model types that came out right when they were cut in two: those that work in `docs/families_tensor.md`."""
+"""Model types that came out right when they were cut in two: those that work in `docs/reference/families_tensor.md`."""
 
 EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
 """Mixtures of experts whose attention is cut right by the names of its projections, while experts are spread."""
@@ -28,7 +28,7 @@ EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe"
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Families whose tiny copy fails or deviates when it is cut (`docs/families_tensor.md`)."""
+    """Families whose tiny copy fails or deviates when it is cut (`docs/reference/families_tensor.md`)."""
     degree, facts = draft.parallel.tensor, draft.facts
     if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages it is not the engine that cuts
         return

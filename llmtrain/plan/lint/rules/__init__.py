@@ -1,4 +1,4 @@
-"""The lint rules, in the order in which `docs/lint.md` lists them."""
+"""The lint rules, in the order in which `docs/reference/lint.md` lists them."""
 
 from __future__ import annotations
 

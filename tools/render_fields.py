@@ -1,6 +1,6 @@
-"""Writes docs/recipe.md: every field of a recipe, from the models themselves.
+"""Writes docs/reference/recipe.md: every field of a recipe, from the models themselves.
 
-python docs/render_fields.py
+python tools/render_fields.py
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from llmtrain.recipe import OptimConfig, Part, Recipe
 
 HEAD = """# Fields of a recipe
 
-Generated from `llmtrain/recipe.py` by `python docs/render_fields.py`; do not edit.
+Generated from `llmtrain/recipe.py` by `python tools/render_fields.py`; do not edit.
 
 Any of them can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
 A value is read as JSON where it is JSON, else as text.
 """
 PICTURES: dict[type[Part], str] = {
-    OptimConfig: "![The five schedules](schedules.svg)\n\nDrawn by `python docs/render_schedules.py`.\n\n",
+    OptimConfig: "![The five schedules](../pictures/schedules.svg)\n\nDrawn by `python tools/render_schedules.py`.\n\n",
 }
 """Shown above the fields of a part."""
 
@@ -69,4 +69,4 @@ def _default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("recipe.md").write_text(render(), encoding="utf-8")
+    (Path(__file__).parents[1] / "docs/reference/recipe.md").write_text(render(), encoding="utf-8")

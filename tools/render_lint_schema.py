@@ -1,6 +1,6 @@
 """Writes what `llmtrain lint` knows of DeepSpeed's configuration, from the DeepSpeed and torch that are installed.
 
-`python scripts/render_lint_schema.py` after an update of DeepSpeed; a test renders again and compares. A node is
+`python tools/render_lint_schema.py` after an update of DeepSpeed; a test renders again and compares. A node is
 {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys": {name: node},
 "default": value, "instead": the key that replaces a deprecated one}; an empty node takes anything.
 """

@@ -1,6 +1,6 @@
-"""Writes docs/schedules.svg: the learning rate of each schedule, step by step, as the engines compute it.
+"""Writes docs/pictures/schedules.svg: the learning rate of each schedule, step by step, as the engines compute it.
 
-python docs/render_schedules.py [FILE]
+python tools/render_schedules.py [FILE]
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ def render() -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("schedules.svg")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs/pictures/schedules.svg"
     target.write_text(render(), encoding="utf-8")
