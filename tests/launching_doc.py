@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 TEXT = (REPOSITORY / "docs/guides/launching.md").read_text(encoding="utf-8")
 
 
+def shell_lines(text: str) -> list[str]:
+    """The lines of the blocks of a page that a shell can run."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines()]
+
+
 def commands(title: str, *holding: str) -> list[str]:
     """The commands of a section, without those of its subsections, that hold all of these words."""
-    lines = TEXT.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.lstrip("#") == f" {title}") + 1
-    end = next((start + number for number, line in enumerate(lines[start:]) if line.startswith("#")), len(lines))
-    found = [line.strip() for line in lines[start:end] if line.startswith("    ")]
-    found = [line for line in found if all(word in line for word in holding)]
+    section = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", TEXT, flags=re.DOTALL | re.MULTILINE)
+    found = [line for line in shell_lines(section[1]) if all(word in line for word in holding)] if section else []
     if not found:
         raise LookupError(f"docs/guides/launching.md, {title}: no command holds {holding}")
     return found

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from launching_doc import shell_lines
 
 import llmtrain
 from llmtrain import recipe
@@ -54,7 +55,9 @@ def test_commands_in_the_documents_exist():
 
     known = set(get_command(app).commands)
     for document in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for name in re.findall(r"^\s*llmtrain ([a-z]+)", document.read_text(), flags=re.MULTILINE):
+        text = document.read_text(encoding="utf-8")
+        lines = [*shell_lines(text), *re.findall(r"`([^`\n]+)`", text)]
+        for name in chain.from_iterable(re.findall(r"^(?:\$ )?llmtrain ([a-z]+)", line) for line in lines):
             assert name in known, f"{document.name}: llmtrain {name}"
 
 
@@ -70,11 +73,22 @@ def test_readme_shows_what_the_commands_print():
         assert result.stdout + result.stderr == shown
 
 
-def test_the_fields_are_documented_as_they_are():
-    spec = importlib.util.spec_from_file_location("render_fields", ROOT / "tools/render_fields.py")
+def _tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/reference/recipe.md").read_text(encoding="utf-8") == module.render()
+    return module
+
+
+@pytest.mark.parametrize(("tool", "page"), [("render_fields", "recipe.md"), ("render_cli", "cli.md")])
+def test_fields_and_options_are_documented_as_they_are(tool, page):
+    assert (ROOT / "docs/reference" / page).read_text(encoding="utf-8") == _tool(tool).render()
+
+
+def test_pictures_are_what_their_generator_draws(tmp_path):
+    _tool("render_pictures").drawn(tmp_path)
+    for drawn in tmp_path.iterdir():
+        assert (ROOT / "docs/pictures" / drawn.name).read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
 def test_every_part_of_a_recipe_is_exported():

@@ -5,12 +5,15 @@ python tools/render_fields.py
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
-from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from type_names import type_name
 
 from llmtrain import recipe
 from llmtrain.recipe import OptimConfig, Part, Recipe
@@ -43,23 +46,12 @@ def _section(part: type[Part]) -> str:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    description = (field.description or "").replace("|", "\\|").replace("\n", " ")
-    return f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {description} |\n"
+    description = _escaped(field.description or "").replace("\n", " ")
+    return f"| `{name}` | `{_escaped(type_name(field.annotation))}` | {_default(field)} | {description} |\n"
 
 
-def _type(annotation: Any) -> str:
-    text = (
-        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else f"{annotation}"
-    )
-    text = re.sub(r"typing\.Literal\[(.*?)\]", lambda match: match[1].replace(", ", " \\| "), text)
-    text = re.sub(r"typing\.Annotated\[(\w+),.*?\)\]", r"\1", text)
-    text = (
-        text.replace("llmtrain.recipe.", "")
-        .replace("collections.abc.Sequence", "list")
-        .replace(" | ", " \\| ")
-        .replace("typing.", "")
-    )
-    return f"`{text}`".replace("`'", "`").replace("'", "")
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _default(field: FieldInfo) -> str:

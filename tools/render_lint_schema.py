@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 TARGET = Path(__file__).parents[1] / "llmtrain" / "plan" / "lint" / "deepspeed.json"
@@ -33,7 +35,7 @@ _PLAIN = {
 }
 
 
-def of_model(model: type) -> Node:
+def of_model(model: type[BaseModel]) -> Node:
     """The node of a pydantic model of DeepSpeed; a field can be given by its name and by its alias."""
     keys = {}
     for name, field in model.model_fields.items():

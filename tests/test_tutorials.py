@@ -1,0 +1,119 @@
+"""What README and the tutorials tell a newcomer to do works as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching_doc import TEXT, shell_lines
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORT = ["--set", "train.max_steps=4", "--set", "optim.warmup_steps=1"]
+"""Added to each command that trains."""
+
+
+def _tutorial(name: str) -> str:
+    return (ROOT / f"docs/tutorials/{name}.md").read_text(encoding="utf-8")
+
+
+def _write_recipe(text: str, folder: Path) -> None:
+    """Saves the recipe of a page under the name that the page gives it."""
+    [(name, code)] = re.findall(
+        r"Save this as `(\w+\.py)`[^\n]*\n\n```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE
+    )
+    (folder / name).write_text(code, encoding="utf-8")
+
+
+def _run(line: str, folder: Path, *more: str) -> str:
+    words = shlex.split(line)
+    assert words[0] == "llmtrain"
+    command = [sys.executable, "-m", *words, *(more if words[1] == "train" else ())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    assert result.returncode == 0, line + result.stdout + result.stderr
+    return result.stdout
+
+
+def _own_commands() -> list[str]:
+    return [line for line in re.findall(r"`(llmtrain [^`]+)`", README) if "mine" in line]
+
+
+@pytest.mark.slow
+def test_the_recipe_of_readme_trains_and_each_command_about_it_runs(tmp_path):
+    _write_recipe(README, tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for page in sorted((ROOT / "docs/guides").glob("*.md")):
+        (tmp_path / "corpus" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    lines = _own_commands()
+    assert len(lines) == 7
+    for line in lines:
+        _run(line, tmp_path, *SHORT)
+
+
+def test_the_recipe_of_readme_is_short_and_legal(tmp_path):
+    _write_recipe(README, tmp_path)
+    assert len([line for line in (tmp_path / "mine.py").read_text().splitlines() if line.strip()]) <= 15
+    assert "mine: llama" in _run("llmtrain plan mine.py", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_tutorials_of_a_corpus_and_of_pretrained_weights(tmp_path):
+    """One after the other, in one folder, as they are meant to be read."""
+    shutil.copytree(ROOT / "docs/guides", tmp_path / "docs/guides")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    text = _tutorial("corpus")
+    code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    _write_recipe(text, tmp_path)
+    for line in shell_lines(text):
+        _run(line, tmp_path, *SHORT)
+
+    small = [
+        part for field in ("hidden_size=64", "intermediate_size=128") for part in ("--set", f"model.config.{field}")
+    ]
+    _run("llmtrain train recipes/tiny.py", tmp_path, *SHORT, *small, "--set", "data.tokenizer.vocab_size=512")
+    text = _tutorial("pretrained")
+    _write_recipe(text, tmp_path)
+    for line in shell_lines(text):
+        if "MODEL" not in line:
+            _run(line, tmp_path, *SHORT)
+
+
+@pytest.mark.parametrize("name", ["two_nodes", "slurm"])
+def test_the_tutorials_of_clusters_give_commands_that_other_tests_run(name):
+    """Those of docs/guides/launching.md, and plans and dry runs."""
+    tested = {line.removesuffix(" | sbatch") for line in shell_lines(TEXT)} | {
+        "llmtrain doctor --hostfile hostfile",  # tests/launch/test_doctor_on_two_hosts.py
+        "llmtrain plan recipes/llama3_8b.py --nodes 2 --gpus-per-node 8 --device h100",
+        "llmtrain train recipes/llama3_8b.py --nodes 2 --gpus-per-node 8 --device h100 --dry-run",
+    }
+    lines = shell_lines(_tutorial(name))
+    assert len(lines) > 3
+    assert [line for line in lines if line not in tested] == []
+
+
+def test_the_plan_of_the_tutorial_of_two_nodes_is_legal():
+    [line] = [line for line in shell_lines(_tutorial("two_nodes")) if line.startswith("llmtrain plan")]
+    assert "2 × 8 h100 = 16 workers" in _run(line, ROOT)
+
+
+@pytest.mark.slow
+def test_the_dry_run_of_the_tutorial_of_two_nodes(tmp_path):
+    [line] = [
+        line for line in shell_lines(_tutorial("two_nodes")) if line.startswith("llmtrain") and "--dry-run" in line
+    ][:1]
+    _run(line.replace("recipes/", f"{ROOT}/recipes/"), tmp_path)
+
+
+def test_the_commands_of_the_guide_to_lint():
+    lines = shell_lines((ROOT / "docs/guides/lint.md").read_text(encoding="utf-8"))
+    assert len(lines) == 3
+    for line in lines:
+        _run(line, ROOT)

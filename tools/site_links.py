@@ -1,0 +1,74 @@
+"""A hook of MkDocs: files of the repository that a page links to become pages of the site.
+
+In the repository a link such as `../../llmtrain/loop.py` leads to the file. The site is built from `docs/` alone, so
+each linked file outside of it is added under `source/`: Markdown as a page, pictures as they are, other text as a
+listing. Links to folders become plain text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(!?)\[([^\]\n]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+PICTURES = {".svg", ".png"}
+LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".sbatch": "sh", ".toml": "toml", "": "sh"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds what pages link to outside `docs/`, and what these pages link to in turn."""
+    waiting = [ROOT / "docs" / file.src_uri for file in files.documentation_pages()]
+    while waiting:
+        page = waiting.pop()
+        for match in LINK.finditer(page.read_text(encoding="utf-8")):
+            target = (page.parent / match[3]).resolve()
+            name = _name(target)
+            if not target.is_file() or files.get_file_from_path(name):
+                continue
+            if target.suffix == ".md":
+                files.append(File.generated(config, name, abs_src_path=str(target)))
+                waiting.append(target)
+            elif target.suffix in PICTURES:
+                files.append(File.generated(config, name, abs_src_path=str(target)))
+            else:
+                files.append(File.generated(config, name, content=_listing(target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Has links lead to the pages that `on_files` added."""
+    here = page.file.src_uri
+    real = Path(page.file.abs_src_path) if page.file.abs_src_path else None
+    if real is None:  # a listing
+        return markdown
+
+    def found(match: re.Match[str]) -> str:
+        target = (real.parent / match[3]).resolve()
+        if target.is_dir():
+            return match[2]
+        if not target.is_file():
+            return match[0]  # MkDocs reports it
+        link = os.path.relpath(_name(target), Path(here).parent)
+        return f"{match[1]}[{match[2]}]({link}{match[4] or ''})"
+
+    return LINK.sub(found, markdown)
+
+
+def _name(file: Path) -> str:
+    """The place of a file of the repository in the site."""
+    path = file.relative_to(ROOT)
+    if path.parts[:1] == ("docs",):
+        return Path(*path.parts[1:]).as_posix()
+    return f"source/{path.as_posix()}" + ("" if file.suffix in {".md", *PICTURES} else ".md")
+
+
+def _listing(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    language = LANGUAGES.get(file.suffix, "text")
+    head = "---\nsearch: {exclude: true}\n---\n"
+    return f"{head}# `{file.relative_to(ROOT).as_posix()}`\n\n~~~~{language}\n{text}\n~~~~\n"
