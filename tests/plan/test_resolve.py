@@ -229,7 +229,7 @@ def test_the_bubble_and_what_brings_it_down(tiny, total, stages):
     (note,) = resolve(recipe, cluster).notes
     assert note["rule"] == "pipeline.bubble"
     idle = f"({stages} − 1) / (1 + {stages} − 1) = {(stages - 1) / stages:.0%}"
-    assert note["message"].startswith(f"1 micro-batch a step in {stages} stages: each idles {idle} of the time")
+    assert note["message"].startswith(f"1 micro-batch per step in {stages} stages: each stage idles {idle} of the time")
     told = [word for word in note["fix"].replace(",", "").split() if "=" in word]
     better = recipe.with_(**parse_assignments(told))
     assert resolve(better, cluster).notes == ()

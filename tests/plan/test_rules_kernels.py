@@ -88,15 +88,15 @@ def test_where_fp8_passes(device, fields):
 @pytest.mark.parametrize(
     ("device", "fields", "why"),
     [
-        ("cpu", {}, "a CPU multiplies no fp8"),
+        ("cpu", {}, "CPUs do not multiply in fp8"),
         ("a100", {}, "compute capability 8.9"),
         ("mi300x", {}, "NVIDIA"),
-        ("h100", {"parallel.precision": "fp32"}, "the weights are to be in bf16, and parallel.precision is 'fp32'"),
+        ("h100", {"parallel.precision": "fp32"}, "the weights must be in bf16, but parallel.precision is 'fp32'"),
         ("h100", {"parallel.precision": "autocast_bf16"}, "parallel.precision is 'autocast_bf16'"),
-        ("h100", ZERO_3, "ZeRO-3's whole weights"),
+        ("h100", ZERO_3, "the weights that ZeRO-3 gathers"),
         ("h100", {"parallel.tensor": 2}, "tensor parallelism replaces"),
-        ("h100", FSDP, "fsdp2 wraps weights in its own way, which was not compared; ZeRO-3"),
-        ("h100", EXPERTS, "it would convert routers"),
+        ("h100", FSDP, "fsdp2 wraps weights in its own way, which has not been compared; the weights that ZeRO-3"),
+        ("h100", EXPERTS, "it would convert the routers"),
         ("h100", {"batch.micro_batch_size": 1, "data.sequence_length": 120}, "the 120 tokens of a micro-batch"),
     ],
 )

@@ -30,7 +30,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
     *slices.RULES,
     *expert.RULES,
 )
-"""What DeepSpeed does not run right; other engines have rules of their own."""
+"""Rules for plans that DeepSpeed does not run correctly; other engines have rules of their own."""
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
@@ -42,7 +42,7 @@ LEGALITY: tuple[Rule, ...] = (
     *DEEPSPEED_RULES,
     *backends.RULES,
 )
-"""What does not depend on how much memory there is."""
+"""Rules that do not depend on the amount of memory."""
 
 RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
 
@@ -50,7 +50,7 @@ __all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
-    """What a draft breaks: refusals, and notes on what is legal but worth knowing."""
+    """Returns what a draft breaks: refusals, and notes on what is legal but worth knowing."""
     asked = _asked(draft, rules)
     refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
     notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]
@@ -58,10 +58,10 @@ def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], 
 
 
 def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
-    """Whether no rule refuses a draft; the first one that does ends the question, since this is asked of many."""
+    """Whether no rule refuses a draft. Stops at the first refusal, since searches ask this of many drafts."""
     return not any(rule.refuses and any(rule.check(draft)) for rule in _asked(draft, rules))
 
 
 def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
-    """Those that speak of the draft's backend."""
+    """Returns the rules that apply to the draft's backend."""
     return [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]

@@ -1,4 +1,4 @@
-"""What Accelerate, Horovod and nn.DataParallel do not run, or would run as something else than is asked."""
+"""Rules for what Accelerate, Horovod and nn.DataParallel cannot run, or would not run as requested."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a strategy runs as the plain loop does."""
+    """What a strategy runs with the same results as the plain loop."""
 
     stages: tuple[int, ...]
-    """ZeRO stages; the usual one first."""
+    """Supported ZeRO stages, the default one first."""
     precisions: tuple[str, ...]
 
 
@@ -24,13 +24,17 @@ STRATEGIES = {
     "horovod": Abilities((0,), ("fp32", "bf16", "autocast_bf16")),
     "data_parallel": Abilities((0,), ("fp32", "autocast_bf16")),
 }
-"""`ParallelConfig.strategy` → its abilities; what is not here is DeepSpeed's."""
+"""`ParallelConfig.strategy` → its abilities. Strategies that are not listed are DeepSpeed's."""
 _DEEPSPEED = assignment(parallel__backend="deepspeed")
 
 
-@rule("backend.accelerate", "What accelerate would run says nothing where another backend runs.", "run")
+@rule(
+    "backend.accelerate",
+    "`parallel.accelerate` chooses what accelerate runs, and has no effect under another backend.",
+    "run",
+)
 def accelerate(draft: Draft) -> Iterator[Fault]:
-    """`parallel.accelerate` under another backend."""
+    """Refuses `parallel.accelerate` under another backend."""
     parallel = draft.parallel
     if parallel.backend != "accelerate" and parallel.accelerate != "ddp":
         message = f"'{parallel.accelerate}' was given, but parallel.backend is '{parallel.backend}'"
@@ -38,26 +42,26 @@ def accelerate(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.accelerate", message, fix)
 
 
-@rule("backend.degrees", "Other backends are handed the whole model: each device holds a replica.", "run")
+@rule("backend.degrees", "Other backends receive the whole model: each device holds a replica.", "run")
 def degrees(draft: Draft) -> Iterator[Fault]:
-    """Degrees other than that of data parallelism (`Accelerator.prepare`)."""
+    """Refuses every degree other than data parallelism (`Accelerator.prepare`)."""
     parallel = draft.parallel
     if parallel.backend == "deepspeed":
         return
     for name in ("pipeline", "tensor", "sequence", "expert"):
         degree = getattr(parallel, name)
         if degree > 1:
-            message = f"{degree} was given: the backend {parallel.backend} has data parallelism only"
+            message = f"{degree} was given: the backend {parallel.backend} supports data parallelism only"
             yield Fault(f"parallel.{name}", message, f"{assignment(**{f'parallel__{name}': 1})}, or {_DEEPSPEED}")
 
 
 @rule("backend.zero_stage", "FSDP2 always shards parameters; the others keep all of them on each device.", "run")
 def zero_stage(draft: Draft) -> Iterator[Fault]:
-    """Stages that a strategy does not have."""
+    """Refuses ZeRO stages that the strategy does not support."""
     strategy, stage = draft.parallel.strategy, draft.parallel.zero_stage
     able = STRATEGIES.get(strategy)
     if able and stage not in able.stages:
-        message = f"{stage} was given: {strategy} has {' and '.join(map(str, able.stages))}"
+        message = f"{stage} was given: {strategy} supports {' and '.join(map(str, able.stages))}"
         other = _DEEPSPEED
         if strategy == "ddp" and stage in STRATEGIES["fsdp2"].stages:
             other = assignment(parallel__accelerate="fsdp2")
@@ -66,13 +70,14 @@ def zero_stage(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "backend.precision",
-    "DistributedDataParallel and nn.DataParallel train the weights that they are given: in bf16, without fp32 master "
-    "weights, small updates are lost. fp16 Accelerate ignores on CPUs, and elsewhere it keeps the loss scale in no "
-    "checkpoint of ours; the plain loop of the others has none.",
+    "DistributedDataParallel and nn.DataParallel train the weights that they are given: in "
+    "bf16, without fp32 master weights, small updates are lost. Accelerate ignores fp16 on "
+    "CPUs, and on GPUs its loss scale is not in our checkpoints; the plain loop of the other "
+    "backends has no loss scale.",
     "run",
 )
 def precision(draft: Draft) -> Iterator[Fault]:
-    """Precisions that a strategy does not train as the reference does."""
+    """Refuses precisions in which a strategy does not train as the reference does."""
     parallel = draft.parallel
     able = STRATEGIES.get(parallel.strategy)
     if able is None or parallel.precision in able.precisions:
@@ -86,7 +91,7 @@ def precision(draft: Draft) -> Iterator[Fault]:
 
 @rule("backend.grad_accum", "Other backends sum gradients in fp32; another type would be ignored.", "run")
 def grad_accum(draft: Draft) -> Iterator[Fault]:
-    """Accumulators below fp32."""
+    """Refuses gradient accumulation in less than fp32."""
     parallel = draft.parallel
     if parallel.strategy in STRATEGIES and parallel.grad_accum_dtype != "fp32":
         message = f"'{parallel.grad_accum_dtype}' was given: {parallel.strategy} sums gradients in fp32"
@@ -95,12 +100,12 @@ def grad_accum(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "backend.offload",
-    "Of the other backends only FSDP2 has offload: of parameters, gradients and optimizer together, which has not been "
-    "compared with the reference.",
+    "Among the other backends only FSDP2 can offload, and only parameters, gradients and optimizer together, which has "
+    "not been compared with the reference.",
     "run",
 )
 def offload(draft: Draft) -> Iterator[Fault]:
-    """Offload, which would be ignored."""
+    """Refuses offload, which would be ignored."""
     parallel = draft.parallel
     if parallel.strategy not in STRATEGIES:
         return
@@ -112,14 +117,18 @@ def offload(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"parallel.{name}", message, f"{fix}, or {_DEEPSPEED}")
 
 
-@rule("data_parallel.devices", "nn.DataParallel is one process, and spreads its work over that machine's GPUs.", "run")
+@rule(
+    "data_parallel.devices",
+    "nn.DataParallel is a single process that spreads its work over the GPUs of one machine.",
+    "run",
+)
 def devices(draft: Draft) -> Iterator[Fault]:
-    """Several machines, or several CPU devices."""
+    """Refuses several machines, and several CPU devices."""
     cluster = draft.cluster
     if draft.parallel.strategy != "data_parallel":
         return
     if cluster.nodes > 1:
-        message = f"'data_parallel' was given for {cluster.nodes} machines: it is one process on one"
+        message = f"'data_parallel' was given for {cluster.nodes} machines: it runs as one process on one machine"
         yield Fault("parallel.backend", message, _DEEPSPEED)
     elif cluster.spec.on_cpu and cluster.devices_per_node > 1:
         message = (
@@ -130,18 +139,20 @@ def devices(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "data_parallel.slow",
-    "PyTorch advises DistributedDataParallel instead: nn.DataParallel copies the weights to every device in each "
-    "forward pass, sums gradients on the first one, which alone updates, and drives all devices from one interpreter. "
-    "How much slower it is takes several GPUs to measure, and is not.",
+    "PyTorch recommends DistributedDataParallel instead: nn.DataParallel copies the weights to "
+    "every device in each forward pass, sums gradients and updates on the first device alone, "
+    "and drives all devices from one interpreter. How much slower it is has not been measured, "
+    "since that takes several GPUs.",
     "read",
     refuses=False,
 )
 def slow(draft: Draft) -> Iterator[Fault]:
-    """Notes what one process per device does better."""
+    """Notes the advantages of one process per device."""
     if draft.parallel.strategy == "data_parallel" and draft.cluster.devices_per_node > 1:
         message = (
-            "nn.DataParallel copies the weights to each device in every pass, updates on the first alone and has one "
-            "interpreter for all: PyTorch advises a process per device, which trains the same"
+            "nn.DataParallel copies the weights to each device in every pass, updates on the first "
+            "device alone and drives all from one interpreter: PyTorch recommends one process per "
+            "device, which trains the same"
         )
         yield Fault("parallel.backend", message, _DEEPSPEED)
 

@@ -1,4 +1,4 @@
-"""The batch triangle: global = micro × accumulation × dp, without a remainder."""
+"""The batch equation: global = micro × accumulation × dp, without a remainder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
     "arithmetic",
 )
 def divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses remainders with the nearest global and micro batch sizes that have none."""
+    """Refuses remainders, and suggests the nearest global and micro batch sizes that leave none."""
     total, micro, dp = draft.recipe.batch.global_batch_size, draft.recipe.batch.micro_batch_size, draft.dp
     if dp is None or draft.accumulation is not None:
         return
@@ -35,7 +35,7 @@ def divides(draft: Draft) -> Iterator[Fault]:
 
 
 def _nearest_micro(total: int, micro: int, dp: int) -> list[int]:
-    """The next smaller and the next larger micro batch size that divide the batch of a replica."""
+    """Returns the nearest divisors of a replica's batch: the largest up to `micro` and the smallest from it on."""
     if total % dp:
         return []
     share = total // dp

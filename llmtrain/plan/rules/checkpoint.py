@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: options that would do nothing are refused."""
+"""Rules for which checkpoints are kept: options without effect are refused."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
 @rule(
-    "checkpoint.keeps_all", "Where `keep_last` is not set, all checkpoints are kept whatever else says.", "arithmetic"
+    "checkpoint.keeps_all",
+    "Without `keep_last`, all checkpoints are kept, so the other options have no effect.",
+    "arithmetic",
 )
 def keeps_all(draft: Draft) -> Iterator[Fault]:
-    """Refuses to keep some checkpoints longer than others where all are kept."""
+    """Refuses to keep some checkpoints longer than others if all are kept."""
     policy = draft.recipe.checkpoint
     if policy.keep_last is not None:
         return
     for field in ("keep_every_steps", "keep_best"):
         value = getattr(policy, field)
         if value is not None:
-            message = f"{field}={value} changes nothing, since all checkpoints are kept"
+            message = f"{field}={value} has no effect, since all checkpoints are kept"
             yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
 
 
@@ -30,13 +32,15 @@ def keeps_all(draft: Draft) -> Iterator[Fault]:
     "arithmetic",
 )
 def never_saved(draft: Draft) -> Iterator[Fault]:
-    """Refuses a `keep_every_steps` that passes over steps with checkpoints between its multiples."""
+    """Refuses a `keep_every_steps` whose multiples are not all steps with a checkpoint."""
     policy = draft.recipe.checkpoint
     keep, every = policy.keep_every_steps, policy.every_steps
     if keep is None or (every and keep % every == 0):
         return
     what = (
-        f"is no multiple of every_steps={every}" if every else "needs every_steps, which is 0: only the last is written"
+        f"is not a multiple of every_steps={every}"
+        if every
+        else "needs every_steps, which is 0: only the last checkpoint is written"
     )
     fix = assignment(checkpoint__keep_every_steps=math.ceil(keep / every) * every) if every else ""
     yield Fault("checkpoint.keep_every_steps", f"{keep} {what}", fix)
@@ -44,11 +48,12 @@ def never_saved(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "checkpoint.never_evaluated",
-    "The best checkpoints are those whose own weights were evaluated: an evaluation after the step of the checkpoint.",
+    "A checkpoint can only rank among the best if its own weights were evaluated, right after "
+    "the step of the checkpoint.",
     "arithmetic",
 )
 def never_evaluated(draft: Draft) -> Iterator[Fault]:
-    """Refuses `keep_best` where no checkpoint but the last one falls on an evaluation."""
+    """Refuses `keep_best` if no checkpoint but the last one coincides with an evaluation."""
     recipe = draft.recipe
     saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
     if recipe.checkpoint.keep_best is None:

@@ -1,4 +1,4 @@
-"""What the engine's blocks of experts compute otherwise than the model's own, which they replace."""
+"""Rules for expert parallelism, whose blocks of experts replace the model's own and may compute something else."""
 
 from __future__ import annotations
 
@@ -8,72 +8,73 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 FP32_ROUTERS = ("deepseek_v2", "deepseek_v3")
-"""Families that compute the router's logits in fp32 whatever the type of the weights."""
+"""Families that compute the router's logits in fp32, whatever the data type of the weights."""
 RECORDED_PROBABILITIES = ("qwen3_5_moe_text",)
-"""Families whose loss of the router takes logits, where the engine's block hands out probabilities."""
+"""Families whose router loss expects logits, while the engine's block returns probabilities."""
 
 
-@rule("expert.router_noise", "The engine's router draws no noise, and says so in its log only.", "run")
+@rule("expert.router_noise", "The engine's router adds no noise, and only mentions that in its log.", "run")
 def router_noise(draft: Draft) -> Iterator[Fault]:
-    """Noise on what the router sees (`module_inject/auto_ep.py`)."""
+    """Refuses noise on the input of the router (`module_inject/auto_ep.py`)."""
     noise = draft.recipe.model.config.get("router_jitter_noise")
     if draft.parallel.expert > 1 and noise:
-        message = f"{noise} was given: with expert parallelism the engine would leave it out"
+        message = f"{noise} was given: with expert parallelism the engine would ignore it"
         yield Fault("model.config.router_jitter_noise", message, assignment(model__config__router_jitter_noise=0.0))
 
 
-@rule("expert.router_loss", "The load balance loss takes the softmax of what is a softmax already.", "run")
+@rule("expert.router_loss", "The load balance loss would apply a softmax to probabilities.", "run")
 def router_loss(draft: Draft) -> Iterator[Fault]:
-    """Families whose load balance loss comes out wrong (`auto_ep_presets/qwen3_5_moe.py`)."""
+    """Refuses families whose load balance loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`)."""
     facts = draft.facts
     asked = draft.recipe.model.config.get("output_router_logits")
     if facts is not None and draft.parallel.expert > 1 and asked and facts.model_type in RECORDED_PROBABILITIES:
-        message = f"with expert parallelism the load balance loss of '{facts.model_type}' is another one"
+        message = f"with expert parallelism the load balance loss of '{facts.model_type}' would be wrong"
         fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
         yield Fault("model.config.output_router_logits", message, fix)
 
 
-@rule("expert.router_precision", "The engine's router computes in the type of the weights.", "run")
+@rule("expert.router_precision", "The engine's router computes in the data type of the weights.", "run")
 def router_precision(draft: Draft) -> Iterator[Fault]:
-    """Families whose router computes in fp32, with weights in a lower type: tokens would go to other experts."""
+    """Refuses lower precision for routers that compute in fp32: tokens would be routed to other experts."""
     facts = draft.facts
     if facts is None or draft.parallel.expert == 1 or draft.weight_dtype == "fp32":
         return
     if facts.model_type in FP32_ROUTERS:
         message = (
-            f"'{draft.parallel.precision}' was given: '{facts.model_type}' routes in fp32, which the engine's experts "
-            "would do in the type of the weights"
+            f"'{draft.parallel.precision}' was given: '{facts.model_type}' routes in fp32, but the "
+            "engine's experts would route in the data type of the weights"
         )
         fix = f"{assignment(parallel__precision='autocast_bf16')}, or {assignment(parallel__expert=1)}"
         yield Fault("parallel.precision", message, fix)
 
 
-@rule("expert.loss_scale", "Each rank would lower its loss scale by the overflow of its own experts.", "run")
+@rule("expert.loss_scale", "Each rank would lower its loss scale by the overflows of its own experts.", "run")
 def loss_scale(draft: Draft) -> Iterator[Fault]:
-    """fp16 autocast, whose scaler looks at a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
+    """Refuses fp16 autocast, whose scaler only sees a rank's own gradients (`runtime/engine.py:_take_model_step`)."""
     if draft.parallel.expert > 1 and draft.parallel.precision == "autocast_fp16":
-        message = "'autocast_fp16' was given: ranks hold different experts, and would not skip the same steps"
+        message = "'autocast_fp16' was given: ranks hold different experts, so they would skip different steps"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 
 @rule(
     "expert.modules",
-    "An expert that no token of a step meets has no gradient, and plain PyTorch does not update it; the engines sum "
-    "zeros for it, and decay it.",
+    "An expert that receives no token in a step has no gradient, and plain PyTorch does not "
+    "update it; the engines reduce zeros for it, and apply weight decay.",
     "run",
 )
 def modules(draft: Draft) -> Iterator[Fault]:
-    """Experts that are modules of their own, in a model's own code; families of `transformers` have one tensor."""
+    """Refuses models whose experts are separate modules; families of `transformers` store them in one tensor."""
     facts, parallel = draft.facts, draft.parallel
     if facts is None or not facts.expert_modules:
         return
     if parallel.backend != "data_parallel" and parallel.strategy != "ddp":
         message = (
-            f"each expert of '{facts.model_type}' is a module of its own: one that no token of a step meets has no "
-            "gradient, and would be decayed here, unlike in plain PyTorch"
+            f"each expert of '{facts.model_type}' is a module of its own: an expert that receives no "
+            "token in a step has no gradient, but weight decay would be applied to it, unlike in plain "
+            "PyTorch"
         )
         fix = assignment(parallel__backend="accelerate", parallel__accelerate="ddp", parallel__zero_stage=0)
-        yield Fault("model", message, f"{fix}, or keep the experts of a layer in one tensor")
+        yield Fault("model", message, f"{fix}, or store the experts of a layer in one tensor")
 
 
 RULES = (modules, router_noise, router_loss, router_precision, loss_scale)

@@ -1,4 +1,4 @@
-"""Degrees against devices, and against what the model has to divide."""
+"""Rules for degrees of parallelism: what they must divide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 
 def divisors_near(number: int, value: int) -> list[int]:
-    """The largest divisor of `number` up to `value`, and the smallest from there on."""
+    """Returns the largest divisor of `number` up to `value` and the smallest one from `value` on."""
     value = min(max(value, 1), number)
     found = divisors(number)
     return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
@@ -22,9 +22,13 @@ def _nearest(number: int, value: int) -> str:
     return " or ".join(str(divisor) for divisor in divisors_near(number, value))
 
 
-@rule("layout.world", "pp × tp × sp ranks share one replica, so they divide the devices.", "arithmetic")
+@rule(
+    "layout.world",
+    "pp × tp × sp ranks share one replica, so their product must divide the number of devices.",
+    "arithmetic",
+)
 def world(draft: Draft) -> Iterator[Fault]:
-    """Degrees that do not divide the number of devices."""
+    """Refuses degrees that do not divide the number of devices."""
     if draft.dp:
         return
     parallel, cluster = draft.parallel, draft.cluster
@@ -33,7 +37,7 @@ def world(draft: Draft) -> Iterator[Fault]:
         f"pipeline × tensor × sequence = {equation} does not divide {cluster.nodes} × "
         f"{cluster.devices_per_node} = {cluster.world_size} devices"
     )
-    # The largest degree is the one to change; the others stay as they are.
+    # Suggest changing the largest degree and keeping the others.
     name = max(("pipeline", "tensor", "sequence"), key=lambda degree: getattr(parallel, degree))
     rest = draft.model_parallel // getattr(parallel, name)
     fix = f"use a multiple of {draft.model_parallel} devices"
@@ -45,46 +49,48 @@ def world(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "layout.tensor_divides",
-    "A tensor parallel rank holds whole heads. Where they do not divide, AutoTP gives some ranks more than others, "
-    "or none at all, and all wait for the fullest.",
+    "A tensor parallel rank holds whole heads. If the degree does not divide the heads, AutoTP "
+    "gives some ranks more heads than others, or none at all, and all ranks wait for the slowest.",
     "arithmetic",
 )
 def tensor_divides(draft: Draft) -> Iterator[Fault]:
-    """Heads that tensor parallel ranks cannot share evenly."""
+    """Refuses a degree that does not divide the numbers of heads."""
     degree, facts = draft.parallel.tensor, draft.facts
     if facts is None or degree == 1:
         return
     for name, number in (("query heads", facts.heads), ("key and value heads", facts.kv_heads)):
         if number % degree:
-            message = f"{degree} was given: the model's {number} {name} do not divide by it"
+            message = f"{degree} was given: it does not divide the model's {number} {name}"
             yield Fault("parallel.tensor", message, f"use {_nearest(number, degree)}")
 
 
-@rule("layout.sequence_divides", "Ulysses gives each rank a slice of the sequence, then whole heads.", "arithmetic")
+@rule(
+    "layout.sequence_divides", "Ulysses splits the sequence across ranks, and within attention the heads.", "arithmetic"
+)
 def sequence_divides(draft: Draft) -> Iterator[Fault]:
-    """Sequences and heads that sequence parallel ranks cannot share evenly (arXiv 2309.14509)."""
+    """Refuses a degree that does not divide the sequence length and the number of heads (arXiv 2309.14509)."""
     degree, facts, length = draft.parallel.sequence, draft.facts, draft.recipe.data.sequence_length
     if degree == 1:
         return
     if length % degree:
-        message = f"{degree} was given: a sequence of {length} tokens does not divide by it"
+        message = f"{degree} was given: it does not divide a sequence of {length} tokens"
         yield Fault("parallel.sequence", message, f"use {_nearest(length, degree)}")
     heads = facts.heads // draft.parallel.tensor if facts else 0
     if heads % degree:
         owners = "a tensor parallel rank's" if draft.parallel.tensor > 1 else "the model's"
-        message = f"{degree} was given: {owners} {heads} heads do not divide by it"
+        message = f"{degree} was given: it does not divide {owners} {heads} heads"
         yield Fault("parallel.sequence", message, f"use {_nearest(heads, degree)}")
 
 
-@rule("layout.expert", "Experts are spread over all ranks that hold the same layers.", "arithmetic")
+@rule("layout.expert", "Experts are distributed over all ranks that hold the same layers.", "arithmetic")
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Expert parallelism of a dense model, or degrees that divide neither experts nor ranks."""
+    """Refuses expert parallelism of a dense model, and degrees that divide neither experts nor ranks."""
     degree, facts = draft.parallel.expert, draft.facts
     if degree == 1:
         return
     ranks = (draft.dp or 0) * draft.parallel.tensor * draft.parallel.sequence
     if ranks % degree:
-        message = f"{degree} was given: data × tensor × sequence is {ranks} ranks, which do not divide by it"
+        message = f"{degree} was given: it does not divide data × tensor × sequence = {ranks} ranks"
         yield Fault("parallel.expert", message, f"use {_nearest(ranks, degree)}")
     if facts is None:
         return
@@ -92,10 +98,10 @@ def expert(draft: Draft) -> Iterator[Fault]:
         message = f"{degree} was given, but '{facts.model_type}' has no experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
     elif facts.experts % degree:
-        message = f"{degree} was given: {facts.experts} experts do not divide by it"
+        message = f"{degree} was given: it does not divide {facts.experts} experts"
         yield Fault("parallel.expert", message, f"use {_nearest(facts.experts, degree)}")
     elif facts.model_type not in EXPERT_PRESETS:
-        message = f"the engine's expert parallelism is known for {', '.join(EXPERT_PRESETS)} only"
+        message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
@@ -105,7 +111,8 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
     parallel, cluster = draft.parallel, draft.cluster
     if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
         message = (
-            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node}: every layer waits for "
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
+            "every layer waits for "
         )
         message += _links(cluster.spec)
         fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
@@ -113,7 +120,7 @@ def tensor_node(draft: Draft) -> Iterator[Fault]:
 
 
 def _links(device: Device) -> str:
-    """What is between nodes, and within them where both are known."""
+    """Describes the links between nodes, compared with those within a node if both are known."""
     node, network = device.node_bandwidth, device.network_bandwidth
     if node is None or network is None:
         return "the network"

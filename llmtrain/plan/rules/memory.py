@@ -1,4 +1,4 @@
-"""What fits on a device."""
+"""The rule that a plan fits in the memory of its devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llmtrain.plan.memory.parts import GIB
 from llmtrain.plan.rules.rule import Fault, rule
 
 
-@rule("memory.fits", "The fullest rank's bytes, by part, against the device's memory.", "arithmetic")
+@rule("memory.fits", "The rank that needs most memory, by component, against the memory of a device.", "arithmetic")
 def fits(draft: Draft) -> Iterator[Fault]:
-    """Plans whose fullest rank needs more than a device has; asked where the capacity and all degrees are known."""
+    """Refuses plans whose fullest rank needs more than a device has, if the capacity and all degrees are known."""
     facts, stages = draft.facts, draft.parallel.pipeline
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
@@ -27,7 +27,7 @@ def fits(draft: Draft) -> Iterator[Fault]:
         f"needs {memory.needed / GIB:,.1f} GiB of {memory.capacity / GIB:,.0f} GiB on a {draft.cluster.device}{where}, "
         f"{LABELS[fullest.moment]}: {by_part(fullest.peak)}"
     )
-    yield Fault("parallel", message, "use more devices or larger ones, or split and store the run otherwise")
+    yield Fault("parallel", message, "use more devices or larger ones, or change the layout or the precision")
 
 
 RULES = (fits,)

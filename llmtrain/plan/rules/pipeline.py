@@ -1,4 +1,4 @@
-"""What the pipeline engine does not take, or silently falsifies."""
+"""Rules for what the pipeline engine does not support, or silently computes wrong."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 @rule(
     "pipeline.zero_stage",
-    "The pipeline engine asserts ZeRO below 2, after launch; at 0 it clips by the norm of the first stage alone.",
+    "The pipeline engine asserts ZeRO stage 0 or 1, after launch; at stage 0 it clips by the "
+    "norm of the first pipeline stage alone.",
     "run",
 )
 def zero_stage(draft: Draft) -> Iterator[Fault]:
-    """ZeRO 2 and 3 fail under pipelines; ZeRO 0 in fp32 does not clip the whole gradient."""
+    """Refuses ZeRO 2 and 3 under pipelines, and ZeRO 0 in fp32 with clipping, which would not use the whole norm."""
     parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
     if parallel.pipeline == 1:
         return
     if parallel.zero_stage >= 2:
-        message = f"{parallel.zero_stage} was given: pipeline stages keep their gradients whole, so ZeRO 1 is the most"
+        message = f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, so at most ZeRO 1 works"
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
     if parallel.zero_stage == 0 and clip:
-        message = f"0 was given with clip_grad_norm = {clip:g}: it would clip by the norm of the first stage alone"
+        message = (
+            f"0 was given with clip_grad_norm = {clip:g}: it would clip by the norm of the first pipeline stage alone"
+        )
         yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
 
 
 @rule("pipeline.layers", "A stage without a layer has nothing to run.", "arithmetic")
 def layers(draft: Draft) -> Iterator[Fault]:
-    """More stages than layers."""
+    """Refuses more stages than layers."""
     degree, facts = draft.parallel.pipeline, draft.facts
     if facts is not None and degree > facts.layers:
         message = f"{degree} was given: the model has {facts.layers} layers"
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
 
 
-@rule("pipeline.chain", "A stage is a part of one chain of decoder layers.", "arithmetic")
+@rule("pipeline.chain", "A stage is a part of one sequence of decoder layers.", "arithmetic")
 def chain(draft: Draft) -> Iterator[Fault]:
-    """Models without one list of decoder layers."""
+    """Refuses models without a single list of decoder layers."""
     if draft.parallel.pipeline > 1 and draft.facts is not None and not draft.facts.layer_parameters:
         message = (
             f"{draft.parallel.pipeline} was given, but '{draft.facts.model_type}' has no single list of decoder layers"
@@ -49,11 +52,12 @@ def chain(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "pipeline.autocast_fp16",
-    "The pipeline engine goes backward without autocast's loss scale, and the scaler fails at the first step.",
+    "The backward pass of the pipeline engine does not apply autocast's loss scale, and the "
+    "scaler fails at the first step.",
     "run",
 )
 def autocast_fp16(draft: Draft) -> Iterator[Fault]:
-    """fp16 autocast under pipelines."""
+    """Refuses fp16 autocast under pipelines."""
     if draft.parallel.pipeline > 1 and draft.parallel.precision == "autocast_fp16":
         message = "'autocast_fp16' was given, whose loss scale the pipeline engine does not apply"
         yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
@@ -61,11 +65,11 @@ def autocast_fp16(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "pipeline.tied_accumulation",
-    "Gradients that are accumulated beside the weights skip the reduction of tied ones: the copies drift apart.",
+    "Gradients that are accumulated in separate buffers skip the reduction of tied weights: the copies drift apart.",
     "run",
 )
 def tied_accumulation(draft: Draft) -> Iterator[Fault]:
-    """Tied embeddings under pipelines with gradients in another type, unless the bf16 optimizer takes them."""
+    """Refuses tied embeddings with gradients in another data type, unless the bf16 optimizer reduces them."""
     parallel, facts = draft.parallel, draft.facts
     if parallel.pipeline == 1 or facts is None or not facts.tied_embeddings:
         return
@@ -81,12 +85,12 @@ def tied_accumulation(draft: Draft) -> Iterator[Fault]:
 
 
 MOST_IDLE = 0.2
-"""Part of the time that a pipeline may idle without a note."""
+"""Fraction of the time that a pipeline may idle without a note."""
 
 
 @rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
 def bubble(draft: Draft) -> Iterator[Fault]:
-    """Notes pipelines that idle more than a fifth of the time; with one micro-batch a single stage works at a time."""
+    """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
     stages, micro_batches = draft.parallel.pipeline, draft.accumulation
     if stages == 1 or micro_batches is None:
         return
@@ -95,25 +99,25 @@ def bubble(draft: Draft) -> Iterator[Fault]:
         return
     one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     message = (
-        f"{one} a step in {stages} stages: each idles ({stages} − 1) / ({micro_batches} + {stages} − 1) = {idle:.0%} "
-        "of the time"
+        f"{one} per step in {stages} stages: each stage idles ({stages} − 1) / ({micro_batches} + "
+        f"{stages} − 1) = {idle:.0%} of the time"
     )
     if micro_batches == 1:
-        message += ", as one stage works after the other"
+        message += ", since only one stage works at a time"
     yield Fault("parallel.pipeline", message, _less_idle(draft))
 
 
 def _less_idle(draft: Draft) -> str:
-    """The largest micro-batches that bring the idle time down to `MOST_IDLE`; else the global batch that would."""
+    """Suggests the largest micro-batch size that keeps the idle time within `MOST_IDLE`, else a global batch size."""
     assert draft.dp is not None, "there are micro-batches"
     stages, batch = draft.parallel.pipeline, draft.recipe.batch
     needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
     share = batch.global_batch_size // draft.dp
     smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
     if smaller is not None:
-        return f"{assignment(batch__micro_batch_size=smaller)} makes {share // smaller} of them"
+        return f"{assignment(batch__micro_batch_size=smaller)} gives {share // smaller} micro-batches"
     larger = assignment(batch__global_batch_size=needed * draft.dp, batch__micro_batch_size=1)
-    return f"{needed} of them take {larger}, or use fewer stages"
+    return f"{needed} micro-batches need {larger}, or use fewer stages"
 
 
 RULES = (zero_stage, layers, chain, autocast_fp16, tied_accumulation, bubble)

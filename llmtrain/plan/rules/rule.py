@@ -1,4 +1,4 @@
-"""A rule of legality: what may not be combined, why, and where that was seen."""
+"""A rule of legality: what may not be combined, why, and the evidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seen = Literal["run", "read", "arithmetic"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One violation: the field, what was given and why it cannot be, and what to do."""
+    """One violation: the field, what was given and why it is refused, and what to do."""
 
     field: str
     message: str
@@ -36,10 +36,10 @@ class Rule:
     seen: Seen
     check: Check
     refuses: bool = True
-    """False: legal, but worth a note in the plan."""
+    """False: the plan is legal, but gets a note."""
 
     def problems(self, draft: Draft) -> list[Problem]:
-        """The faults of a draft under this rule's id."""
+        """Returns the faults of a draft as problems with this rule's id."""
         return [Problem(self.id, fault.field, fault.message, fault.fix) for fault in self.check(draft)]
 
 
@@ -49,5 +49,5 @@ def rule(id_: str, reason: str, seen: Seen, *, refuses: bool = True) -> Callable
 
 
 def assignment(**fields: object) -> str:
-    """A fix to paste: `--set parallel.zero_stage=1`; `__` stands for the dot."""
+    """Returns a fix to paste: `--set parallel.zero_stage=1`; `__` stands for the dot."""
     return " ".join(f"--set {name.replace('__', '.')}={value}" for name, value in fields.items())

@@ -1,4 +1,4 @@
-"""Tensor parallelism within pipeline stages: by the plan that a family of `transformers` declares."""
+"""Rules for tensor parallelism within pipeline stages, which uses the plan that a family of `transformers` declares."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ _WORKING = (
     "vaultgemma youtu"
 )
 SLICED_FAMILIES = frozenset(_WORKING.split())
-"""Model types that came out right when two ranks shared them: as `docs/reference/families_slices.md` lists."""
+"""Model types that give correct results on two ranks: those that work in `docs/reference/families_slices.md`."""
 
 
 @rule(
     "pipeline.tensor_family",
-    "Within stages the modules are split by a family's own tp_plan; without one, or with one that loses a gradient, "
-    "the model would compute something else.",
+    "Within stages, modules are split by the family's own tp_plan; without one, or with one "
+    "that loses a gradient, the model would compute something else.",
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Families whose tiny copy fails or deviates when it is split (`docs/reference/families_slices.md`)."""
+    """Refuses families that fail or compute something else when split (`docs/reference/families_slices.md`)."""
     parallel, facts = draft.parallel, draft.facts
     if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
         return
     if facts.model_type not in SLICED_FAMILIES:
-        message = f"{parallel.tensor} was given, but '{facts.model_type}' cannot be split right within pipeline stages"
+        message = (
+            f"{parallel.tensor} was given, but '{facts.model_type}' cannot be split correctly within pipeline stages"
+        )
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 
 
 @rule(
     "pipeline.tensor_divides",
-    "Within stages each tensor parallel rank holds an equal part of every split weight; the engine's own AutoTP, "
-    "without stages, takes uneven ones.",
+    "Within stages, each tensor parallel rank holds an equal part of every split weight; the "
+    "engine's own AutoTP, without stages, supports uneven parts.",
     "run",
 )
 def divides(draft: Draft) -> Iterator[Fault]:
-    """Feed-forward layers, experts' included, whose width the ranks cannot share evenly."""
+    """Refuses feed-forward layers and experts whose width is not a multiple of the degree."""
     parallel, facts = draft.parallel, draft.facts
     if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None or facts.weights is None:
         return
@@ -53,7 +55,7 @@ def divides(draft: Draft) -> Iterator[Fault]:
     uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
     if uneven:
         widths = " and ".join(str(width) for width in uneven)
-        message = f"{parallel.tensor} was given: feed-forward layers of width {widths} do not divide by it"
+        message = f"{parallel.tensor} was given: it does not divide the width {widths} of feed-forward layers"
         yield Fault(
             "parallel.tensor", message, f"{assignment(parallel__tensor=1)}, or {assignment(parallel__pipeline=1)}"
         )

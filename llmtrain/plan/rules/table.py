@@ -1,4 +1,4 @@
-"""The rules as a document: `python -m llmtrain.plan.rules.table > docs/reference/rules.md`."""
+"""Renders the rules as a document: `python -m llmtrain.plan.rules.table > docs/reference/rules.md`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ backends.
 
 
 def markdown() -> str:
-    """The table of all rules."""
+    """Returns the table of all rules."""
     rows = (
         f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {_SEEN[rule.seen]} |" for rule in RULES
     )

@@ -1,4 +1,4 @@
-"""Families that the engine's automatic tensor parallelism cuts and still computes right."""
+"""Rules for DeepSpeed's automatic tensor parallelism: the families that it splits correctly."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ _WORK = (
     "starcoder2 vaultgemma xglm youtu"
 )
 TENSOR_FAMILIES = frozenset(_WORK.split())
-"""Model types that came out right when they were cut in two: those that work in `docs/reference/families_tensor.md`."""
+"""Model types that give correct results when split in two: those that work in `docs/reference/families_tensor.md`."""
 
 EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
-"""Mixtures of experts whose attention is cut right by the names of its projections, while experts are spread."""
+"""Mixtures of experts whose attention is split correctly by the names of its projections while experts are distributed.
+"""
 
 
 @rule(
     "tensor.family",
-    "AutoTP cuts what a family's tp_plan or the names of its modules suggest; for most families it fails, or the "
-    "model computes something else.",
+    "AutoTP splits what a family's tp_plan or the names of its modules suggest; for most "
+    "families it fails, or the model computes something else.",
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Families whose tiny copy fails or deviates when it is cut (`docs/reference/families_tensor.md`)."""
+    """Refuses families that fail or compute something else when split (`docs/reference/families_tensor.md`)."""
     degree, facts = draft.parallel.tensor, draft.facts
-    if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages it is not the engine that cuts
+    if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages, llmtrain splits the model itself
         return
     if draft.parallel.expert > 1:
         if facts.experts and facts.model_type not in EXPERT_TENSOR_FAMILIES:
             message = (
-                f"{degree} was given, but attention of '{facts.model_type}' has other projections than q, k, v and o"
+                f"{degree} was given, but the attention of '{facts.model_type}' has projections other than "
+                "q, k, v and o"
             )
             yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
     elif facts.model_type not in TENSOR_FAMILIES:
-        message = f"{degree} was given, but the engine cannot cut '{facts.model_type}' right"
+        message = f"{degree} was given, but the engine cannot split '{facts.model_type}' correctly"
         fix = assignment(parallel__tensor=1)
         if facts.model_type in SLICED_FAMILIES:
-            message += "; within pipeline stages it is split by llmtrain itself, which can"
+            message += "; within pipeline stages llmtrain splits it itself, correctly"
             fix += f", or {assignment(parallel__pipeline=2)}"
         yield Fault("parallel.tensor", message, fix)
 

@@ -1,4 +1,4 @@
-"""ZeRO stages and what only some of them can offload. What does not apply, the engine ignores silently."""
+"""Rules for ZeRO stages and offload. The engine silently ignores what a stage does not support."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from llmtrain.plan.rules.rule import Fault, assignment, rule
 
 @rule("zero.offload_optimizer_stage", "Without ZeRO nothing is sharded, and offload is ignored.", "run")
 def offload_optimizer_stage(draft: Draft) -> Iterator[Fault]:
-    """Optimizer offload at ZeRO 0."""
+    """Refuses optimizer offload at ZeRO 0."""
     parallel = draft.parallel
     if parallel.offload_optimizer != "none" and parallel.zero_stage == 0:
         message = f"'{parallel.offload_optimizer}' was given, but at ZeRO 0 the optimizer states stay on the device"
         yield Fault("parallel.offload_optimizer", message, assignment(parallel__zero_stage=1))
 
 
-@rule("zero.offload_param_stage", "Only ZeRO 3 shards parameters; at other stages their offload is ignored.", "run")
+@rule("zero.offload_param_stage", "Only ZeRO 3 shards parameters; at other stages parameter offload is ignored.", "run")
 def offload_param_stage(draft: Draft) -> Iterator[Fault]:
-    """Parameter offload below ZeRO 3."""
+    """Refuses parameter offload below ZeRO 3."""
     parallel = draft.parallel
     if parallel.offload_param != "none" and parallel.zero_stage < 3:
         message = (
@@ -29,9 +29,9 @@ def offload_param_stage(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.offload_param", message, fix)
 
 
-@rule("zero.nvme_stage", "Only ZeRO 3 swaps to a disk; stages 1 and 2 take host memory without a word.", "run")
+@rule("zero.nvme_stage", "Only ZeRO 3 offloads to disk; stages 1 and 2 silently use host memory instead.", "run")
 def nvme_stage(draft: Draft) -> Iterator[Fault]:
-    """NVMe offload of the optimizer at ZeRO 1 and 2."""
+    """Refuses NVMe offload of the optimizer at ZeRO 1 and 2."""
     parallel = draft.parallel
     if parallel.offload_optimizer == "nvme" and parallel.zero_stage in (1, 2):
         message = f"'nvme' was given, but ZeRO {parallel.zero_stage} would keep the states in host memory instead"
@@ -39,13 +39,13 @@ def nvme_stage(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.offload_optimizer", message, fix)
 
 
-@rule("zero.nvme_path", "A path without a use, or a use without a path, is a mistake.", "run")
+@rule("zero.nvme_path", "A folder without NVMe offload, or NVMe offload without a folder, is a mistake.", "run")
 def nvme_path(draft: Draft) -> Iterator[Fault]:
-    """NVMe offload without its folder, and the folder without it."""
+    """Refuses NVMe offload without its folder, and the folder without NVMe offload."""
     parallel = draft.parallel
     wanted = "nvme" in (parallel.offload_optimizer, parallel.offload_param)
     if wanted and not parallel.nvme_path:
-        message = "is required for nvme offload: a folder on a local disk of each node"
+        message = "is required for nvme offload: name a folder on a local disk of each node"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="/local_nvme"))
     if parallel.nvme_path and not wanted:
         message = f"'{parallel.nvme_path}' was given, but nothing is offloaded to nvme"
@@ -54,17 +54,17 @@ def nvme_path(draft: Draft) -> Iterator[Fault]:
 
 @rule(
     "zero.expert",
-    "Only the engine for whole models spreads experts, and it refuses offload together with tensor parallelism.",
+    "Only the engine for whole models distributes experts, and it refuses offload together with tensor parallelism.",
     "run",
 )
 def expert(draft: Draft) -> Iterator[Fault]:
-    """What expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
+    """Refuses what expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
     parallel = draft.parallel
     if parallel.expert == 1:
         return
     offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
     if parallel.tensor > 1 and offloads:
-        message = f"{parallel.expert} was given: with tensor parallelism the engine's experts take no offload"
+        message = f"{parallel.expert} was given: with tensor parallelism the engine's experts support no offload"
         fix = f"{assignment(parallel__tensor=1)}, or no offload"
         yield Fault("parallel.expert", message, fix)
     if parallel.pipeline > 1:
