@@ -38,7 +38,7 @@ def test_brackets_after_an_unquoted_text_are_pointed_out():
     text += '  "a": {b: "c"}\n  offload: { device: nvme }\n}\n'
     (finding,) = errors(text)
     assert finding.rule == "lint.unreadable"
-    assert finding.fix.startswith("line 5: an unquoted text goes to the end of its line")
+    assert finding.fix.startswith("line 5: an unquoted text extends to the end of its line")
     assert finding.fix.endswith('write "nvme"')
     (finding,) = errors('{"train_batch_size": 8, "bf16": {"enabled": true}')
     assert (finding.rule, finding.fix) == ("lint.unreadable", "")

@@ -1,7 +1,7 @@
-"""Checks any DeepSpeed JSON for what DeepSpeed would refuse late, silently ignore, change or misread.
+"""Checks any DeepSpeed configuration for what DeepSpeed would refuse late, silently ignore, change or misread.
 
-`reading` turns a file into a document with places, `structure` compares it with what DeepSpeed can read,
-and `rules` knows what the values mean together.
+`reading` parses a file into a document with the position of each key, `structure` compares it with what DeepSpeed can
+read, and `rules` checks combinations of values.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["RULES", "Finding", "allowed", "lint_file", "lint_text"]
 
 
 def lint_file(path: Path, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
-    """Everything that is wrong with a DeepSpeed configuration file; never raises on what it contains.
+    """Returns everything that is wrong with a DeepSpeed configuration file. Never raises because of its content.
 
-    `world_size` is the number of devices, for the batch triangle; findings of the rules in `allow` are left out.
+    `world_size` is the number of devices, for the batch equation. Findings of the rules in `allow` are left out.
     """
     try:
         document = read_file(path, world_size)
@@ -30,7 +30,7 @@ def lint_file(path: Path, world_size: int | None = None, allow: Collection[str] 
 
 
 def lint_text(text: str, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
-    """As `lint_file`, for the text of a configuration; JSON, or Hjson as DeepSpeed reads it."""
+    """Does the same as `lint_file` for the text of a configuration: JSON, or Hjson as DeepSpeed reads it."""
     try:
         document = read_text(text, world_size)
     except Unreadable as error:
@@ -39,14 +39,14 @@ def lint_text(text: str, world_size: int | None = None, allow: Collection[str] =
 
 
 def allowed(rules: Collection[str]) -> frozenset[str]:
-    """The ids of rules to let pass, as the command line gives them; `lint.` may be left out.
+    """Returns the full ids of the rules to ignore, as the command line gives them; `lint.` may be left out.
 
-    Raises: RecipeError for ids that no rule has.
+    Raises: RecipeError for unknown rules.
     """
     known = [rule.id for rule in RULES]
     full = {rule: rule if rule.startswith("lint.") else f"lint.{rule}" for rule in rules}
     problems = [
-        Problem("lint.allow", "--allow", f"{given[:80]!r} is no rule{nearest(name[:80], known)}")
+        Problem("lint.allow", "--allow", f"{given[:80]!r} is not a rule{nearest(name[:80], known)}")
         for given, name in full.items()
         if name not in known
     ]

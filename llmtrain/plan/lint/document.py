@@ -1,4 +1,4 @@
-"""A configuration as read, and a fault found in it."""
+"""A parsed configuration, and a fault found in it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from llmtrain.untrusted import printable
 Severity = Literal["error", "warning"]
 Where = tuple[str, ...]
 LARGEST_NUMBER = 2**63
-"""Counts from here on are no counts; the bound keeps products, and messages, of a sane length."""
+"""Larger numbers are not accepted as counts; the bound limits the length of products and messages."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of a configuration file: rule, severity, dotted key and its place (from 1; 0 is unknown)."""
+    """One fault of a configuration file: rule, severity, dotted key and position (counted from 1; 0 if unknown)."""
 
     rule: str
     severity: Severity
@@ -27,7 +27,7 @@ class Finding:
 
 
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)
-    """The file holds no configuration."""
+    """The file contains no configuration."""
 
     def __init__(self, message: str, line: int = 0, column: int = 0, fix: str = "") -> None:
         self.finding = Finding("lint.unreadable", "error", "file", printable(message), printable(fix), line, column)
@@ -36,10 +36,10 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as read, with the places (line, column) of its keys.
+    """A parsed configuration with the positions (line, column) of its keys.
 
-    The readers below answer with what DeepSpeed would take where a value is of the right type, and as if the key
-    were absent where it is not: the wrong type is reported once, by its own rule.
+    The methods below return what DeepSpeed would use if a value has the right type, and treat the key as absent if it
+    has not: a wrong type is reported once, by its own rule.
     """
 
     values: dict[str, Any]
@@ -48,58 +48,58 @@ class Document:
     world_size: int | None
 
     def at(self, *where: str) -> Any:
-        """The value at a path, or None."""
+        """Returns the value at a path, or None."""
         value: Any = self.values
         for key in where:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def has(self, *where: str) -> bool:
-        """Whether the key is written, whatever its value."""
+        """Whether the key is present, whatever its value."""
         block = self.at(*where[:-1])
         return isinstance(block, dict) and where[-1] in block
 
     def block(self, *where: str) -> dict[str, Any]:
-        """The object at a path; empty where there is none."""
+        """Returns the object at a path, or an empty one."""
         value = self.at(*where)
         return value if isinstance(value, dict) else {}
 
     def on(self, *where: str) -> bool:
-        """Whether a switch is written and on."""
+        """Whether a switch is present and on."""
         value = self.at(*where)
         return value is True or (type(value) is int and value == 1)
 
     def off(self, *where: str) -> bool:
-        """Whether a switch is written and off."""
+        """Whether a switch is present and off."""
         value = self.at(*where)
         return value is False or (type(value) is int and value == 0)
 
     def number(self, *where: str) -> float | None:
-        """The finite number at a path."""
+        """Returns the finite number at a path, or None."""
         value = self.at(*where)
         fits = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
         return value if fits else None
 
     def count(self, *where: str) -> int | None:
-        """The positive whole number at a path; a float such as 5e8 counts where it is whole."""
+        """Returns the positive integer at a path, or None; a float such as 5e8 counts if it is an integer."""
         value = self.number(*where)
         return int(value) if value is not None and value > 0 and value == int(value) else None
 
     def word(self, *where: str) -> str:
-        """The text at a path, or an empty one."""
+        """Returns the text at a path, or an empty one."""
         value = self.at(*where)
         return value if isinstance(value, str) else ""
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that DeepSpeed would take."""
+        """The ZeRO stage that DeepSpeed would use."""
         if self.at("zero_optimization") is True:  # DeepSpeed's old form
             return 1
         stage = self.number("zero_optimization", "stage")
         return int(stage) if stage in (1, 2, 3) else 0
 
     def offload(self, what: str) -> str:
-        """Where `offload_optimizer` or `offload_param` goes: none, cpu or nvme."""
+        """Returns the target of `offload_optimizer` or `offload_param`: none, cpu or nvme."""
         old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[what]
         if self.on("zero_optimization", old):
             return "cpu"
@@ -107,5 +107,5 @@ class Document:
 
     @property
     def pipeline(self) -> bool:
-        """Whether the file speaks of a pipeline; whether there is one, only the training script knows."""
+        """Whether the file has a pipeline block; only the training script knows whether there is a pipeline."""
         return bool(self.block("pipeline"))

@@ -1,7 +1,7 @@
-"""Reads a configuration as DeepSpeed does (JSON, else Hjson with comments), with the places of its keys.
+"""Parses a configuration as DeepSpeed does (JSON, else Hjson with comments), with the positions of its keys.
 
-Whatever the file holds, reading ends, and in time that grows with its length: every token of the scanner matches
-where it starts, so that nothing is scanned twice.
+Parsing ends for every input, in time linear in its length: every token of the scanner matches where it starts, so
+nothing is scanned twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from llmtrain.plan.lint.document import Document, Unreadable, Where
 from llmtrain.untrusted import read_bytes, why
 
 LARGEST_FILE = 2**20
-"""Bytes; the largest configurations in use are some kilobytes."""
+"""Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
 DEEPEST = 64
-"""Levels of nesting; DeepSpeed's own keys go six deep."""
+"""Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
 
 
 def read_file(path: Path, world_size: int | None = None) -> Document:
-    """The configuration in a file.
+    """Reads the configuration in a file.
 
     Raises: Unreadable.
     """
@@ -31,7 +31,9 @@ def read_file(path: Path, world_size: int | None = None) -> Document:
         text = read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB: no DeepSpeed configuration is") from None
+            raise Unreadable(
+                f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration"
+            ) from None
         raise Unreadable(f"cannot be read: {why(error)}") from None
     except UnicodeDecodeError as error:
         raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
@@ -39,7 +41,7 @@ def read_file(path: Path, world_size: int | None = None) -> Document:
 
 
 def read_text(text: str, world_size: int | None = None) -> Document:
-    """The configuration in a text.
+    """Parses the configuration in a text.
 
     Raises: Unreadable.
     """
@@ -48,16 +50,16 @@ def read_text(text: str, world_size: int | None = None) -> Document:
         values = _parse(text)
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
-    except ValueError as error:  # of json and of hjson alike
+    except ValueError as error:  # json and hjson both raise it
         line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
         raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
-        raise Unreadable("holds no JSON object")
+        raise Unreadable("contains no JSON object")
     return Document(values, places, tuple(_repeated(values)), world_size)
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys were given twice."""
+    """A JSON object that records which of its keys occur twice."""
 
     repeated: tuple[str, ...] = ()
 
@@ -77,25 +79,25 @@ def _parse(text: str) -> Any:
 
 
 def _parse_hjson(text: str) -> Any:
-    """Comments, unquoted words, missing commas: what DeepSpeed reads. JSON is the part of it that json reads faster."""
+    """Parses comments, unquoted words and missing commas, as DeepSpeed does; json parses plain JSON faster."""
     import hjson
 
     try:
         return hjson.loads(text, object_pairs_hook=_object)
-    except (IndexError, OverflowError):  # hjson's own faults: on ''' at the start of a text, and on 1e999
-        raise ValueError("Hjson cannot read it") from None
+    except (IndexError, OverflowError):  # bugs of hjson: on ''' at the start of a text, and on 1e999
+        raise ValueError("Hjson cannot parse it") from None
 
 
 def _number(digits: str) -> float:
-    """A number with a fraction or an exponent as Hjson takes it: 1e3 is a whole number."""
+    """Converts a number with a fraction or an exponent as Hjson does: 1e3 is an integer."""
     value = float(digits)
     if abs(value) == float("inf"):
-        raise ValueError(f"{digits[:40]} is too large a number")
+        raise ValueError(f"the number {digits[:40]} is too large")
     return int(value) if value.is_integer() and abs(value) < 1e10 else value
 
 
 class _Constant(Exception):  # noqa: N818  (it only leaves the parser)
-    """NaN or Infinity, which Python's json takes for numbers, and Hjson for text up to the end of the line."""
+    """NaN or Infinity, which Python's json parses as numbers, and Hjson as text up to the end of the line."""
 
 
 def _no_number(name: str) -> None:
@@ -103,7 +105,7 @@ def _no_number(name: str) -> None:
 
 
 def _repeated(values: _Object) -> list[Where]:
-    """Paths of the keys that occur twice in one object; objects in lists are anonymous and take the list's path."""
+    """Returns the paths of keys that occur twice in one object; objects in a list have the path of the list."""
     found: list[Where] = []
     open_: list[tuple[Where, Any]] = [((), values)]
     while open_:
@@ -127,12 +129,12 @@ _COLON = re.compile(r"\s*+:")
 
 
 def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
-    """Line and column of every key, by its path; a key that occurs twice has two places.
+    """Returns the line and column of every key by its path; a key that occurs twice has two positions.
 
-    Raises: Unreadable where brackets nest deeper than any parser should follow.
+    Raises: Unreadable if brackets are nested too deeply.
     """
     places: dict[Where, list[tuple[int, int]]] = {}
-    path: list[str] = []  # the key that each open bracket is the value of
+    path: list[str] = []  # the keys whose values are the open brackets
     key, line, line_start, done = "", 1, 0, 0
     for token in _TOKEN.finditer(text):
         start = token.start()
@@ -141,7 +143,7 @@ def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
         done = start
         if token["name"] and _COLON.match(text, token.end()):
             key = _unquoted(token["name"])
-            outer = path[1:] if path[:1] == [""] else path  # Hjson may leave the outermost braces out
+            outer = path[1:] if path[:1] == [""] else path  # in Hjson the outermost braces are optional
             places.setdefault((*outer, key), []).append((line, start - line_start + 1))
         elif token["bracket"] in ("{", "["):
             path.append(key)
@@ -156,7 +158,7 @@ _WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}
 
 
 def _swallowed(text: str) -> str:
-    """The first unquoted text that has a bracket in it: Hjson takes it to the end of the line."""
+    """Explains the first unquoted text that contains a bracket: Hjson reads it up to the end of the line."""
     end = 0
     for token in _TOKEN.finditer(text):
         colon = _COLON.match(text, token.end()) if token["name"] and token.start() >= end else None
@@ -166,7 +168,7 @@ def _swallowed(text: str) -> str:
         end = text.find("\n", word.end()) % (len(text) + 1)
         if any(bracket in text[word.end() : end] for bracket in "}]"):
             line = text.count("\n", 0, word.start(1)) + 1
-            told = "an unquoted text goes to the end of its line, brackets and commas with it"
+            told = "an unquoted text extends to the end of its line, including brackets and commas"
             return f'line {line}: {told}; write "{word[1].strip()}"'
     return ""
 

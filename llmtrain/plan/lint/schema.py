@@ -1,8 +1,8 @@
-"""What a DeepSpeed configuration may hold: every key, at every level, with the type and the range of its value.
+"""What a DeepSpeed configuration may contain: every key, at every level, with the type and the range of its value.
 
-The blocks that DeepSpeed checks itself are rendered from it into `deepspeed.json`
-(`tools/render_lint_schema.py`). Written here is what it reads key by key, from DeepSpeed 0.19.8's
-`runtime/config.py` and `runtime/constants.py`; a test looks for these keys in its sources.
+The blocks that DeepSpeed validates itself are rendered from it into `deepspeed.json` (`scripts/render_lint_schema.py`).
+This module lists what it reads key by key, from DeepSpeed 0.19.8's `runtime/config.py` and `runtime/constants.py`; a
+test looks for these keys in its sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmtrain.plan.lint.document import Where
 
 @dataclass(frozen=True)
 class Node:
-    """What one key takes; without `types` it takes anything, without `keys` an object with any keys."""
+    """The values that a key accepts: any if `types` is empty, and objects with any keys if `keys` is None."""
 
     types: tuple[str, ...] = ()
     null: bool = False
@@ -54,7 +54,7 @@ def _block(**keys: Node) -> Node:
 
 
 _WRITTEN: dict[str, Node] = {
-    "train_batch_size": _ANY,  # the three batch sizes have a rule of their own
+    "train_batch_size": _ANY,  # the rules of `batch` check the three batch sizes
     "train_micro_batch_size_per_gpu": _ANY,
     "gradient_accumulation_steps": _ANY,
     "managed_gradient_accumulation": _BOOL,
@@ -131,14 +131,14 @@ REMOVED_KEYS = {
     "progressive_layer_drop": "remove it",
     "graph_harvesting": "remove it; torch.compile captures graphs",
 }
-"""Top-level keys that DeepSpeed now raises on, and the way to migrate (DeepSpeed issue 8489)."""
+"""Top-level keys that DeepSpeed now rejects, and how to migrate (DeepSpeed issue 8489)."""
 
 REMOVED_ZERO_KEYS = {
     "mics_shard_size": "use zero_hpz_partition_size (ZeRO++) to shard within a node",
     "mics_hierarchical_params_gather": "use zero_hpz_partition_size (ZeRO++) to shard within a node",
     "zeropp_loco_param": "remove it; zero_quantized_gradients works without error feedback",
 }
-"""Keys of `zero_optimization` that DeepSpeed now raises on."""
+"""Keys of `zero_optimization` that DeepSpeed now rejects."""
 
 RENAMED = {
     ("aio", "thread_count"): "aio.intra_op_parallelism",
@@ -150,10 +150,10 @@ RENAMED = {
     ("zero_optimization", "find_unused_parameters"): "zero_optimization.ignore_unused_parameters",
     ("zero_optimization", "zero_stage"): "zero_optimization.stage",
 }
-"""Keys of older versions, other programs and old documents, and what they are called now."""
+"""Keys of older versions, other programs and old documents, and their current names."""
 
 REMOVED_OPTIMIZERS = {name.lower(): name for name in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")}
-"""The optimizers with compressed communication, which are gone."""
+"""The optimizers with compressed communication, which were removed."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class Schema:
     optimizers: dict[str, tuple[str, ...]]
     schedulers: dict[str, tuple[str, ...]]
     homes: dict[str, tuple[Where, ...]]
-    """Paths at which each key is known, to tell a misplaced one."""
+    """The paths at which each key is known, to recognise a misplaced one."""
 
 
 @cache
 def schema() -> Schema:
-    """The schema of the DeepSpeed version that it was rendered from."""
+    """Returns the schema of the DeepSpeed version that it was rendered from."""
     data = json.loads((files("llmtrain.plan.lint") / "deepspeed.json").read_text(encoding="utf-8"))
     rendered = {name: _node(raw) for name, raw in data["blocks"].items()}
     writer = rendered.pop("checkpoint.writer")
@@ -188,7 +188,7 @@ def schema() -> Schema:
 
 
 def default(*where: str) -> Any:
-    """What DeepSpeed takes where the key at a path is left out; None where that is not known."""
+    """Returns DeepSpeed's default for the key at a path, or None if it is not known."""
     node = schema().root
     for key in where:
         node = (node.keys or {})[key]

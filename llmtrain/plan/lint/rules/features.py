@@ -1,4 +1,4 @@
-"""Pipelines, tensor and expert parallelism, checkpoints, compilation, profilers."""
+"""Rules for pipelines, tensor and expert parallelism, checkpoints, compilation and profilers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": Fals
 
 @error("pipeline_unread", "The number of stages and the partition come from PipelineModule; the keys are never read.")
 def pipeline_unread(document: Document) -> Iterator[Fault]:
-    """Keys of the pipeline block that nothing reads."""
+    """Reports keys of the pipeline block that nothing reads."""
     for key, default in _PIPELINE_DEFAULTS.items():
         if document.has("pipeline", key) and document.at("pipeline", key) != default:
             yield (
@@ -24,9 +24,12 @@ def pipeline_unread(document: Document) -> Iterator[Fault]:
             )
 
 
-@error("pipeline_conflict", "What a pipeline does not go with; DeepSpeed asserts it, or fails, after the launch.")
+@error(
+    "pipeline_conflict",
+    "Settings that cannot be combined with a pipeline; DeepSpeed asserts, or fails, after the launch.",
+)
 def pipeline_conflict(document: Document) -> Iterator[Fault]:
-    """The pipeline block beside what excludes it."""
+    """Reports settings that a pipeline excludes."""
     if not document.pipeline:
         return
     conflicts: dict[Where, bool] = {
@@ -40,12 +43,16 @@ def pipeline_conflict(document: Document) -> Iterator[Fault]:
     }
     for where, there in conflicts.items():
         if there:
-            yield where, "does not go with a pipeline", "remove it, or the pipeline block where there is no pipeline"
+            yield (
+                where,
+                "cannot be combined with a pipeline",
+                "remove it, or the pipeline block if there is no pipeline",
+            )
 
 
-@error("pipeline_clipping", "A pipeline at ZeRO-0 in fp32 clips each stage by itself, or not at all.")
+@error("pipeline_clipping", "A pipeline at ZeRO-0 in fp32 clips each stage separately, or not at all.")
 def pipeline_clipping(document: Document) -> Iterator[Fault]:
-    """Clipping of pipelines."""
+    """Reports clipping that a pipeline does not apply."""
     clipping = document.number("gradient_clipping") if document.has("gradient_clipping") else 1.0
     if document.pipeline and document.stage == 0 and model_dtype(document) == "fp32" and clipping:
         yield ("gradient_clipping",), "is silently not applied to a pipeline in fp32 at ZeRO-0", "ZeRO-1, or 0"
@@ -53,49 +60,49 @@ def pipeline_clipping(document: Document) -> Iterator[Fault]:
 
 @warning(
     "pipeline_checkpoint",
-    "Reentrant checkpointing fails in a pipeline whose first input is whole numbers (issue 4274).",
+    "Reentrant checkpointing fails in a pipeline whose first input is integers (issue 4274).",
 )
 def pipeline_checkpoint(document: Document) -> Iterator[Fault]:
-    """activation_checkpoint_interval with use_reentrant."""
+    """Warns about activation_checkpoint_interval with use_reentrant."""
     where = ("pipeline", "activation_checkpoint_interval")
     if document.count(*where) and not document.off("pipeline", "use_reentrant"):
-        yield where, "fails on token ids with reentrant checkpoints, the default", '"use_reentrant": false'
+        yield where, "fails on token ids with reentrant checkpointing, the default", '"use_reentrant": false'
 
 
 @warning(
     "activation_checkpointing",
-    "The block acts only where the model calls deepspeed.checkpointing; transformers do not.",
+    "The block only has an effect if the model calls deepspeed.checkpointing; transformers do not.",
 )
 def activation_checkpointing(document: Document) -> Iterator[Fault]:
-    """The activation_checkpointing block."""
+    """Warns about the activation_checkpointing block."""
     if document.block("activation_checkpointing"):
         message = "has no effect on models of transformers, which do not call deepspeed.checkpointing"
         yield ("activation_checkpointing",), message, "model.gradient_checkpointing_enable()"
 
 
-@error("tensor_size", "AutoTP goes by autotp_size; another tp_size is refused, and alone it does nothing.")
+@error("tensor_size", "AutoTP uses autotp_size; a different tp_size is rejected, and tp_size alone has no effect.")
 def tensor_size(document: Document) -> Iterator[Fault]:
-    """tp_size against autotp_size."""
+    """Checks tp_size against autotp_size."""
     size = document.count("tensor_parallel", "autotp_size") or 0
     for inner in ("tp", "tensor_parallel"):
         where = ("tensor_parallel", inner, "tp_size")
         given = document.count(*where)
         if given and given > 1 and given != size:
-            message = "is refused beside another autotp_size" if size else "does nothing without autotp_size"
+            message = "is rejected, since autotp_size differs" if size else "has no effect without autotp_size"
             yield where, message, f'"autotp_size": {given}'
 
 
-@error("expert_tensor", "AutoEP does not cut experts: expert_tensor_parallel_size must be 1.")
+@error("expert_tensor", "AutoEP does not split experts: expert_tensor_parallel_size must be 1.")
 def expert_tensor(document: Document) -> Iterator[Fault]:
-    """expert_tensor_parallel_size."""
+    """Reports expert_tensor_parallel_size."""
     where = ("expert_parallel", "expert_tensor_parallel_size")
     if (document.count(*where) or 1) > 1:
         yield where, "is not supported yet", "1"
 
 
-@error("expert_conflict", "What AutoEP does not go with.")
+@error("expert_conflict", "Settings that cannot be combined with AutoEP.")
 def expert_conflict(document: Document) -> Iterator[Fault]:
-    """expert_parallel beside what excludes it."""
+    """Reports settings that expert_parallel excludes."""
     if not document.on("expert_parallel", "enabled"):
         return
     tensor = (document.count("tensor_parallel", "autotp_size") or 1) > 1
@@ -112,7 +119,7 @@ def expert_conflict(document: Document) -> Iterator[Fault]:
     }
     for where, there in conflicts.items():
         if there:
-            yield where, f"does not go with AutoEP{' under AutoTP' if tensor else ' at ZeRO-3'}", "remove one"
+            yield where, f"cannot be combined with AutoEP{' under AutoTP' if tensor else ' at ZeRO-3'}", "remove one"
 
 
 @error(
@@ -120,7 +127,7 @@ def expert_conflict(document: Document) -> Iterator[Fault]:
     "checkpoint.writer fails under torchrun and at ZeRO ≤ 2, and its files do not load (issue 8500).",
 )
 def checkpoint_writer(document: Document) -> Iterator[Fault]:
-    """The writer block."""
+    """Reports the writer block."""
     if document.at("checkpoint", "writer") is not None:
         yield (
             ("checkpoint", "writer"),
@@ -129,9 +136,9 @@ def checkpoint_writer(document: Document) -> Iterator[Fault]:
         )
 
 
-@error("deepcompile", "Passes of DeepCompile that exclude each other or fall back silently.")
+@error("deepcompile", "DeepCompile passes that exclude each other or silently fall back.")
 def deepcompile(document: Document) -> Iterator[Fault]:
-    """The compile block."""
+    """Reports passes that cannot be combined."""
     passes = document.at("compile", "passes")
     chosen = {one for one in passes if isinstance(one, str)} if isinstance(passes, list) else set()
     if "autosp" in chosen and document.stage >= 2:
@@ -143,54 +150,54 @@ def deepcompile(document: Document) -> Iterator[Fault]:
     if "autotp" in chosen and chosen & {"autosp", "z1", "z3"}:
         yield ("compile", "passes"), "'autotp' cannot be combined with other passes", "remove the others"
     for one in sorted(chosen - {"z1", "z3", "autosp", "autotp"}):
-        yield ("compile", "passes"), f"{reprlib.repr(one)} is no pass: must be one of z1, z3, autosp, autotp", ""
+        yield ("compile", "passes"), f"{reprlib.repr(one)} is not a pass: must be one of z1, z3, autosp, autotp", ""
     exclusive = ("offload_activation", "offload_parameters", "offload_opt_states")
     on = [key for key in exclusive if document.on("compile", key)]
     for key in on[1:]:
         yield ("compile", key), f"excludes {on[0]}", "keep one"
 
 
-@warning("deepcompile_call", "DeepCompile is experimental, and acts only after engine.compile() is called.")
+@warning("deepcompile_call", "DeepCompile is experimental, and only has an effect after engine.compile() is called.")
 def deepcompile_call(document: Document) -> Iterator[Fault]:
-    """compile.deepcompile."""
+    """Warns about compile.deepcompile."""
     if document.on("compile", "deepcompile"):
-        yield ("compile", "deepcompile"), "acts only after engine.compile(), and needs CUDA and nvcc", ""
+        yield ("compile", "deepcompile"), "only has an effect after engine.compile(), and needs CUDA and nvcc", ""
 
 
 @error(
     "managed_accumulation",
-    "Unmanaged accumulation does not go with overlapping at stages below 2, nor with DeepCompile.",
+    "Unmanaged accumulation cannot be combined with overlapping at stages below 2, or with DeepCompile.",
 )
 def managed_accumulation(document: Document) -> Iterator[Fault]:
-    """managed_gradient_accumulation false."""
+    """Reports managed_gradient_accumulation false."""
     where = ("managed_gradient_accumulation",)
     if document.off(*where):
         if document.stage < 2 and document.on("zero_optimization", "overlap_comm"):
-            yield where, "false is asserted not to meet overlap_comm below stage 2", "overlap_comm false"
+            yield where, "false is rejected together with overlap_comm below stage 2", "overlap_comm false"
         if document.on("compile", "deepcompile"):
-            yield where, "false is asserted not to meet DeepCompile", "true"
+            yield where, "false is rejected together with DeepCompile", "true"
 
 
 @warning(
-    "profiler_sync", "The flops profiler switches wall_clock_breakdown on, which synchronises at every micro-batch."
+    "profiler_sync", "The flops profiler also enables wall_clock_breakdown, which synchronises at every micro-batch."
 )
 def profiler_sync(document: Document) -> Iterator[Fault]:
-    """flops_profiler."""
+    """Warns about flops_profiler."""
     if document.on("flops_profiler", "enabled") and not document.on("wall_clock_breakdown"):
-        yield ("flops_profiler", "enabled"), "also switches wall_clock_breakdown on, which slows every step", ""
+        yield ("flops_profiler", "enabled"), "also enables wall_clock_breakdown, which slows every step", ""
 
 
-@warning("aio_unused", "The aio block is read where something is offloaded to NVMe.")
+@warning("aio_unused", "The aio block is only read if something is offloaded to NVMe.")
 def aio_unused(document: Document) -> Iterator[Fault]:
-    """aio without NVMe."""
+    """Warns about an aio block without NVMe."""
     offloads = {document.offload(what) for what in ("offload_optimizer", "offload_param")}
     if document.block("aio") and "nvme" not in offloads:
         yield ("aio",), "has no effect: nothing is offloaded to NVMe", "remove it"
 
 
-@warning("secret", "A key of a service in a file that is copied, logged and printed by DeepSpeed.")
+@warning("secret", "A service's API key in a file that is copied, logged and printed by DeepSpeed.")
 def secret(document: Document) -> Iterator[Fault]:
-    """Secrets."""
+    """Warns about secrets."""
     if document.word("comet", "api_key"):
         yield (
             ("comet", "api_key"),

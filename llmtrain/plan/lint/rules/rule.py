@@ -1,4 +1,4 @@
-"""What a lint rule is."""
+"""Defines a lint rule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from llmtrain.plan.lint.document import Document, Finding, Severity, Where
 from llmtrain.untrusted import printable
 
 Fault = tuple[Where, str, str]
-"""The key, what is wrong with it, and what to do (or nothing)."""
+"""The key, what is wrong with it, and what to do (possibly empty)."""
 Check = Callable[[Document], Iterator[Fault]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: `error` where DeepSpeed refuses, ignores, changes or misreads what is written, else `warning`."""
+    """One rule: an `error` if DeepSpeed refuses, ignores, changes or misreads the setting, else a `warning`."""
 
     id: str
     severity: Severity
@@ -23,7 +23,7 @@ class Rule:
     check: Check
 
     def findings(self, document: Document) -> Iterator[Finding]:
-        """The rule's findings in a document, each with its place, or that of the nearest block around it."""
+        """Yields the rule's findings in a document, each with its position or that of the nearest enclosing block."""
         for where, message, fix in self.check(document):
             line, column = _place(document, where)
             field = printable(".".join(where))

@@ -1,4 +1,4 @@
-"""Keys and values one by one: unknown, removed, given twice, of the wrong type, out of range, left "auto"."""
+"""Rules for single keys and values: unknown, removed, given twice, of the wrong type, out of range, left "auto"."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmtrain.plan.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, 
 
 _KINDS = {
     "bool": "true or false",
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
-    "str": "a text",
+    "str": "a string",
     "list": "a list",
     "object": "an object",
 }
 _COMMENTS = ("_", "//", "#", "comment")
-"""How keys begin that people write comments in; DeepSpeed ignores them at the top level, as it should."""
+"""Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
 
 def _known(document: Document) -> Iterator[tuple[Where, Any, Node | None]]:
-    """Every key that is written in a block of a known form, with its value and what it takes (None: unknown)."""
+    """Yields every key in a block of known form, with its value and its schema (None if the key is unknown)."""
     open_: list[tuple[Where, Any, Node]] = [((), document.values, schema().root)]
     while open_:
         where, block, node = open_.pop()
@@ -43,9 +43,9 @@ def _removed_fix(where: Where) -> str | None:
     return REMOVED_ZERO_KEYS.get(where[1]) if where[0] == "zero_optimization" and len(where) == 2 else None
 
 
-@error("duplicate", "A key that is given twice: DeepSpeed refuses the file.")
+@error("duplicate", "A key that is given twice: DeepSpeed rejects the file.")
 def duplicate(document: Document) -> Iterator[Fault]:
-    """Keys given twice in one object."""
+    """Reports keys given twice in one object."""
     for where in document.repeated:
         places = document.places.get(where, [])
         first = f", first in line {places[0][0]}" if places else ""
@@ -53,10 +53,11 @@ def duplicate(document: Document) -> Iterator[Fault]:
 
 
 @error(
-    "unknown_key", "A key that DeepSpeed does not know: ignored at the top level and in some blocks, refused in others."
+    "unknown_key",
+    "A key that DeepSpeed does not know: ignored at the top level and in some blocks, rejected in others.",
 )
 def unknown_key(document: Document) -> Iterator[Fault]:
-    """Misspelt and misplaced keys."""
+    """Reports misspelt and misplaced keys."""
     for where, _, node in _known(document):
         if node is None and _removed_fix(where) is None and not (len(where) == 1 and where[0].startswith(_COMMENTS)):
             yield where, *_stranger(where)
@@ -69,33 +70,35 @@ def _stranger(where: Where) -> tuple[str, str]:
     block = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
     name = reprlib.repr(where[-1])
     if where in RENAMED:
-        return f"{name} is no key of {block}, and has no effect there", f"move it to {RENAMED[where]}"
+        return f"{name} is not a key of {block}, and has no effect there", f"move it to {RENAMED[where]}"
     homes = [home for home in schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
     if homes:
-        return f"{name} is no key of {block}, and has no effect there", f"move it to {'.'.join(homes[0])}"
-    return f"{name} is no key of {block}{nearest(where[-1][:80], siblings.keys or {})}", ""
+        return f"{name} is not a key of {block}, and has no effect there", f"move it to {'.'.join(homes[0])}"
+    return f"{name} is not a key of {block}{nearest(where[-1][:80], siblings.keys or {})}", ""
 
 
-@error("removed_key", "A key of a feature that DeepSpeed has removed, and now raises on.")
+@error("removed_key", "A key of a feature that DeepSpeed has removed, and now rejects.")
 def removed_key(document: Document) -> Iterator[Fault]:
-    """Keys of removed features, with the way to migrate."""
+    """Reports keys of removed features, and how to migrate."""
     for where, _, node in _known(document):
         fix = _removed_fix(where) if node is None else None
         if fix is not None:
-            yield where, "was removed from DeepSpeed, which now refuses it", fix
+            yield where, "was removed from DeepSpeed, which now rejects it", fix
 
 
-@warning("deprecated_key", "A key that has been renamed; DeepSpeed still takes it, and says so.")
+@warning("deprecated_key", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
 def deprecated_key(document: Document) -> Iterator[Fault]:
-    """Renamed keys."""
+    """Warns about renamed keys."""
     for where, _, node in _known(document):
         if node is not None and node.instead is not None:
             yield where, "is deprecated", f"use {node.instead}"
 
 
-@error("type", 'A value of the wrong type: refused in checked blocks, misread elsewhere (the text "false" is true).')
+@error(
+    "type", 'A value of the wrong type: rejected in validated blocks, misread elsewhere (the string "false" is true).'
+)
 def wrong_type(document: Document) -> Iterator[Fault]:
-    """Values of the wrong type."""
+    """Reports values of the wrong type."""
     for where, value, node in _known(document):
         if node is not None and not _fits(value, node) and value != "auto" and not _old_form(where, value):
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
@@ -115,16 +118,16 @@ def _fits(value: Any, node: Node) -> bool:
 def _is(value: Any, kind: str) -> bool:
     if kind == "bool":
         return isinstance(value, bool) or (type(value) in (int, float) and value in (0, 1))
-    if kind == "int":  # 5e8 is how DeepSpeed's own documentation writes a whole number
+    if kind == "int":  # DeepSpeed's own documentation writes integers as 5e8
         return type(value) is int or (type(value) is float and value.is_integer())
     if kind == "float":
         return type(value) in (int, float)
     return isinstance(value, {"str": str, "list": list, "object": dict}[kind])
 
 
-@error("range", "A value out of range, or a word that is none of those to choose from.")
+@error("range", "A value out of range, or a word that is not one of the choices.")
 def out_of_range(document: Document) -> Iterator[Fault]:
-    """Numbers out of range and unknown choices."""
+    """Reports numbers out of range and unknown choices."""
     for where, value, node in _known(document):
         if node is None or value is None or not _fits(value, node):
             continue
@@ -168,9 +171,9 @@ _TRAINER = {
         )
     ),
 }
-"""What the Hugging Face Trainer (transformers' integrations/deepspeed.py) or Accelerate fill in."""
+"""Keys that the Hugging Face Trainer (transformers' integrations/deepspeed.py) or Accelerate fill in."""
 _OWN = (("data_types", "keep_in_fp32_modules"), ("expert_parallel",), ("autotuning",), ("zero_optimization", "zenflow"))
-"""Where DeepSpeed itself gives "auto" a meaning."""
+"""Keys for which DeepSpeed itself gives "auto" a meaning."""
 
 
 def _autos(document: Document) -> Iterator[Where]:
@@ -183,23 +186,23 @@ def _autos(document: Document) -> Iterator[Where]:
             yield where
 
 
-@error("auto", 'An "auto" that nobody fills in: DeepSpeed drops it to the default, or trips over the text.')
+@error("auto", 'An "auto" that nobody fills in: DeepSpeed uses the default, or fails on the string.')
 def auto(document: Document) -> Iterator[Fault]:
-    """ "auto" where neither Trainer nor Accelerate fill it."""
+    """Reports "auto" if neither the Trainer nor Accelerate fill it in."""
     for where in _autos(document):
         if where not in _TRAINER:
             yield where, "'auto': neither the Hugging Face Trainer nor DeepSpeed fills this in", "write the value"
 
 
 @warning(
-    "auto_trainer", 'An "auto" that the Hugging Face Trainer or Accelerate fills in, and DeepSpeed alone does not.'
+    "auto_trainer", 'An "auto" that the Hugging Face Trainer or Accelerate fills in, but DeepSpeed alone does not.'
 )
 def auto_trainer(document: Document) -> Iterator[Fault]:
-    """ "auto" where the Trainer fills it."""
+    """Warns about "auto" if the Trainer fills it in."""
     for where in _autos(document):
         if where in _TRAINER:
-            message = "'auto' is for the Hugging Face Trainer or Accelerate to fill in; DeepSpeed itself does not"
-            yield where, message, "write the value where another program runs this file"
+            message = "'auto' is filled in by the Hugging Face Trainer or Accelerate, but not by DeepSpeed itself"
+            yield where, message, "write the value if another program uses this file"
 
 
 RULES = (duplicate, unknown_key, removed_key, deprecated_key, wrong_type, out_of_range, auto, auto_trainer)
