@@ -1,6 +1,6 @@
 """Train language models with DeepSpeed: one recipe, every strategy, the same training run.
 
-What a recipe file needs is imported from here.
+A recipe file imports everything it needs from here.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ __all__ = [
 def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
     stop_at_once()
-    # Imported here, so that reading a recipe stays as cheap as the recipe.
+    # Imported here, so that reading a recipe is not slowed down.
     from llmtrain.entry import main as run
 
     run(recipe)

@@ -1,4 +1,4 @@
-"""The machine: nodes × devices, and what a device can do."""
+"""The machine: nodes × devices, and the properties of a device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
 
 GIB = 2**30
 MOST_RANKS = 2**31 - 1
-"""Ranks that torch.distributed has numbers for: an `int` each."""
+"""Largest number of ranks in torch.distributed, which numbers them with an `int`."""
 
 
 class Device(Part):
-    """One accelerator, by its datasheet."""
+    """One accelerator, according to its datasheet."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     """Key in `DEVICES`, in lower case."""
     memory_bytes: Annotated[int, Field(gt=0)] | None
-    """Memory; None where it is the host's and unknown."""
+    """Memory; None if it is the host's and unknown."""
     peak_flops: dict[str, Annotated[float, Field(gt=0)]]
     """Dense peak by data type, FLOP/s; a type that is not listed has no published peak."""
     memory_bandwidth: PositiveFloat | None = None
-    """Bytes per second to and from the device's memory; None where unknown, as in all that follow."""
+    """Bytes per second to and from the device's memory; None if unknown, as for the following fields."""
     node_bandwidth: PositiveFloat | None = None
     """Bytes per second, each way, between a device and the others of its node."""
     network_bandwidth: PositiveFloat | None = None
@@ -39,14 +39,14 @@ class Device(Part):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether workers compute on the host, and talk through gloo."""
+        """Whether workers compute on the host, and communicate through gloo."""
         return self.name == "cpu"
 
 
 def _device(
     name: str, gib: int | None, gigabytes: tuple[float, float, float, float] | None = None, **tflops: float
 ) -> Device:
-    """gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
+    """Creates a device. gigabytes: GB/s of the memory, the links within a node, the network and the host, each way."""
     links: tuple[float | None, ...] = (None,) * 4 if gigabytes is None else tuple(rate * 1e9 for rate in gigabytes)
     memory, node, network, host = links
     return Device(
@@ -74,16 +74,16 @@ DEVICES = {
         _device("h200", 141, (4800, 450, 50, 64), bf16=989, fp16=989, fp32=67),
         _device("b200", 180, (8000, 900, 50, 64), bf16=2250, fp16=2250, fp32=75),
         _device("mi300x", 192, (5300, 448, 50, 64), bf16=1307, fp16=1307, fp32=163.4),
-        # What a CPU does depends on the host: whoever wants its times predicted describes it (`own_devices`).
+        # A CPU's performance depends on the host: to have its times predicted, describe it (`own_devices`).
         _device("cpu", None),
-        # A GPU that is not in this table: trains, but has no MFU.
+        # A GPU that is not in this table can train, but has no MFU.
         _device("gpu", None),
     )
 }
 
 
 def known_devices(own: Iterable[Device] = ()) -> dict[str, Device]:
-    """The catalogue and a user's own devices, which come before namesakes in it."""
+    """Returns the catalogue with a user's own devices, which take precedence over entries of the same name."""
     return DEVICES | {device.name: device for device in own}
 
 
@@ -91,22 +91,22 @@ class Cluster(Part):
     """Equal nodes, each with the same devices."""
 
     nodes: Annotated[int, Field(gt=0, le=MOST_RANKS)] = 1
-    """Machines."""
+    """Number of machines."""
     devices_per_node: PositiveInt = 1
-    """Devices, and so worker processes, on each; at most `MOST_RANKS` in all."""
+    """Number of devices, and of worker processes, on each machine; at most `MOST_RANKS` in total."""
     own_devices: Many[Device] = ()
-    """Devices that the catalogue lacks, or has other figures of."""
+    """Devices that are not in the catalogue, or differ from their entry."""
     device: str = "cpu"
     """Name of the device, in the catalogue or in `own_devices`."""
     node_bandwidth: PositiveFloat | None = None
-    """Bytes per second, each way, between devices of a node; default the device's."""
+    """Bytes per second, each way, between devices of a node; default: that of the device."""
     network_bandwidth: PositiveFloat | None = None
-    """Bytes per second and device, each way, between nodes; default the device's."""
+    """Bytes per second and device, each way, between nodes; default: that of the device."""
 
     @field_validator("device")
     @classmethod
     def _known(cls, device: str, info: ValidationInfo) -> str:
-        """In lower case. `own_devices` is declared before it, so it is read by then, or at fault itself."""
+        """Converts the name to lower case. `own_devices` is declared before this field, so it has been validated."""
         known = known_devices(info.data.get("own_devices", ()))
         if device.lower() not in known:
             raise ValueError(f"unknown device{nearest(device.lower(), known)} (known: {', '.join(known)})")
@@ -117,24 +117,26 @@ class Cluster(Part):
     def _numbered(cls, devices_per_node: int, info: ValidationInfo) -> int:
         world = info.data.get("nodes", 1) * devices_per_node
         if world > MOST_RANKS:
-            raise ValueError(f"{info.data['nodes']:,} nodes of it are {world:,} ranks, {MOST_RANKS:,} have numbers")
+            raise ValueError(
+                f"{info.data['nodes']:,} such nodes have {world:,} ranks, but at most {MOST_RANKS:,} are possible"
+            )
         return devices_per_node
 
     @property
     def world_size(self) -> int:
-        """Devices, and so workers, in all."""
+        """Total number of devices, and of workers."""
         return self.nodes * self.devices_per_node
 
     @property
     def spec(self) -> Device:
-        """What the device can do, with the links of this cluster."""
+        """The properties of the device, with the links of this cluster."""
         device = known_devices(self.own_devices)[self.device] if self.own_devices else DEVICES[self.device]
         links = {"node_bandwidth": self.node_bandwidth, "network_bandwidth": self.network_bandwidth}
         changed = {name: value for name, value in links.items() if value is not None}
         return device.model_copy(update=changed) if changed else device
 
     def resized(self, nodes: int | None, devices_per_node: int | None, device: str | None) -> Cluster:
-        """A cluster of another size or device; with another device the links are that device's own.
+        """Returns a cluster of another size or device; with another device, the links are that device's own.
 
         Raises ValidationError for an unknown device and for sizes that are not positive.
         """
@@ -146,9 +148,9 @@ class Cluster(Part):
 
 
 def local_cluster(nproc: int | None = None) -> Cluster:
-    """This machine: its visible GPUs, else `nproc` CPU workers (default 1).
+    """Returns this machine: its visible GPUs, else `nproc` CPU workers (default 1).
 
-    With GPUs, `nproc` takes that many of them.
+    With GPUs, `nproc` is the number of them to use.
     """
     gpus = [] if os.environ.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
     if not gpus:
@@ -158,9 +160,10 @@ def local_cluster(nproc: int | None = None) -> Cluster:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Product names of the NVIDIA GPUs that this process may use, without importing torch.
+    """Returns the product names of the NVIDIA GPUs that this process may use, without importing torch.
 
-    Raises RecipeError where CUDA_VISIBLE_DEVICES names what is none, or one twice: CUDA would hide others, or all.
+    Raises RecipeError if CUDA_VISIBLE_DEVICES has an entry that matches no GPU, or one twice: CUDA would then hide
+    other GPUs, or all.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", "--query-gpu=uuid,name", "--format=csv,noheader"]
@@ -173,31 +176,34 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 NO_GPU = ("", "-1", "NoDevFiles")
-"""Entries that end the list; the last one is what Slurm writes where a task has no GPU."""
+"""Entries that end the list; Slurm writes the last one if a task has no GPU."""
 
 
 def _chosen(visible: str, gpus: list[tuple[str, str]]) -> list[str]:
-    """Names of the GPUs that CUDA_VISIBLE_DEVICES lists by index, UUID or the beginning of one. gpus: (UUID, name)."""
+    """Returns the names of the GPUs that CUDA_VISIBLE_DEVICES lists by index, UUID or prefix of one.
+
+    gpus: (UUID, name).
+    """
     entries = list(takewhile(lambda entry: entry not in NO_GPU, (entry.strip() for entry in visible.split(","))))
     names, problems = [], []
     for number, entry in enumerate(entries):
         if entry.isdecimal() and int(entry) < len(gpus):
             names.append(gpus[int(entry)][1])
-        elif entry.startswith("MIG-"):  # a part of a GPU, which is not in this list
+        elif entry.startswith("MIG-"):  # a partition of a GPU, which is not in this list
             names.append(gpus[0][1])
         elif len(found := [name for uuid, name in gpus if entry.startswith("GPU-") and uuid.startswith(entry)]) == 1:
             names += found
         else:
-            problems.append(f"'{entry}' is none of this machine's {len(gpus)} GPUs, 0 to {len(gpus) - 1}")
+            problems.append(f"'{entry}' matches none of this machine's {len(gpus)} GPUs, 0 to {len(gpus) - 1}")
         if entry in entries[:number]:
             problems.append(f"names '{entry}' twice")
     if problems:
-        fix = "indices or UUIDs as `nvidia-smi -L` lists them"
+        fix = "use indices or UUIDs as listed by `nvidia-smi -L`"
         raise RecipeError(Problem("launch.devices", "CUDA_VISIBLE_DEVICES", problem, fix) for problem in problems)
     return names
 
 
 def device_of(product: str) -> str:
-    """Catalogue name of a product such as `NVIDIA H100 80GB HBM3`; `gpu` for one that is not in it."""
+    """Returns the catalogue name of a product such as `NVIDIA H100 80GB HBM3`, or `gpu` if it is not in it."""
     words = product.lower()
     return next((name for name in DEVICES if name in words and name not in ("cpu", "gpu")), "gpu")

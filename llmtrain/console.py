@@ -1,4 +1,4 @@
-"""A worker's terminal: our own lines reach the user, everything else goes to the log of the rank."""
+"""A worker's terminal: our own lines reach the user, and all other output goes to the rank's log."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ ERASE_LINE = "\r\x1b[2K"
 
 @dataclass(frozen=True)
 class WorkerOutput:
-    """Where a worker speaks."""
+    """The outputs of a worker."""
 
     console: Console
     """The user's terminal on rank 0; silent on the others."""
     stderr: TextIO
-    """The process's standard error as it was before the take-over."""
+    """The process's standard error before it was redirected."""
     run_dir: RunDir
     rank: Rank
     started: float
-    """Time of the take-over, seconds since the epoch."""
+    """Time of the redirection, in seconds since the epoch."""
 
     def warn(self, text: str) -> None:
-        """Tells the user, and the log of the rank, of something that the run survives."""
+        """Prints a warning for the user and in the rank's log, about a problem that the run survives."""
         self.console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
         print(f"warning: {text}", flush=True)
 
     def report_failure(self, error: BaseException) -> int:
-        """Leaves `error` in the log and in the error file of the rank; returns the exit code of the worker.
+        """Writes `error` to the rank's log and error file; returns the exit code of the worker.
 
-        Our own launcher prints what the error file says. Under any other launcher the message goes
-        to the original standard error, unless another rank has failed with the same one.
+        Our own launcher prints the content of the error file. Under any other launcher the message goes to the original
+        standard error, unless another rank has failed with the same message.
         """
         if isinstance(error, KeyboardInterrupt):
             return Exit.INTERRUPTED
@@ -56,7 +56,7 @@ class WorkerOutput:
         must_tell = self.rank.launcher != "local" and not self._told_by_another(failure)
         try:
             failure.write(self.run_dir.error_file(failure.rank))
-        except OSError:  # the disk may be full, which may be what the error says
+        except OSError:  # the disk may be full, which may be the error itself
             must_tell = True
         if must_tell:
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
@@ -71,10 +71,10 @@ class WorkerOutput:
 
 
 def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
-    """Sends file descriptors 1 and 2 of this process to the log of its rank and keeps the terminal for us.
+    """Redirects file descriptors 1 and 2 of this process to its rank's log, and keeps the terminal for our own lines.
 
-    To be called before torch and the other libraries are imported, so that whatever they print,
-    warn or log, from Python or from C++, ends in `logs/rank_N.log` under every launcher.
+    Must be called before torch and other libraries are imported, so that everything they print, warn or log, from
+    Python or from C++, ends in `logs/rank_N.log` under every launcher.
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     run_dir.error_file(rank.rank).unlink(missing_ok=True)
@@ -95,7 +95,7 @@ def _redirect(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # The disk that the log is on may be full for a while.
+    # The log's disk may be full for a while.
     sys.stdout, sys.stderr = (lossy(number, owned=False, encoding="utf-8") for number in (1, 2))
 
 
@@ -104,7 +104,7 @@ class _Terminal(Console):
 
     @property  # type: ignore[misc]  # in rich it can be assigned to, which nobody does
     def size(self) -> ConsoleDimensions:
-        """Columns and rows of our terminal; rich would ask the standard streams, which are a log now."""
+        """Columns and rows of our terminal; rich would ask the standard streams, which are now a log."""
         try:
             columns, rows = os.get_terminal_size(self.file.fileno())
         except OSError:
@@ -112,14 +112,13 @@ class _Terminal(Console):
         return ConsoleDimensions(columns or 80, rows or 25)
 
     def set_live(self, live: Live) -> bool:
-        """Shows a bar or a spinner, which else would send sys.stdout and sys.stderr here while it turns.
+        """Shows a bar or a spinner without redirecting sys.stdout and sys.stderr to it, as rich would.
 
-        What libraries print meanwhile belongs in the log, and a logging handler that is made meanwhile
-        would keep the terminal for good.
+        Output of libraries belongs in the log, and a logging handler created meanwhile would keep the terminal forever.
         """
         live._redirect_stdout = live._redirect_stderr = False
         return super().set_live(live)
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Never hides it: a worker that is killed could not show it again."""
+        """Never hides the cursor: a worker that is killed could not show it again."""
         return False

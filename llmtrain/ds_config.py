@@ -1,4 +1,4 @@
-"""A plan as DeepSpeed JSON: complete and explicit, so that no default of the engine decides anything."""
+"""Renders a plan as DeepSpeed JSON: complete and explicit, so that no default of the engine matters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TORCH_DTYPE = {"autocast_bf16": "bfloat16", "autocast_fp16": "float16"}
 
 
 def render(plan: Plan) -> dict[str, Any]:
-    """The DeepSpeed configuration of a plan, as a new dictionary of JSON values; empty where DeepSpeed does not run.
+    """Returns the DeepSpeed configuration of a plan, as a new dictionary of JSON values.
 
-    There is no scheduler block, since the learning rate schedule is passed to the engine as an
-    object, and no activation checkpointing block, since DeepSpeed applies it only to code that asks
-    for it: `transformers` models have their own switch.
+    It is empty if DeepSpeed does not run the plan. There is no scheduler block, since the learning rate schedule is
+    passed to the engine as an object, and no activation checkpointing block, since DeepSpeed only applies it to code
+    that asks for it: `transformers` models have their own switch.
     """
     if plan.recipe.parallel.strategy != "deepspeed":
         return {}
@@ -28,7 +28,7 @@ def render(plan: Plan) -> dict[str, Any]:
         **_batch(plan),
         **_gradients(plan),
         "optimizer": _optimizer(plan.recipe.optim),
-        # DeepSpeed takes SGD for untested although its ZeRO treats every optimizer of torch alike.
+        # DeepSpeed considers SGD untested, although its ZeRO treats all optimizers of torch alike.
         "zero_allow_untested_optimizer": plan.recipe.optim.name == "sgd",
         "zero_force_ds_cpu_optimizer": False,
         **_precision(plan),
@@ -42,11 +42,11 @@ def render(plan: Plan) -> dict[str, Any]:
 
 
 def _batch(plan: Plan) -> Block:
-    """The batch triangle in integers.
+    """Returns the batch sizes as integers.
 
-    DeepSpeed takes the ranks of a tensor group for data parallel ones (DeepSpeed issue 7298), and is not
-    told which ranks share sequences, so it would refuse the right global batch size: it is left out
-    there. A pipeline's topology tells it of tensor groups.
+    DeepSpeed counts the ranks of a tensor group as data parallel (DeepSpeed issue 7298), and does not know which ranks
+    share sequences, so it would refuse the right global batch size: it is left out in these cases. A pipeline's
+    topology describes tensor groups.
     """
     layout = plan.layout
     batch = {
@@ -60,15 +60,15 @@ def _batch(plan: Plan) -> Block:
 
 
 def _gradients(plan: Plan) -> Block:
-    """How gradients are summed.
+    """Returns how gradients are summed.
 
-    They are reduced over ranks in the type that they are accumulated in over micro-batches: only then
-    is a sum over ranks as exact as one over micro-batches, and a run independent of its layout.
-    DeepSpeed's own default is the type of the weights, in which a sum over 256 ranks loses its low bits.
+    They are reduced over ranks in the data type in which they are accumulated over micro-batches: only then is a sum
+    over ranks as accurate as one over micro-batches, and a run independent of its layout. DeepSpeed's own default is
+    the data type of the weights, in which a sum over 256 ranks loses its low bits.
     """
     accumulated_in = plan.recipe.parallel.grad_accum_dtype
     return {
-        "gradient_clipping": plan.recipe.optim.clip_grad_norm,  # left out, DeepSpeed clips at 1.0
+        "gradient_clipping": plan.recipe.optim.clip_grad_norm,  # if missing, DeepSpeed clips at 1.0
         "communication_data_type": accumulated_in,
         "seq_parallel_communication_data_type": accumulated_in,
         "data_types": {"grad_accum_dtype": accumulated_in},
@@ -79,9 +79,9 @@ def _gradients(plan: Plan) -> Block:
 
 
 def _optimizer(optim: OptimConfig) -> Block:
-    """torch's own optimizers: DeepSpeed's would be compiled at the first start.
+    """Returns torch's own optimizers: DeepSpeed's would be compiled at the first start.
 
-    Fused, as those can be told on the device to leave the weights as they are (`llmtrain.engines.guard`).
+    They are fused, since those can be told on the device to leave the weights unchanged (`llmtrain.engines.guard`).
     """
     if optim.name == "sgd":
         params: Block = {
@@ -98,7 +98,7 @@ def _optimizer(optim: OptimConfig) -> Block:
         "weight_decay": optim.weight_decay,
         "torch_adam": True,
         "fused": True,
-        # "Adam" is AdamW to DeepSpeed unless this says otherwise.
+        # "Adam" means AdamW to DeepSpeed unless this says otherwise.
         "adam_w_mode": optim.name == "adamw",
     }
     return {"type": {"adamw": "AdamW", "adam": "Adam"}[optim.name], "params": params}
@@ -107,7 +107,7 @@ def _optimizer(optim: OptimConfig) -> Block:
 def _precision(plan: Plan) -> Block:
     precision = plan.recipe.parallel.precision
     return {
-        # Overflow is found by the guard, on the device; DeepSpeed's check waits for it at each step.
+        # The guard detects overflow on the device; DeepSpeed's check waits for the device at each step.
         "bf16": {"enabled": precision == "bf16", "immediate_grad_update": False, "check_grad_overflow": False},
         "fp16": {
             "enabled": precision == "fp16",
@@ -122,7 +122,7 @@ def _precision(plan: Plan) -> Block:
         "torch_autocast": {
             "enabled": precision in TORCH_DTYPE,
             "dtype": TORCH_DTYPE.get(precision, "bfloat16"),
-            # Gradients of the modules listed here would be reduced in the lower type.
+            # Gradients of the modules listed here would be reduced in the lower precision.
             "lower_precision_safe_modules": [],
         },
     }
@@ -136,7 +136,7 @@ def _zero(plan: Plan) -> Block:
     pin = not plan.cluster.spec.on_cpu
     zero: Block = {
         "stage": stage,
-        # At stages 1 and 2 overlapping has raced and produced NaN (DeepSpeed issues 5545, 8061).
+        # Overlapping at stages 1 and 2 has caused races and NaN (DeepSpeed issues 5545, 8061).
         "overlap_comm": stage == 3,
         "reduce_scatter": True,
         "contiguous_gradients": True,
@@ -152,7 +152,7 @@ def _zero(plan: Plan) -> Block:
     if stage == 3:
         zero |= _zero3(plan, bucket, pin)
     if plan.layout.tp > 1 and plan.layout.ep > 1:
-        # Even to offload to "none" is refused together with experts.
+        # Even offload to "none" is rejected together with experts.
         del zero["offload_optimizer"]
         zero.pop("offload_param", None)
     return zero
@@ -162,7 +162,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
     parallel = plan.recipe.parallel
     offload_param = _offload(parallel.offload_param, parallel.nvme_path, pin)
     if parallel.offload_param == "nvme":
-        # A partition has to fit into one buffer.
+        # A partition has to fit in one buffer.
         partition = -(-plan.model.largest_parameter // plan.layout.dp)
         offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
     return {
@@ -175,7 +175,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         "stage3_max_reuse_distance": REUSE_DISTANCE,
         "stage3_module_granularity_threshold": 0,
         "stage3_allgather_sequential": False,
-        # Weights are gathered for export from the engine, parameter by parameter.
+        # For export, weights are gathered from the engine, parameter by parameter.
         "stage3_gather_16bit_weights_on_model_save": False,
         "zero_hpz_partition_size": 1,
         "zero_quantized_weights": False,
@@ -184,13 +184,13 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
 
 
 def _leaf_classes(plan: Plan) -> list[str]:
-    """Blocks gathered as a whole, since ranks may reach the experts within in different orders."""
+    """Returns blocks to gather as a whole, since ranks may reach the experts within in different orders."""
     family = FAMILIES.get(plan.model.model_type)
     return [family.moe_block] if family and family.moe_block and plan.layout.ep == 1 else []
 
 
 def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
-    """Where states live; pinned memory is for a device that copies from it."""
+    """Returns where states are stored; pinned memory is for a device that copies from it."""
     if device == "none":
         return {"device": "none"}
     block: Block = {"device": device, "pin_memory": pin}
@@ -211,22 +211,22 @@ def _aio() -> Block:
 
 
 def _parallelism(plan: Plan) -> Block:
-    """Blocks of the degrees above 1."""
+    """Returns the blocks for degrees above 1."""
     layout, blocks = plan.layout, Block()
     if layout.pp > 1:
         blocks["pipeline"] = {
-            # Counts what the engine takes for layers, which are stages here: each would run once more than its own
-            # layers' checkpoints make them.
+            # Counts in the engine's layers, which are stages here: each would be recomputed in addition to its own
+            # layers' checkpoints.
             "activation_checkpoint_interval": 0,
             "use_reentrant": False,  # re-entrant checkpoints fail on integer inputs
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    if layout.tp > 1 and layout.pp == 1:  # within pipeline stages it is ours, and the engine has no part in it
+    if layout.tp > 1 and layout.pp == 1:  # within pipeline stages llmtrain splits the model, not the engine
         blocks["tensor_parallel"] = {
             "autotp_size": layout.tp,
             "tp_overlap_comm": False,
-            "vocab_parallel_lm_head": False,  # it computes a loss of its own, from labels that we do not pass
+            "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
         }
         if layout.ep > 1:
             blocks["tensor_parallel"]["partition_config"] = _attention_only()
@@ -242,10 +242,10 @@ def _parallelism(plan: Plan) -> Block:
 
 
 def _attention_only() -> Block:
-    """Which weights tensor parallel ranks share where experts are spread over them: those of attention.
+    """Returns the weights that tensor parallel ranks share if experts are distributed over them: those of attention.
 
-    A family's own `tp_plan` has styles for experts that AutoTP does not read. Norms over heads lie whole
-    on every rank, which sees some of the heads: their gradients are summed.
+    A family's own `tp_plan` has styles for experts that AutoTP does not support. Norms over heads are whole on every
+    rank, which sees some of the heads: their gradients are summed.
     """
     return {
         "use_default_specs": False,
@@ -259,7 +259,7 @@ def _attention_only() -> Block:
 
 
 def _run_time() -> Block:
-    """What DeepSpeed writes and measures by itself: nothing, since the run does."""
+    """Disables what DeepSpeed writes and measures by itself, since the run does that."""
     return {
         "steps_per_print": None,
         "wall_clock_breakdown": False,

@@ -1,7 +1,7 @@
-"""What can go wrong for a user, as data: the field, the value, the rule and what to do.
+"""Errors that a user can cause, as data: the field, the value, the rule and what to do.
 
-Every error that a user can cause derives from `UserError` and carries the exit code that the
-command line promises. Anything else that escapes is a bug of ours and keeps its traceback.
+Every such error derives from `UserError` and carries the exit code that the command line documents. Any other exception
+that escapes is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 MOST_SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Number of characters of a value that a message shows."""
 
 
 class Exit(IntEnum):
@@ -49,7 +49,7 @@ class Problem:
         return f"{self.field}: {self.message} [{self.rule}]{fix}"
 
     def as_dict(self) -> dict[str, str]:
-        """The problem as JSON data."""
+        """Returns the problem as JSON data."""
         return asdict(self)
 
 
@@ -58,10 +58,10 @@ class UserError(Exception):
 
     exit_code: Exit = Exit.USAGE
     nearest: tuple[str, ...] = ()
-    """Legal plans nearest to a refused one, or the cheapest that fit, as arguments to paste."""
+    """Legal plans nearest to a refused one, or the cheapest ones that fit, as arguments to paste."""
     nearest_title: str = "nearest legal plans, with the same global batch"
     nearest_figures: tuple[str, ...] = ()
-    """What is predicted of each of them; empty where nothing is."""
+    """Predictions for each of them; empty without predictions."""
 
     def __init__(self, problems: str | Problem | Iterable[Problem]) -> None:
         if isinstance(problems, str):
@@ -70,7 +70,7 @@ class UserError(Exception):
         super().__init__("\n".join(self._line(problem) for problem in self.problems))
 
     def report(self) -> str:
-        """All that a user is told: the problems, and the nearest legal plans where there are any."""
+        """Returns the message for the user: the problems, and the nearest legal plans if there are any."""
         lines = [f"error: {self}"]
         if self.nearest:
             lines.append(f"{self.nearest_title}:")
@@ -79,7 +79,7 @@ class UserError(Exception):
         return printable("\n".join(lines))
 
     def as_dict(self) -> dict[str, Any]:
-        """A refusal as JSON data."""
+        """Returns the refusal as JSON data."""
         return {
             "legal": not isinstance(self, RecipeError),
             "problems": [problem.as_dict() for problem in self.problems],
@@ -96,7 +96,7 @@ class RecipeError(UserError):
 
 
 class MachineError(RecipeError):
-    """A machine lacks what the plan needs of it; others may have it."""
+    """A machine lacks something that the plan needs; other machines may have it."""
 
 
 class DataError(UserError):
@@ -112,7 +112,7 @@ class CheckpointError(UserError):
 
 
 class DivergedError(UserError):
-    """Training stopped because too many of its updates would have spoiled the weights."""
+    """Training stopped because too many of its updates would have corrupted the weights."""
 
     exit_code = Exit.WORKER
 
@@ -124,7 +124,10 @@ class WorkerError(UserError):
 
 
 def printable(text: str) -> str:
-    """The text without what moves a terminal's cursor or changes its state; newlines and tabs stay."""
+    """Returns the text without characters that move a terminal's cursor or change its state.
+
+    Newlines and tabs remain.
+    """
     return "".join(
         character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for character in text
@@ -132,26 +135,29 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
+    """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: on one line, and not much longer."""
+    """Formats a value for a message: on one line, and truncated."""
     try:
         return short(repr(value))
-    except Exception:  # nesting beyond the interpreter's limit, an integer of thousands of digits, a faulty __repr__
+    except Exception:  # nesting beyond the interpreter's limit, an integer with thousands of digits, a faulty __repr__
         return f"a value of type {type(value).__name__}"
 
 
 def short(text: str) -> str:
-    """A text as a message shows it, cut where it is long."""
+    """Truncates a text for a message."""
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, on one line; an error of somebody else's program may fail to say it."""
+    """Returns the message of an error on one line.
+
+    The error may come from another program and have a faulty message.
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     try:

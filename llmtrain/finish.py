@@ -1,4 +1,4 @@
-"""What a finished run leaves: a Hugging Face folder, and a sample of what it says."""
+"""What a finished run produces: a Hugging Face folder, and a sample of generated text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.run_dir import RunDir
 
 
 def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared, console: Console) -> None:
-    """Compares the evaluation with a unigram model, exports and samples; on rank 0, after the last step."""
+    """Compares the evaluation with a unigram model, exports, and samples; runs on rank 0 after the last step."""
     recipe = plan.recipe
     if state.eval_loss is not None:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
@@ -29,10 +29,10 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
     if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
-        console.print(f"not exported: parts of {checkpoint} lie on {some(elsewhere)}; copy them there", soft_wrap=True)
+        console.print(f"not exported: parts of {checkpoint} are on {some(elsewhere)}; copy them there", soft_wrap=True)
         return
     with console.status("exporting"):
-        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # of fewer steps, where there is one
+        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # replaces an export of fewer steps
     console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
     prompt = recipe.export.sample_prompt
     if prompt is not None:

@@ -1,4 +1,4 @@
-"""Continue a text with an exported model."""
+"""Continues a text with an exported model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmtrain.untrusted import utf8_name
 
 
 def model_folder(path: Path) -> Path:
-    """The folder of a model: `path`, or the export of the run directory that `path` is.
+    """Returns the folder of a model: `path`, or the export in the run directory `path`.
 
-    Raises RecipeError where there is no model.
+    Raises RecipeError if there is no model.
     """
     for folder in (path, RunDir(path).export):
         if (folder / "config.json").is_file():
             return folder
     fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
-    raise RecipeError(Problem("generate.folder", str(path), "holds no model (no config.json, no export/)", fix))
+    raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))
 
 
 def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
-    """The continuation of `prompt`, sampled from the 50 likeliest tokens; temperature 0 takes the likeliest.
+    """Returns a continuation of `prompt`, sampled from the 50 most likely tokens; temperature 0 takes the most likely.
 
-    folder: of a model, or a run directory. Raises RecipeError where it holds no model.
+    folder: of a model, or a run directory. Raises RecipeError if it contains no model.
     """
     folder = model_folder(folder)
     with utf8_name(folder) as named:

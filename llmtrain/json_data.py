@@ -1,4 +1,4 @@
-"""Whether a value is JSON data: what a recipe holds, is written to files and read again."""
+"""Checks whether a value is JSON data, which can be stored in a recipe, written to files and read again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from pydantic import BaseModel
 from llmtrain.errors import shown
 
 MOST_NESTED = 32
-"""Levels of lists and objects within each other."""
+"""Largest depth of nested lists and objects."""
 MOST_DIGITS = 40
-"""Of an integer in `model.config`: its rules name what is too large, this only bounds the arithmetic."""
+"""Largest number of digits of an integer in `model.config`. Rules report numbers that are too large; this limit only
+bounds the arithmetic."""
 TOO_LARGE = f"it contains an integer of more than {MOST_DIGITS} digits"
 TOO_DEEP = f"lists and objects are nested deeper than {MOST_NESTED} levels"
 
 
 def json_fault(value: Any) -> str | None:
-    """Why a value cannot be written as JSON and read again, or be used as a name; None where nothing speaks against it.
+    """Returns why a value cannot be written as JSON and read again, or be used as a name, or None if it can.
 
-    Without recursion, since a value may be nested deeper than the interpreter's limit.
+    Uses no recursion, since a value may be nested deeper than the interpreter's limit.
     """
     level = [value]
     for _ in range(MOST_NESTED):
@@ -29,7 +30,7 @@ def json_fault(value: Any) -> str | None:
             if fault := _not_a_leaf(item):
                 return fault
         inner = (one for item in level for one in _within(item))
-        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may hold itself many times
+        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may contain itself many times
         if not level:
             return None
     return TOO_DEEP
@@ -52,7 +53,7 @@ def _not_a_leaf(item: Any) -> str | None:
         return None if abs(item) < 10**MOST_DIGITS else TOO_LARGE
     if isinstance(item, dict):
         names = [name for name in item if not isinstance(name, str)]
-        return f"{shown(names[0])} is not a name: names are texts" if names else None
+        return f"{shown(names[0])} is not a name: names are strings" if names else None
     if item is None or isinstance(item, (list, tuple, BaseModel)):  # a model has checked its own fields
         return None
     return f"it contains a {type(item).__name__}, which is not JSON data"

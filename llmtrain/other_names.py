@@ -1,4 +1,4 @@
-"""What Hugging Face's TrainingArguments, axolotl and DeepSpeed call the fields of a recipe."""
+"""Names of the recipe's fields in Hugging Face's TrainingArguments, axolotl and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "kernels.fp8": ("fp8_training",),
     "name": ("run_name", "wandb_name", "experiment_name", "output_dir"),
 }
-"""Field of a recipe → names that others have for it, or for what it decides."""
+"""Field of a recipe → names that others use for it, or for what it determines."""
 
 OURS = {theirs: field for field, names in THEIR_NAMES.items() for theirs in names}
 """Their name → our field."""

@@ -1,7 +1,7 @@
-"""The heads of files of pieces, checked: safetensors, whose metadata say of each piece what it is.
+"""The validated heads of piece files: safetensors whose metadata describe each piece.
 
-Read without torch, since the launcher asks for them too. After `read_head` the safetensors library opens the file, and
-each tensor that a piece speaks of is there, is flat, and has the length and a type that it can have.
+Read without torch, since the launcher needs them too. After `read_head`, the safetensors library can open the file, and
+each tensor that a piece mentions exists, is flat, and has a valid length and type.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from llmtrain.untrusted import open_regular, parse_json, read_most
 
 MOST_HEAD_BYTES = 100_000_000
-"""Of a safetensors file, as the library has it."""
+"""Largest head of a safetensors file, as in the library."""
 WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-"""Bytes of an element, by the format's words for the types of a model's tensors."""
+"""Bytes of an element, by the format's names for the types of a model's tensors."""
 WEIGHT = "weight"
-"""The kind of tensor that is trained: fp32 where the engine keeps such a copy. The others are an optimizer's."""
+"""The kind of tensor that is trained: fp32 if the engine keeps such a copy. The others belong to an optimizer."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Counts = Annotated[tuple[Count, ...], Field(max_length=64)]
@@ -31,14 +31,14 @@ class _Part(BaseModel):
 
 
 class BoxHead(_Part):
-    """A part of a whole weight: of each dimension a range."""
+    """A part of a whole weight: a range in each dimension."""
 
     first: Counts
     size: Counts
 
 
 class RegionHead(_Part):
-    """What a rank holds of a weight (`engines.pieces.Region`)."""
+    """The part of a weight that a rank holds (`engines.pieces.Region`)."""
 
     shape: Counts
     boxes: Annotated[tuple[BoxHead, ...], Field(min_length=1)]
@@ -46,7 +46,7 @@ class RegionHead(_Part):
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Number of elements."""
         return sum(math.prod(box.size) for box in self.boxes)
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class RegionHead(_Part):
             raise ValueError(f"joins along dimension {self.dim} of {len(self.shape)}")
         for box in self.boxes:
             if not len(box.first) == len(box.size) == len(self.shape):
-                raise ValueError("has a box of another number of dimensions")
+                raise ValueError("has a box with another number of dimensions")
             if any(first + size > whole for first, size, whole in zip(box.first, box.size, self.shape, strict=True)):
                 raise ValueError("has a box that is not within the weight")
             if len(self.boxes) > 1 and self._beside(box) != self._beside(self.boxes[0]):
@@ -67,7 +67,7 @@ class RegionHead(_Part):
 
 
 class PieceHead(_Part):
-    """A flat range of a region, and the kinds of tensors that are held of it."""
+    """A flat range of a region, and the kinds of tensors stored for it."""
 
     name: Annotated[str, Field(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]+$")]
     region: RegionHead
@@ -90,7 +90,7 @@ class _Tensor(_Part):
 
 
 def read_head(file: Path) -> list[PieceHead]:
-    """What the pieces of a file are. Raises OSError or ValueError where the file is not what it must be."""
+    """Reads the descriptions of the pieces in a file. Raises OSError or ValueError if the file is invalid."""
     metadata, tensors = _read(file)
     if "pieces" not in metadata:
         raise ValueError("has no list of pieces in its head")
@@ -98,19 +98,19 @@ def read_head(file: Path) -> list[PieceHead]:
     expected = {f"{index}.{kind}": piece for index, piece in enumerate(pieces) for kind in piece.kinds}
     if tensors.keys() != expected.keys():
         strange = sorted(tensors.keys() ^ expected.keys())[0]
-        raise ValueError(f"its tensors are not those of its list of pieces, as {strange[:100]!r}")
+        raise ValueError(f"its tensors do not match its list of pieces, such as {strange[:100]!r}")
     for name, piece in expected.items():
         tensor = tensors[name]
         if tensor.shape != (piece.numel,):
             raise ValueError(f"{name} of '{piece.name}' has the shape {list(tensor.shape)}, not [{piece.numel}]")
-        # Only what is not trained may be anything else: the buffers of some models count.
+        # Only untrained tensors may have other types: the buffers of some models contain counts.
         if piece.kinds != (WEIGHT,) and not is_floating(tensor.dtype):
-            raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, and what is trained is floating point")
+            raise ValueError(f"{name} of '{piece.name}' is {tensor.dtype}, but trained tensors are floating point")
     return pieces
 
 
 def is_floating(dtype: str) -> bool:
-    """Whether a type of the format is one of floating point."""
+    """Whether a type of the format is floating point."""
     return "F" in dtype
 
 
@@ -119,20 +119,20 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, _Tensor]]:
         size = os.fstat(content.fileno()).st_size
         length = int.from_bytes(read_most(content, 8), "little")
         if not 2 <= length <= min(MOST_HEAD_BYTES, size - 8):
-            raise ValueError(f"has a head of {length:,} bytes, in a file of {size:,}")
+            raise ValueError(f"has a head of {length:,} bytes in a file of {size:,}")
         head = parse_json(read_most(content, length), dict[str, _Tensor | dict[str, str]])
     metadata = head.pop("__metadata__", {})
     tensors = {name: tensor for name, tensor in head.items() if isinstance(tensor, _Tensor)}
     if not isinstance(metadata, dict) or tensors.keys() != head.keys():
-        raise ValueError("has a head that is not one of safetensors")
+        raise ValueError("has a head that is not a safetensors head")
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         width = WIDTHS.get(tensor.dtype)
         if width is None:
-            raise ValueError(f"{name[:100]!r} is of an unknown type, {tensor.dtype[:20]!r}")
+            raise ValueError(f"{name[:100]!r} has an unknown type, {tensor.dtype[:20]!r}")
         if tensor.data_offsets != (end, end + width * math.prod(tensor.shape)):
-            raise ValueError(f"{name[:100]!r} does not lie where its length and those of the others put it")
+            raise ValueError(f"{name[:100]!r} is not at the offset that its length and those of the others give")
         end = tensor.data_offsets[1]
     if 8 + length + end != size:
-        raise ValueError(f"has {size:,} bytes, its head says {8 + length + end:,}")
+        raise ValueError(f"has {size:,} bytes, but its head describes {8 + length + end:,}")
     return metadata, tensors

@@ -1,7 +1,7 @@
-"""What to train: frozen, strict models, declared once, with no number stated twice.
+"""What to train: frozen, strict models, in which no number is stated twice.
 
-A recipe says nothing about the machine: the data parallel size and the number of accumulation
-steps follow from the cluster (`llmtrain.plan.resolve`).
+A recipe says nothing about the machine: the data parallel size and the number of accumulation steps follow from the
+cluster (`llmtrain.plan.resolve`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from llmtrain.other_names import OURS
 
 T = TypeVar("T")
 Many = Annotated[Sequence[T], AfterValidator(tuple)]
-"""A recipe may write [...]; the frozen model keeps a tuple."""
+"""A recipe may use a list; the frozen model stores a tuple."""
 LARGEST = 10**12
-"""Of any number in a recipe: far beyond every run, and still one that the arithmetic is done with at once."""
+"""Upper bound of every number in a recipe: far beyond any run, and small enough for fast arithmetic."""
 LONGEST_SEQUENCE = 2**24
-"""Tokens: above the context of every model."""
+"""Tokens: more than the context of any model."""
 LARGEST_TRAINED = 1_000_000
-"""Tokens of a tokenizer that is trained here: above those of every model."""
+"""Tokens of a tokenizer that is trained here: more than those of any model."""
 LONGEST_WINDOW = 65_536
-"""Steps that statistics are kept of: they lie on each device, and are read by the host every few steps."""
+"""Steps for which statistics are kept: they are stored on each device, and read by the host every few steps."""
 PositiveInt = Annotated[int, Field(gt=0, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -43,7 +43,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Part(BaseModel):
-    """A part of a recipe: frozen, strict in types, no field that nobody declared."""
+    """A part of a recipe: frozen, with strict types and no undeclared fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -63,28 +63,29 @@ class ModelConfig(Part):
     architecture: str | None = None
     """`model_type` of `transformers` (`llama`, `gpt2`, `qwen3_moe`, ...) for a newly initialised model."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the architecture's configuration. `vocab_size` may be left out where `data.tokenizer` is trained."""
+    """Fields of the architecture's configuration. `vocab_size` may be omitted if `data.tokenizer` is trained."""
     pretrained: str | None = None
-    """Folder or hub name whose weights training starts from. Excludes `architecture`; `config` overrides its fields."""
+    """Folder or hub name of the weights from which training starts. Excludes `architecture`; `config` overrides its
+    fields."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
     """Attention implementation, as `transformers` names it, or `varlen`: torch's kernel for packed documents. `auto`:
-    what was measured as the fastest on the device (`kernels`), else `sdpa`."""
+    the fastest one measured on the device (`kernels`), else `sdpa`."""
     trust_remote_code: bool = False
-    """Run the model code that a hub repository ships."""
+    """Run the model code in a hub repository."""
 
     @property
     def attention_kernel(self) -> str:
-        """The attention implementation; `sdpa` where nothing was measured."""
+        """The attention implementation; `sdpa` if nothing was measured."""
         return "sdpa" if self.attention == "auto" else self.attention
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.architecture is None) == (self.pretrained is None):
-            raise ValueError("give either `architecture` (a new model) or `pretrained` (its weights), not both or none")
+            raise ValueError("give exactly one of `architecture` (a new model) and `pretrained` (its weights)")
         return self
 
 
@@ -92,15 +93,15 @@ class Source(Part):
     """One corpus: a hub dataset, local files, or `stdlib`."""
 
     name: str
-    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow; or `stdlib`."""
+    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; or `stdlib`."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
     """Split of a hub dataset."""
     revision: str | None = None
-    """Branch, tag or commit of a hub dataset; pin it to make the corpus reproducible."""
+    """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
     text_column: str = "text"
-    """Column that holds the document."""
+    """Column that contains the document."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
 
@@ -112,31 +113,31 @@ class TrainedTokenizer(Part):
     """A byte-level BPE tokenizer trained on the recipe's own training documents."""
 
     vocab_size: Annotated[int, Field(gt=0, le=LARGEST_TRAINED)]
-    """Largest number of tokens, special tokens included."""
+    """Largest number of tokens, including special tokens."""
 
 
 class DataConfig(Part):
     """Sources, tokenizer and packing."""
 
     sources: Many[Source] = Field(min_length=1)
-    """What to train on; several are mixed by weight."""
+    """What to train on; several sources are mixed by weight."""
     tokenizer: str | TrainedTokenizer
-    """Folder or hub name of a tokenizer, or one to be trained."""
+    """Folder or hub name of a tokenizer, or one to train."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
     packing: Literal["best_fit", "concat"] = "best_fit"
     """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T."""
     mask_documents: bool = True
-    """Positions start again at each document, and no token attends to another document."""
+    """Restart positions at each document, and prevent attention to other documents."""
     special_tokens: Literal["refuse", "text", "parse"] = "refuse"
     """What the text of a special token of the tokenizer, such as `<|im_start|>`, means within a document. `text`: its
-    characters; `parse`: the token, as a chat template means it; `refuse`: `text` for a handful (10, or one in a million
-    characters), and an error above that."""
+    characters; `parse`: the token, as a chat template means it; `refuse`: `text` if there are few (10, or one per
+    million characters), and an error otherwise."""
     eval_fraction: Fraction = 0.01
-    """Share of the documents held out for evaluation, chosen by the hash of their text; of a single text file, its end.
-    Nothing is held out where `evaluation.sources` are given."""
+    """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
+    end. If `evaluation.sources` are given, nothing is held out."""
     cache_dir: str | None = None
-    """Folder of the token stores; default `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+    """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
 
 
 class OptimConfig(Part):
@@ -149,24 +150,23 @@ class OptimConfig(Part):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moments; `sgd` uses the first as momentum."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decay of every weight with two or more dimensions; biases and norms are never decayed."""
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
-    """The rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`,
-    d = `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w
-    for `wsd`. Then `constant`: 1. `linear`: (n − s) / (n − w).
-    `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n − w))) / 2.
-    `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) where w = 0. `wsd` (warm-up, stable, decay; arXiv 2404.06395):
-    1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
+    """The learning rate relative to `lr` in step s, counted from 0, with w = `warmup_steps`, n = `train.max_steps`, d =
+    `decay_steps` and m = `min_lr_ratio`. Before step w every schedule rises linearly: s / w, or m + (1 − m) · s / w for
+    `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 + cos(π · (s − w) / (n −
+    w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd` (warm-up, stable, decay; arXiv
+    2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises linearly: from 0, under `wsd` from `min_lr_ratio`."""
+    """Steps in which the learning rate rises linearly from 0, or from `min_lr_ratio` for `wsd`."""
     decay_steps: NonNegativeInt = 0
     """Steps of the final decay of `wsd`."""
     min_lr_ratio: Fraction = 0.0
-    """Rate at the end of `cosine` and `wsd`, and at the start of `wsd`, relative to the peak."""
+    """Learning rate at the end of `cosine` and `wsd`, and at the start of `wsd`, relative to the peak."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Largest global gradient norm; 0 disables clipping."""
 
     @model_validator(mode="before")
     @classmethod
@@ -177,7 +177,7 @@ class OptimConfig(Part):
 
 
 class BatchConfig(Part):
-    """The global batch is what is trained; accumulation follows from the cluster."""
+    """The global batch; gradient accumulation follows from the cluster."""
 
     global_batch_size: PositiveInt
     """Sequences per optimizer step, over all devices."""
@@ -190,40 +190,40 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 class ParallelConfig(Part):
-    """How the work is split. Data parallelism takes the devices that the other degrees leave."""
+    """How the work is split. Data parallelism uses the devices that the other degrees leave."""
 
     backend: Literal["deepspeed", "accelerate", "horovod", "data_parallel"] = "deepspeed"
     """What runs the step. `data_parallel` is `torch.nn.DataParallel`: one process for all devices of one machine."""
     accelerate: Literal["ddp", "fsdp2", "deepspeed"] = "ddp"
     """What Accelerate runs: DistributedDataParallel, FSDP2 (`torch.distributed.fsdp.fully_shard`) or DeepSpeed."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054).
-    `ddp` shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once
-    for both (2)."""
+    """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054). `ddp`
+    shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once for
+    both passes (2)."""
     pipeline: PositiveInt = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     tensor: PositiveInt = 1
-    """Devices that share each matrix."""
+    """Number of devices that share each matrix."""
     sequence: PositiveInt = 1
-    """Devices that share each sequence (Ulysses, arXiv 2309.14509)."""
+    """Number of devices that share each sequence (Ulysses, arXiv 2309.14509)."""
     expert: PositiveInt = 1
-    """Devices that the experts of a layer are spread over."""
+    """Number of devices over which the experts of a layer are distributed."""
     precision: Precision = "fp32"
-    """`bf16` and `fp16` keep fp32 master weights; `autocast_*` keeps fp32 weights and casts inside the operations."""
+    """`bf16` and `fp16` keep fp32 master weights; `autocast_*` keeps fp32 weights and casts within the operations."""
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type that gradients are accumulated in over micro-batches."""
+    """Data type in which gradients are accumulated over micro-batches."""
     activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` keeps only the input of each layer and computes the rest again in the backward pass."""
+    """`full` only keeps the input of each layer and recomputes the rest in the backward pass."""
     offload_optimizer: OffloadDevice = "none"
-    """Where optimizer states live."""
+    """Where optimizer states are stored."""
     offload_param: OffloadDevice = "none"
-    """Where ZeRO-3 parameters live between uses."""
+    """Where ZeRO-3 parameters are stored between uses."""
     nvme_path: str | None = None
-    """Local folder of `nvme` offload."""
+    """Local folder for `nvme` offload."""
 
     @property
     def strategy(self) -> str:
-        """What really splits the work: `deepspeed`, `ddp`, `fsdp2`, `horovod` or `data_parallel`."""
+        """The strategy that splits the work: `deepspeed`, `ddp`, `fsdp2`, `horovod` or `data_parallel`."""
         return self.accelerate if self.backend == "accelerate" else self.backend
 
 
@@ -231,85 +231,88 @@ class TrainConfig(Part):
     """Length and seed of the run."""
 
     max_steps: PositiveInt
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seed: NonNegativeInt = 1
-    """Seeds the initial weights, dropout and the order of the samples."""
+    """Seed of the initial weights, dropout and the order of the samples."""
 
 
 class EvalConfig(Part):
-    """Loss on documents that are not trained on."""
+    """Evaluation: the loss on documents that are not trained on."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between evaluations; there is one more at the end. 0: never."""
+    """Steps between evaluations; the run also ends with one. 0: never."""
     at_start: bool | None = None
-    """Evaluate before the first step, too. Default: where training starts from pretrained weights."""
+    """Also evaluate before the first step. Default: only if training starts from pretrained weights."""
     sources: Many[Source] = ()
-    """What to evaluate on, in place of held-out documents of `data.sources`; no `weight`: all of it counts alike."""
+    """What to evaluate on, instead of held-out documents of `data.sources`; without `weight`, since all of it counts
+    equally."""
     max_sequences: PositiveInt | None = None
-    """Evaluate on so many sequences at most, taken evenly from all sources; default all."""
+    """Largest number of sequences to evaluate on, taken evenly from all sources; default: all."""
 
 
 class CheckpointConfig(Part):
-    """When to save and what to keep."""
+    """When to save checkpoints, and which to keep."""
 
     every_steps: NonNegativeInt = 0
-    """Steps between checkpoints; there is one more at the end. 0: only at the end."""
+    """Steps between checkpoints; the run also ends with one. 0: only at the end."""
     keep_last: PositiveInt | None = None
-    """Keep the newest so many checkpoints; default all."""
+    """How many of the newest checkpoints to keep; default: all."""
     keep_every_steps: PositiveInt | None = None
-    """Beside those of `keep_last`, keep the checkpoints of the steps that this divides."""
+    """In addition to `keep_last`, keep the checkpoints of steps that are multiples of this."""
     keep_best: PositiveInt | None = None
-    """Beside those of `keep_last`, keep so many with the lowest loss of an evaluation after the same step."""
+    """In addition to `keep_last`, keep this many checkpoints with the lowest evaluation loss after the same step."""
     background: bool = True
-    """Copy to host memory and write while training goes on. Takes as much host memory as the rank saves bytes."""
+    """Copy to host memory, and write while training continues. Needs as much host memory as the rank saves bytes."""
 
 
 class GuardConfig(Part):
-    """Which updates are not taken, and what happens after too many of them.
+    """Which updates are skipped, and what happens after too many of them.
 
-    A loss or a gradient norm that is not finite never reaches the weights.
+    A loss or a gradient norm that is not finite never affects the weights.
     """
 
     spike_sigma: Annotated[float, Field(ge=0)] = 6.0
-    """Skip the update of a step whose loss, or gradient norm before clipping, is a spike: its logarithm is more than so
-    many standard deviations above the mean of the logarithms of the last `window_steps` updates that were taken, once
-    there were so many. A deviation counts as at least 0.001. 0: only what is not finite is skipped."""
+    """Skip the update of a step whose loss, or gradient norm before clipping, is a spike: its logarithm is more than
+    this many standard deviations above the mean of the logarithms of the last `window_steps` updates taken, once there
+    are that many. The standard deviation counts as at least 0.001. 0: only skip what is not finite."""
     spike_norm_ratio: Annotated[float, Field(ge=1)] = 8.0
-    """A gradient norm is a spike only if it is also more than so many times the geometric mean of these updates: in
-    healthy runs of small batches, norms lie far above the usual now and then. 1: `spike_sigma` alone decides."""
+    """A gradient norm is only a spike if it is also more than this many times the geometric mean of these updates: in
+    healthy runs with small batches, norms are occasionally far above their usual size. 1: only `spike_sigma`
+    decides."""
     window_steps: Annotated[int, Field(ge=2, le=LONGEST_WINDOW)] = 128
-    """Updates that mean and deviation are taken over, and steps that skipped ones are counted in."""
+    """Number of updates over which mean and deviation are computed, and of steps in which skipped updates are
+    counted."""
     max_skipped: NonNegativeInt = 8
-    """More skipped updates than these within the last `window_steps` steps are too many."""
+    """Largest acceptable number of skipped updates within the last `window_steps` steps."""
     every_steps: PositiveInt = 10
-    """Steps after which the run looks whether there were too many; at least once in `window_steps`. Each look waits for
-    the device, as logging does."""
+    """Steps between checks for too many skipped updates; at least once per `window_steps`. Each check waits for the
+    device, as logging does."""
     then: Literal["rollback", "stop"] = "rollback"
-    """After too many: go back to the last checkpoint from before the first of them and go on with the data that come
-    now, or stop."""
+    """After too many skipped updates: roll back to the last checkpoint before the first of them and continue with new
+    data, or stop."""
     max_rollbacks: NonNegativeInt = 3
-    """Stop where the run would go back more often than this."""
+    """Stop instead of rolling back more often than this."""
 
     def looks_after(self, step: int) -> bool:
-        """Whether the run looks after a step whether too many updates were skipped."""
+        """Whether the run checks for too many skipped updates after a step."""
         return step % min(self.every_steps, self.window_steps) == 0
 
 
 class KernelsConfig(Part):
-    """How the same numbers are computed. `auto`: as was measured to be the fastest on the device."""
+    """Which kernels compute the model. `auto`: the fastest ones measured on the device."""
 
     blocks: Literal["auto", "eager", "compiled", "liger"] = "auto"
-    """The decoder's layers. `eager`: as `transformers` has them; `compiled`: each by `torch.compile`; `liger`: Liger's
-    kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
+    """The decoder layers. `eager`: those of `transformers`; `compiled`: each compiled by `torch.compile`; `liger`:
+    Liger's kernels for norms, rotary positions and SwiGLU. `auto` without a measurement: eager."""
     loss: Literal["auto", "whole", "chunked", "compiled", "liger"] = "auto"
-    """`whole`: the logits of a micro-batch at once; `chunked`: of 1,024 tokens at a time, which takes the memory of
-    these alone; `compiled`: so, by `torch.compile`; `liger`: Liger's fused loss. `auto` without a measurement: chunked
-    where the logits are large and nothing speaks against it."""
+    """`whole`: computes all logits of a micro-batch at once; `chunked`: those of 1,024 tokens at a time, which only
+    needs memory for these; `compiled`: the same with `torch.compile`; `liger`: Liger's fused loss. `auto` without a
+    measurement: chunked if the logits are large and nothing prevents it."""
     fp8: Literal["off", "tensorwise", "rowwise"] = "off"
-    """Matrix products of the layers in fp8, by torchao, with a scale for each tensor or row. Other numbers than bf16.
-    Refused where it is slower."""
+    """Computes the layers' matrix products in fp8 with torchao, with one scale per tensor or row. Results differ from
+    bf16. Refused if it is slower."""
     threads: Literal["auto"] | PositiveInt = "auto"
-    """Threads of a rank on a CPU. `auto` without a measurement: torch's choice, one for each of the rank's cores."""
+    """Number of CPU threads of a rank. `auto` without a measurement: torch's choice, one per core of the rank."""
 
     @model_validator(mode="before")
     @classmethod
@@ -321,39 +324,41 @@ class LoggingConfig(Part):
     """What is written while training."""
 
     every_steps: PositiveInt = 10
-    """Steps between lines of `metrics.jsonl`."""
+    """Steps between lines in `metrics.jsonl`."""
     trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
-    """Trackers beside `metrics.jsonl`."""
+    """Trackers in addition to `metrics.jsonl`."""
     project: str = "llmtrain"
-    """Project (W&B) or experiment (MLflow) that the run belongs to."""
+    """Project (W&B) or experiment (MLflow) of the run."""
 
 
 class WatchdogConfig(Part):
-    """When a run that stands still is ended, with exit code 5, and which rank is called slow."""
+    """When a hanging run is ended, with exit code 5, and which rank is reported as slow."""
 
     min_seconds: NonNegativeFloat = 60.0
-    """A run that finishes no step for so long, in seconds, is ended, or for `factor` steps if longer. 0: never."""
+    """Seconds without a finished step after which a run is ended, or the time of `factor` steps if that is longer. 0:
+    never."""
     factor: NonNegativeFloat = 10.0
-    """Times the 99th percentile of the last 1,000 steps' times."""
+    """Multiple of the 99th percentile of the last 1,000 steps' times."""
     phase_seconds: NonNegativeFloat = 1800.0
-    """The same for a save, a batch of an evaluation, and each of the first two steps, which compile. 0: no limit."""
+    """The same limit in seconds for a save, a batch of an evaluation, and each of the first two steps, which compile.
+    0: no limit."""
     straggler_ratio: NonNegativeFloat = 1.5
-    """A rank that needs so many times as long for its own work as the median rank is named. 0: none is."""
+    """A rank whose own work takes this many times as long as that of the median rank is reported. 0: never."""
 
 
 class ExportConfig(Part):
-    """What a finished run leaves besides its last checkpoint."""
+    """What a finished run produces besides its last checkpoint."""
 
     at_end: bool = True
-    """Write a Hugging Face folder, `export/`, in the run directory."""
+    """Write a Hugging Face folder, `export/`, to the run directory."""
     sample_prompt: str | None = None
     """Print the exported model's continuation of this text."""
     sample_tokens: PositiveInt = 48
-    """Tokens of the continuation."""
+    """Number of tokens of the continuation."""
 
 
 class Recipe(Part):
-    """Everything that defines a training run, except the machine."""
+    """Everything that defines a training run, except for the machine."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run directory and the run in trackers."""
@@ -373,27 +378,27 @@ class Recipe(Part):
 
     @property
     def held_out_fraction(self) -> float:
-        """Share of the training sources that is held out for evaluation."""
+        """The fraction of the training sources that is held out for evaluation."""
         return 0.0 if self.evaluation.sources else self.data.eval_fraction
 
     @property
     def evaluates_at_start(self) -> bool:
-        """Whether there is an evaluation before the first step."""
+        """Whether the run evaluates before the first step."""
         at_start = self.evaluation.at_start
         wanted = self.model.pretrained is not None if at_start is None else at_start
         return wanted and self.evaluation.every_steps > 0
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding: `model.config.vocab_size`, else that of a trained tokenizer, else unknown."""
+        """Rows of the embedding: `model.config.vocab_size`, else that of a trained tokenizer, else None."""
         tokenizer = self.data.tokenizer
         trained = tokenizer.vocab_size if isinstance(tokenizer, TrainedTokenizer) else None
         return self.model.config.get("vocab_size", trained)
 
     def with_(self, **fields: Any) -> Recipe:
-        """A copy with dotted fields replaced: `recipe.with_(**{"parallel.zero_stage": 1})`.
+        """Returns a copy with dotted fields replaced: `recipe.with_(**{"parallel.zero_stage": 1})`.
 
-        Raises RecipeError naming every field that does not exist or whose value does not fit.
+        Raises RecipeError with every field that does not exist or whose value is invalid.
         """
         values = self.model_dump(mode="json")
         problems = [problem for path, value in fields.items() if (problem := _assign(values, path, _plain(value)))]
@@ -402,15 +407,15 @@ class Recipe(Part):
         return parse_recipe(values)
 
     def dotted(self, exclude_defaults: bool = False) -> dict[str, Any]:
-        """Every value under its dotted field, as `with_` takes them; items of lists are numbered.
+        """Returns every value by its dotted field, as `with_` takes them; list items are numbered.
 
-        exclude_defaults: leave out what is as it would be if the recipe did not mention it.
+        exclude_defaults: leave out values that equal their defaults.
         """
         return dict(_leaves(self.model_dump(mode="json", exclude_defaults=exclude_defaults)))
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted paths and values of nested JSON data; an empty list or object is a value."""
+    """Yields dotted paths and values of nested JSON data; an empty list or object is a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     if not items:
         yield path, value
@@ -419,7 +424,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def parse_recipe(values: dict[str, Any]) -> Recipe:
-    """The recipe of a JSON document. Raises RecipeError with all faults at once."""
+    """Parses a JSON document into a recipe. Raises RecipeError with all faults at once."""
     try:
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -429,7 +434,7 @@ def parse_recipe(values: dict[str, Any]) -> Recipe:
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     """Turns `--set KEY=VALUE` arguments into fields for `Recipe.with_`.
 
-    A value is read as JSON where it is JSON (numbers, true, null, lists, objects), else as text.
+    A value is parsed as JSON if possible (numbers, true, null, lists, objects), and is text otherwise.
     """
     fields: dict[str, Any] = {}
     problems = []
@@ -448,31 +453,31 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
 
 
 def _json_or_text(text: str) -> tuple[Any, str | None]:
-    """A value as `--set` means it, and what is wrong with it."""
+    """Parses a value of `--set`; returns it and what is wrong with it, or None."""
     try:
         value = json.loads(text)
     except RecursionError:
         return None, TOO_DEEP
     except json.JSONDecodeError:
         value = text
-    except ValueError:  # Python turns no text of that length into an integer
+    except ValueError:  # Python refuses to convert a text of that length to an integer
         return None, TOO_LARGE
     return value, json_fault(value)
 
 
-# A part that a recipe file builds on its own does not know its place in the recipe; its class does.
+# A part that a recipe file creates on its own does not know its place in the recipe, but its class does.
 _PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer"}
 
 
 def recipe_problems(error: ValidationError) -> list[Problem]:
-    """The faults of a pydantic error, with the nearest name for a field that does not exist."""
+    """Converts a pydantic error to problems, with the closest name for a field that does not exist."""
     places = _PLACES | {
         _part_in(field.annotation).__name__: name
         for name, field in Recipe.model_fields.items()
         if _part_in(field.annotation)
     }
     errors = error.errors(include_url=False)
-    # Of `str | TrainedTokenizer` an object is meant for the second; that it is no text says nothing.
+    # For `str | TrainedTokenizer`, an object is meant as the latter; that it is not a string is no useful message.
     meant = [one for one in errors if not (one["loc"][-1:] == ("str",) and isinstance(one["input"], (dict, Part)))]
     return [_problem(details, places.get(error.title, "")) for details in meant or errors]
 
@@ -489,7 +494,10 @@ def _problem(details: Any, place: str) -> Problem:
 
 
 def _unknown_field(path: str) -> Problem:
-    """What is closest to a field that does not exist: ours of another's name, one spelt like it, and all there are."""
+    """Reports a field that does not exist, with the closest existing ones.
+
+    These are our name for another tool's field, a name with a similar spelling, and all fields of the part.
+    """
     parent, _, name = path.rpartition(".")
     known = _fields_of(parent)
     ours = OURS.get(name) or _only_place_of(name)
@@ -498,18 +506,18 @@ def _unknown_field(path: str) -> Problem:
     holders = (".".join(names[:size]) for size in range(min(len(names), 3), 0, -1))
     listing = next((f"fields of {one}: {', '.join(_fields_of(one))}" for one in holders if one and _fields_of(one)), "")
     if not listing:
-        listing = f"a field is PART.NAME, and the parts are {', '.join(Recipe.model_fields)}"
+        listing = f"a field has the form PART.NAME; the parts are {', '.join(Recipe.model_fields)}"
     return Problem("recipe.field", short(path), f"there is no such field{hint}", listing)
 
 
 def _only_place_of(name: str) -> str | None:
-    """The dotted field of a name that one part has, and no other."""
+    """Returns the dotted field of a name that exactly one part has, else None."""
     places = [f"{part}.{name}" for part in Recipe.model_fields if name in _fields_of(part)]
     return places[0] if len(places) == 1 else None
 
 
 def _fields_of(path: str) -> list[str]:
-    """Names of the fields of the recipe part at a dotted path; empty where it has none."""
+    """Returns the names of the fields of the recipe part at a dotted path; empty if it has none."""
     part: Any = Recipe
     for name in filter(None, path.split(".")):
         if name.isdigit():
@@ -520,16 +528,16 @@ def _fields_of(path: str) -> list[str]:
 
 
 def _part_in(annotation: Any) -> Any:
-    """The `Part` inside an annotation such as `Sequence[Source]` or `str | TrainedTokenizer`."""
+    """Returns the `Part` within an annotation such as `Sequence[Source]` or `str | TrainedTokenizer`."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return annotation
     return next((found for argument in getattr(annotation, "__args__", ()) if (found := _part_in(argument))), None)
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as JSON data of its own, so that an override may also be given as a recipe part.
+    """Copies a field's value as JSON data, so that an override may also be given as a recipe part.
 
-    A copy, since a later field may lie within it.
+    It is a copy since a later assignment may change a field within it.
     """
     if isinstance(value, Part):
         return value.model_dump(mode="json")
@@ -541,7 +549,7 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
-    """Sets `values` at a dotted path; `model.config` takes any name, every other part only its fields."""
+    """Sets `values` at a dotted path; `model.config` accepts any name, other parts only their fields."""
     *parents, name = path.split(".")
     target: Any = values
     for depth, parent in enumerate(parents):
@@ -554,7 +562,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
     if isinstance(target, list):
         index = _index(name, target)
         if index is None:
-            return Problem("recipe.field", short(path), f"there are {len(target)} items, numbered from 0")
+            return Problem("recipe.field", short(path), f"has {len(target)} items, numbered from 0")
         target[index] = value
         return None
     open_part = parents[:2] == ["model", "config"]
@@ -565,5 +573,5 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
 
 
 def _index(name: str, items: list[Any]) -> int | None:
-    """The number of an item as a path names it; None where there is no such item."""
+    """Returns the index of an item from a path component, or None if there is no such item."""
     return next((number for number in range(len(items)) if str(number) == name), None)

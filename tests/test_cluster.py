@@ -79,10 +79,10 @@ def test_gpus_are_chosen_by_number_and_by_uuid(three_gpus, text, devices):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0,3", "'3' is none of this machine's 3 GPUs"),
-        ("GPU-5a1c", "'GPU-5a1c' is none"),  # two begin so
-        ("GPU-ffff", "'GPU-ffff' is none"),
-        ("first", "'first' is none"),
+        ("0,3", "'3' matches none of this machine's 3 GPUs"),
+        ("GPU-5a1c", "'GPU-5a1c' matches none"),  # two begin so
+        ("GPU-ffff", "'GPU-ffff' matches none"),
+        ("first", "'first' matches none"),
         ("1,1", "names '1' twice"),
     ],
 )
