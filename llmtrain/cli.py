@@ -55,36 +55,36 @@ def main(arguments: list[str] | None = None) -> None:
         say(before_the_first_step(stopped.number))
         leave(Exit.RESUME)
     except BrokenPipeError:
-        # The reader of our output has gone (`llmtrain plan ... | head`).
+        # The reader of our output has exited (`llmtrain plan ... | head`).
         _drop_output()
         sys.exit(Exit.DONE)
     except OSError as error:
-        # Of a file, or of our own output, that nobody foresaw: still of the machine, and no bug.
+        # An unforeseen error of the file system or of our own output: a fault of the machine, not a bug of ours.
         _drop_output()
         print(f"error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(Exit.USAGE)
 
 
 def _check_surroundings() -> None:
-    """Raises RecipeError for what the libraries of a run cannot bear."""
+    """Raises RecipeError if the process runs in a way that the libraries of a run do not support."""
     try:
         os.getcwd()  # noqa: PTH109 - nothing is done with it
     except OSError as error:
-        message = f"there is none ({error.strerror})"
-        fix = "it was deleted, or is closed to you: cd to another one"
+        message = f"does not exist or cannot be read ({error.strerror})"
+        fix = "cd to an existing directory that you may read"
         raise RecipeError(Problem("python.folder", "working directory", message, fix)) from None
     if sys.flags.optimize > 1:
-        message = "takes the docstrings away, and transformers fails to import without them"
+        message = "removes docstrings, without which transformers fails to import"
         raise RecipeError(Problem("python.optimize", "python -OO", message, "run it without -OO and PYTHONOPTIMIZE=2"))
 
 
 def _drop_output() -> None:
-    """Lets nothing more be written to standard output, whose rest would fail again at the end."""
+    """Redirects standard output to /dev/null, so that flushing the rest at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Says what is wrong, and ends with its exit code."""
+    """Prints what is wrong and exits with the error's exit code."""
     print(error.report(), file=sys.stderr)
     sys.exit(error.exit_code)
 
@@ -94,52 +94,68 @@ def train(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
-        int | None, typer.Option(help="Workers; default all GPUs, else one.", min=1, max=MOST_WORKERS)
+        int | None,
+        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME[-VARIANT].")] = None,
-    resume: Annotated[str, typer.Option(help="auto: from the newest checkpoint; never; or its folder.")] = "auto",
-    max_steps: Annotated[int | None, typer.Option(help="Stop and save after this step.", min=1)] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
+        ),
+    ] = "auto",
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="Start a job that died again, from its last checkpoint, so many times.", min=0)
+        int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
     ] = 0,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Start nothing of it: run the plan made small here, on CPUs, and report. With --launcher print it.",
+            help="Do not train: run a scaled-down copy of the plan here, on CPUs, and report. With "
+            "--launcher, print what would be started.",
         ),
     ] = False,
     nodes: NodesOption = None,
     gpus_per_node: PerNodeOption = None,
     device: DeviceOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: its report as one JSON document.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --dry-run: print the report as one JSON document.")
+    ] = False,
     launcher: Annotated[
         Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"],
         typer.Option(
-            help="torchrun, accelerate: by these, on this machine; deepspeed: on the hosts of a hostfile, over ssh; "
-            "slurm: submit a job; kubernetes: print a manifest, with --dry-run."
+            help="torchrun, accelerate: start the workers of this machine with this tool; deepspeed: start "
+            "them on the hosts of a hostfile over ssh; slurm: submit a job; kubernetes: print a "
+            "manifest (needs --dry-run)."
         ),
     ] = "local",
-    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: lines of HOST slots=N.")] = None,
-    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices that take part, h1@h2:0,2.")] = "",
-    exclude: Annotated[str, typer.Option(help="deepspeed: those that do not.")] = "",
+    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None,
+    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = "",
+    exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = "",
     runner: Annotated[
         Literal["pdsh", "openmpi"] | None,
-        typer.Option(help="deepspeed: what reaches the hosts, as --launcher of `deepspeed` itself; default pdsh."),
+        typer.Option(help="deepspeed: how the hosts are reached, as --launcher of `deepspeed` itself; default: pdsh."),
     ] = None,
     slurm: Annotated[
         list[str],
-        typer.Option(metavar="KEY=VALUE", help="slurm: time=24:00:00, partition, ... May be given again."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="slurm: an option of the job, such as time=24:00:00 or partition=NAME. Repeatable.",
+        ),
     ] = [],  # noqa: B006  (typer copies it)
     kubernetes: Annotated[
         list[str],
-        typer.Option(metavar="KEY=VALUE", help="kubernetes: image=IMAGE, pvc=CLAIM, ... May be given again."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="kubernetes: an option of the manifest, such as image=IMAGE or pvc=CLAIM. Repeatable.",
+        ),
     ] = [],  # noqa: B006  (typer copies it)
 ) -> None:
-    """Train a recipe on this machine, as one worker of the launcher that started this process, or as a job.
+    """Train a recipe: on this machine, as a worker of the launcher that started this process, or as a submitted job.
 
-    --nodes, --gpus-per-node and --device are those of a job or a dry run, which is of the recipe's own cluster by
-    default; with --nproc a dry run is of so many workers on this machine.
+    --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; by default it is the recipe's
+    own cluster. A dry run with --nproc plans for that many workers on this machine.
     """
     stop_by_exception()
     from llmtrain.commands.request import TrainRequest
@@ -178,13 +194,19 @@ def plan(
     gpus_per_node: PerNodeOption = None,
     device: DeviceOption = None,
     search: Annotated[bool, typer.Option("--search", help="Rank all legal plans by predicted speed.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Trace what layers save (loads torch).")] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Measure what each layer saves for the backward pass by tracing the model (loads torch)."
+        ),
+    ] = False,
     as_json: JsonOption = False,
     write: Annotated[
-        Path | None, typer.Option(help="Write plan.json, ds_config.json and pictures of memory and schedule here.")
+        Path | None,
+        typer.Option(help="Write plan.json, ds_config.json and diagrams of memory and schedule to this folder."),
     ] = None,
 ) -> None:
-    """Resolve a recipe on a cluster: degrees, batch and DeepSpeed configuration, or why it cannot be."""
+    """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
     from llmtrain.commands.planned import PlanRequest, show_plan
 
     show_plan(
@@ -204,12 +226,12 @@ def plan(
 
 @app.command()
 def lint(
-    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG.json", help="Any DeepSpeed configuration.")],
-    world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for so many workers.", min=1)] = None,
-    allow: Annotated[list[str], typer.Option(metavar="RULE", help="Let a rule pass; repeatable.")] = [],  # noqa: B006
+    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG.json", help="A DeepSpeed configuration.")],
+    world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for this many workers.", min=1)] = None,
+    allow: Annotated[list[str], typer.Option(metavar="RULE", help="Do not report this rule. Repeatable.")] = [],  # noqa: B006
     as_json: JsonOption = False,
 ) -> None:
-    """Find what DeepSpeed would refuse, ignore or misread in a configuration; exit 1 on errors."""
+    """Find settings that DeepSpeed would reject, ignore or misread; exit with 1 if there are errors."""
     from llmtrain.plan.lint import allowed, lint_file
 
     findings = lint_file(config, world_size, allowed(allow))
@@ -230,7 +252,7 @@ def data(
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     as_json: JsonOption = False,
 ) -> None:
-    """Prepare a recipe's tokens ahead of training, and print what was made."""
+    """Tokenize and pack a recipe's data before training, and print statistics."""
     from rich.console import Console
 
     from llmtrain.data import Progress, prepare, report, summary
@@ -249,16 +271,19 @@ def verify(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
-        int | None, typer.Option(help="Most workers; default all GPUs, else one.", min=1, max=MOST_WORKERS)
+        int | None,
+        typer.Option(help="Largest number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
     ] = None,
-    plans: Annotated[str, typer.Option(help="all, or names and patterns with commas: dp2-*,dp1-zero3-*.")] = "all",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.", min=1)] = 10,
-    run_dir: Annotated[Path | None, typer.Option(help="Default runs/NAME-verify.")] = None,
+    plans: Annotated[
+        str, typer.Option(help="all, or names and patterns separated by commas: dp2-*,dp1-zero3-*.")
+    ] = "all",
+    steps: Annotated[int, typer.Option(help="Number of optimizer steps of each run.", min=1)] = 10,
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-verify.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that every plan trains what plain PyTorch does, on this machine; exit 1 where one does not.
+    """Check on this machine that every plan trains the same as plain PyTorch; exit with 1 if one does not.
 
-    Where no variant is named, the recipe's variant `verify` is taken if it has one.
+    If no variant is given, the recipe's variant `verify` is used if there is one.
     """
     from rich.console import Console
 
@@ -274,7 +299,7 @@ def verify(
 
     chosen_recipe = with_variant(recipe, "verify")
     if chosen_recipe != recipe:
-        print(f"verifying {chosen_recipe}, the recipe's own variant for it", file=sys.stderr)
+        print(f"verifying {chosen_recipe}, the variant that the recipe provides for this", file=sys.stderr)
     declared = comparable(load_recipe(chosen_recipe, assignments)[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(declared, cluster.world_size, cluster.device)
@@ -298,13 +323,17 @@ def tune(
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
     nproc: Annotated[
         int | None,
-        typer.Option(help="Workers that share this machine; default all GPUs, else one.", min=1, max=MOST_WORKERS),
+        typer.Option(
+            help="Number of workers that share this machine; default: one per GPU, or one on a CPU.",
+            min=1,
+            max=MOST_WORKERS,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure which kernels are fastest for a recipe on this machine's device, and keep that for its runs.
+    """Measure which kernels are fastest for a recipe on this machine, and store the result for its runs.
 
-    Only what the recipe leaves open (auto) is tried: attention, the decoder's layers, the loss, threads of a CPU.
+    Only choices that the recipe leaves open (auto) are measured: attention, decoder layers, loss, CPU threads.
     """
     from llmtrain.commands.tune import tune_kernels
 
@@ -314,12 +343,13 @@ def tune(
 @app.command()
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
-    out: Annotated[Path, typer.Argument(help="New folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to create.")],
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: what the forward pass reads.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Data type of the weights; default: the one that the forward pass uses."),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights at most.")] = "5GB",
-    tokenizer: Annotated[Path | None, typer.Option(help="Its folder; default the run's own.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = "5GB",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
     folder = one_checkpoint(path)
@@ -336,11 +366,13 @@ def export(
 def generate(
     model: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, or an exported folder.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    tokens: Annotated[int, typer.Option(help="Tokens to add.", min=1)] = 48,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.8,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to generate.", min=1)] = 48,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1,
 ) -> None:
-    """Continue a text with an exported model; of a run directory, with its export."""
+    """Continue a text with an exported model, or with the export in a run directory."""
     with quiet_libraries():
         from llmtrain.generate import generate as continue_text
 
@@ -351,25 +383,31 @@ def generate(
 @app.command()
 def doctor(
     recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: what to build for.")
+        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: the recipe to build for.")
     ] = None,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    hostfile: Annotated[Path | None, typer.Option(help="Look at these hosts, by ssh: lines of HOST slots=N.")] = None,
-    include: Annotated[str, typer.Option(help="Hosts and devices that take part, h1@h2:0,2.")] = "",
-    exclude: Annotated[str, typer.Option(help="Those that do not.")] = "",
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Check these hosts over ssh; the file has lines of the form HOST slots=N.")
+    ] = None,
+    include: Annotated[str, typer.Option(help="Hosts and devices to check, such as h1@h2:0,2.")] = "",
+    exclude: Annotated[str, typer.Option(help="Hosts and devices to leave out.")] = "",
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks of the all-reduce here: all GPUs, else 2.", min=1, max=MOST_WORKERS),
+        typer.Option(
+            help="Number of ranks of the all-reduce on this machine; default: one per GPU, or 2 on a CPU.",
+            min=1,
+            max=MOST_WORKERS,
+        ),
     ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which the all-reduce is given up.", min=1)] = 120,
+    time_limit: Annotated[float, typer.Option(help="Give up the all-reduce after this many seconds.", min=1)] = 120,
     prebuild: Annotated[
-        bool, typer.Option("--prebuild", help="Compile the operators of DeepSpeed that training would compile.")
+        bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at this machine, or at each host of a hostfile: what is wrong for a run, and how to mend it.
+    """Check this machine, or each host of a hostfile: report what would break a run, and how to fix it.
 
-    Exit 0 where there is no fault, 5 where there is one, 2 for a wrong command line.
+    Exits with 0 if no fault is found, 5 if there is one, and 2 if the command line is wrong.
     """
     from llmtrain.commands.doctor import DoctorRequest, visit_doctor
 

@@ -1,1 +1,1 @@
-"""What the commands of `cli` do, beside reading their options. Each imports what it needs when it runs."""
+"""Implements the commands of `cli`, after their options are parsed. Each module imports what it needs when it runs."""

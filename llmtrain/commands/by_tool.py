@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def print_lines(tool: Tool, request: TrainRequest) -> None:
-    """Checks the plan, and prints how the tool starts it: the plan on standard error, the lines on standard output."""
+    """Checks the plan, then prints it on standard error and the command line of each node on standard output."""
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster

@@ -1,4 +1,4 @@
-"""`llmtrain doctor`: the command line's side of it."""
+"""`llmtrain doctor`: its command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """What the command line says."""
+    """The options of the command line."""
 
     recipe: str | None
     assignments: list[str]
@@ -30,7 +30,7 @@ class DoctorRequest:
 
 
 def visit_doctor(request: DoctorRequest) -> None:
-    """Looks, prints, and leaves the process: 0 where there is no fault, else 5. Raises RecipeError."""
+    """Checks, prints the report and exits: with 0 if there is no fault, else 5. Raises RecipeError."""
     from rich.console import Console
 
     from llmtrain.doctor.report import show
@@ -61,13 +61,15 @@ def _visit(request: DoctorRequest) -> Visit:
     if request.hostfile is None:
         for option, value in (("--include", request.include), ("--exclude", request.exclude)):
             if value:
-                problems.append(Problem("doctor.options", option, "names hosts of no hostfile", "add --hostfile"))
+                problems.append(Problem("doctor.options", option, "needs a hostfile", "add --hostfile"))
     elif request.nproc:
-        problems.append(Problem("doctor.options", "--nproc", "is told by the hostfile's slots", "leave it out"))
+        problems.append(Problem("doctor.options", "--nproc", "is given by the slots of the hostfile", "leave it out"))
     if request.recipe and not request.build:
-        problems.append(Problem("doctor.options", "RECIPE", "is for --prebuild", "add --prebuild, or leave it out"))
+        problems.append(
+            Problem("doctor.options", "RECIPE", "is only used with --prebuild", "add --prebuild, or leave it out")
+        )
     if request.assignments and not request.recipe:
-        problems.append(Problem("doctor.options", "--set", "changes a recipe, and none is named", "name one"))
+        problems.append(Problem("doctor.options", "--set", "changes a recipe, but none is given", "name a recipe"))
     if problems:
         raise RecipeError(problems)
     hosts = read_hosts(request.hostfile, request.include, request.exclude) if request.hostfile else []

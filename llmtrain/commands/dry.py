@@ -1,4 +1,4 @@
-"""`llmtrain train --dry-run`: the plan made small and run here."""
+"""`llmtrain train --dry-run`: scales the plan down and runs it here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.errors import UserError
 
 
 def run_small(request: TrainRequest) -> None:
-    """Runs the plan made small, and prints the report, which lies beside where the run itself would."""
+    """Runs the scaled-down plan and prints the report, which is written next to the run directory of the real run."""
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster

@@ -1,4 +1,4 @@
-"""`llmtrain train --launcher slurm`: the script of a job, printed or submitted."""
+"""`llmtrain train --launcher slurm`: prints or submits the script of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.commands.start import startable
 
 
 def enqueue(request: TrainRequest) -> None:
-    """Checks everything that can be known before a job starts, then prints its script or submits it."""
+    """Checks everything that can be checked before the job starts, then prints its script or submits it."""
     from rich.console import Console
 
     from llmtrain.checkpoint.before import check_resume

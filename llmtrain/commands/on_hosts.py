@@ -1,4 +1,4 @@
-"""`llmtrain train --launcher deepspeed`: workers on the hosts of a hostfile."""
+"""`llmtrain train --launcher deepspeed`: starts workers on the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.errors import Problem, RecipeError
 
 
 def train_on_hosts(request: TrainRequest) -> None:
-    """Checks all that can be known before a worker starts, then trains; leaves the process with the exit code."""
+    """Checks everything that can be checked before workers start, trains, and exits with the job's exit code."""
     from rich.console import Console
 
     from llmtrain.cluster import Cluster, local_cluster
@@ -22,7 +22,9 @@ def train_on_hosts(request: TrainRequest) -> None:
     from llmtrain.stops import caught_signals, leave
 
     if request.hostfile is None:
-        raise RecipeError(Problem("launch.hostfile", "--hostfile", "is not given", "a file of HOST slots=N lines"))
+        raise RecipeError(
+            Problem("launch.hostfile", "--hostfile", "is required", "name a file with lines of the form HOST slots=N")
+        )
     declared, _ = request.load()
     hosts = read_hosts(request.hostfile, request.include, request.exclude)
     sizes = [len(host.devices) for host in hosts]

@@ -12,20 +12,26 @@ if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
 
 MOST_WORKERS = 1024
-"""Of one machine."""
+"""The largest number of workers on one machine."""
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py.")]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a field, as in optim.lr=3e-4. May be given again."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable."),
 ]
-NodesOption = Annotated[int | None, typer.Option(help="Machines; default those the recipe names.", min=1)]
-PerNodeOption = Annotated[int | None, typer.Option(help="Devices on each.", min=1)]
-DeviceOption = Annotated[str | None, typer.Option(help="a100, h100, h200, b200, mi300x, cpu, or the recipe's own.")]
+NodesOption = Annotated[int | None, typer.Option(help="Number of machines; default: as in the recipe.", min=1)]
+PerNodeOption = Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Type of device: a100, h100, h200, b200, mi300x, cpu, or one that the recipe defines."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
-    """The cluster of the options, which fall back on the recipe's own, then on this machine."""
+    """Returns the cluster that the options describe.
+
+    Options that are not given default to the recipe's cluster, then to this machine.
+    """
     from pydantic import ValidationError
 
     from llmtrain.cluster import known_devices, local_cluster

@@ -1,4 +1,4 @@
-"""`llmtrain plan`: a resolved plan, or the fastest ones, printed or written."""
+"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What the command line asks of a plan."""
+    """The options of the command line."""
 
     recipe: str
     assignments: list[str]
@@ -35,7 +35,10 @@ class PlanRequest:
 
 
 def show_plan(request: PlanRequest) -> None:
-    """Prints the plan, or what is legal. Raises RecipeError, which is printed where JSON is asked for."""
+    """Prints the plan, or with --search the legal plans.
+
+    Raises RecipeError for a refused recipe; with --json it is printed as JSON, and the process exits.
+    """
     from llmtrain.plan.load import load_recipe
 
     try:
@@ -60,13 +63,13 @@ def _resolved(declared: Recipe, cluster: Cluster, trace: bool) -> tuple[Plan, Pl
 
     with suggesting(declared, cluster):
         plan = resolve(declared, cluster)
-    if plan.model.source != "arithmetic":  # else it is asked where torch may be loaded
+    if plan.model.source != "arithmetic":  # otherwise the check is left to a process that may load torch
         check_stages(plan)
     return plan, memory_of(plan, _trace(plan) if trace else None)
 
 
 def _trace(plan: Plan) -> tuple[int, ...]:
-    """Bytes that each layer saves, from the model itself."""
+    """Traces the model and returns the bytes that each layer saves for its backward pass."""
     from llmtrain.models.trace import traced_layers
 
     return traced_layers(plan)
@@ -97,7 +100,7 @@ def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
 
 
 def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> list[str]:
-    """The plan, its configurations for DeepSpeed and accelerate, and pictures of its memory and of its schedule.
+    """Writes the plan, its configurations for DeepSpeed and accelerate, and diagrams of memory and schedule.
 
     Returns the names of the files.
     """
@@ -127,7 +130,9 @@ def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
     from llmtrain.plan.search_report import document, lines
 
     if request.write:
-        message = "writes one plan, and --search finds many"
-        raise RecipeError(Problem("search.write", "--write", message, "write the one you choose, with its --set"))
+        message = "writes a single plan, but --search finds many"
+        raise RecipeError(
+            Problem("search.write", "--write", message, "choose one, and write it with its --set options")
+        )
     result = search_plans(declared, cluster, lacking)
     print(json.dumps(document(result), indent=2) if request.as_json else "\n".join(lines(result)))

@@ -1,4 +1,4 @@
-"""What the command line of `llmtrain train` says, for whichever launcher does it."""
+"""The options of `llmtrain train`, in the form in which every launcher takes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrainRequest:
     """All options, as they were given."""
 
     recipe: str
-    """Path of its file, with `:VARIANT` behind it where one is named."""
+    """Path of the recipe's file, followed by `:VARIANT` if one is given."""
     assignments: list[str]
     launcher: LauncherName
     nproc: int | None
@@ -43,39 +43,39 @@ class TrainRequest:
 
     @property
     def path(self) -> str:
-        """Of the recipe's file, as it was given."""
+        """The path of the recipe's file, as it was given."""
         return self.recipe.partition(":")[0]
 
     @property
     def variant(self) -> str | None:
-        """Of the recipe, where one is named."""
+        """The recipe's variant, or None."""
         return self.recipe.partition(":")[2] or None
 
     @property
     def absolute(self) -> str:
-        """The recipe, as it is called from another folder."""
+        """The recipe argument with an absolute path, for use in another working directory."""
         _, colon, variant = self.recipe.partition(":")
         return f"{Path(self.path).absolute()}{colon}{variant}"
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The assignments as options."""
+        """The assignments as command-line options."""
         return tuple(part for assignment in self.assignments for part in ("--set", assignment))
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What a worker is told behind its recipe, but for the run directory."""
+        """A worker's options after the recipe, without the run directory."""
         steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
         return (*self.sets, "--resume", self.resume, *steps)
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The recipe's file and its arguments, as a worker of a launcher runs it, but for the run directory."""
+        """The recipe's file and the options of a worker that a launcher starts, without the run directory."""
         named = ("--variant", self.variant) if self.variant else ()
         return (str(Path(self.path).absolute()), *named, *self.arguments)
 
     def load(self) -> tuple[Recipe, Cluster | None]:
-        """The recipe, and the cluster that it names. Raises RecipeError as `load_recipe`."""
+        """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""
         from llmtrain.plan.load import load_recipe
 
         return load_recipe(self.recipe, self.assignments)
@@ -85,7 +85,7 @@ class TrainRequest:
         return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
 
     def folder(self, declared: Recipe) -> RunDir:
-        """The run directory: as it was given, or where runs of the recipe lie by default."""
+        """Returns the run directory: the one given, or the default for the recipe."""
         from llmtrain.run_dir import RunDir, default_run_dir
 
         return RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)

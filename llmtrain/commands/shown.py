@@ -1,4 +1,4 @@
-"""A plan in lines."""
+"""Prints a plan in lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
-    """Model, split, memory, predicted time and notes."""
+    """Prints model, layout, memory, predicted time and notes."""
     from llmtrain.plan.described import model_line, split_lines
     from llmtrain.plan.time import described as described_time
     from llmtrain.plan.time import predict

@@ -1,4 +1,4 @@
-"""`llmtrain train` on this machine, and what is checked before workers start anywhere."""
+"""`llmtrain train` on this machine, and the checks that precede the start of workers on any machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = None) -> None:
-    """Becomes the worker `rank` of the launcher that started this process, or starts workers.
+    """Acts as worker `rank` of the launcher that started this process, or starts the workers itself.
 
-    tool: what starts them, in place of this process.
+    tool: the program that starts the workers instead of this process.
     """
     if rank is None:
         _as_launcher(request, tool)
@@ -47,7 +47,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     declared, _ = request.load()
     nodes, per_node = rank.shape
     cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=local_cluster(1).device)
-    if cluster.spec.on_cpu and per_node == 1:  # other ranks that start now would be taken for others
+    if cluster.spec.on_cpu and per_node == 1:  # with more ranks, their own start would be counted as load by others
         _settle_threads(1)
     folder = request.folder(declared)
     try:
@@ -82,7 +82,7 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
     with Template() as template:
         forked_from = template if cluster.spec.on_cpu and not tool else None
         if forked_from:
-            # It imports while the recipe is checked and the data are prepared: that takes longest of all.
+            # Its imports take longest, so they run while the recipe is checked and the data are prepared.
             forked_from.start(common_environment(cluster.world_size))
         from llmtrain.ds_config import render
         from llmtrain.precheck import check_machine
@@ -95,18 +95,21 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
 
 
 def _settle_threads(ranks: int) -> None:
-    """How the threads of this host's ranks wait for each other: known before torch is loaded anywhere."""
+    """Chooses how the threads of this host's ranks wait for each other, before torch is loaded."""
     if line := sleep_beside_others(os.environ, ranks):
         print(line, flush=True)
 
 
 def _speaks(rank: Rank, error: UserError) -> bool:
-    """Whether a worker reports an error: rank 0 what all have found, the first of each machine what that one lacks."""
+    """Whether this worker prints an error: rank 0 does, except for a machine's error, which its local rank 0 prints."""
     return rank.local_rank == 0 if isinstance(error, MachineError) else rank.is_main
 
 
 def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, workers: int | None) -> Plan:
-    """The plan, after everything that can be known before a worker starts; `workers` where a launcher started some."""
+    """Resolves the plan and runs every check that needs no worker.
+
+    workers: the number of workers that a launcher started, if one did.
+    """
     from llmtrain.metrics.trackers import check_trackers
     from llmtrain.precheck import runnable_plan
 
@@ -118,8 +121,8 @@ def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
             Problem(
                 "resume.never",
                 "--resume",
-                f"{folder.path} holds checkpoints, which a new run would replace",
-                "name another --run-dir, or continue with --resume auto",
+                f"{folder.path} holds checkpoints, which a new run would overwrite",
+                "choose another --run-dir, or continue with --resume auto",
             )
         )
     if resume not in ("auto", "never"):
@@ -128,15 +131,15 @@ def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
 
 
 def _check_named(checkpoint: Path, folder: RunDir) -> None:
-    """Refuses what is no checkpoint, and one of another run where that would replace checkpoints of this one."""
+    """Refuses a folder without a checkpoint, and another run's checkpoint if this run has checkpoints of its own."""
     from llmtrain.checkpoint.manifest import manifest_files
 
     if not manifest_files(checkpoint):
-        raise CheckpointError(Problem("resume.path", "--resume", f"{checkpoint} is no checkpoint folder"))
+        raise CheckpointError(Problem("resume.path", "--resume", f"{checkpoint} is not a checkpoint folder"))
     is_own = checkpoint.resolve().parent == folder.checkpoints.resolve()
     if not is_own and any(folder.checkpoints.glob("step_*")):
-        message = f"{checkpoint} is of another run, and {folder.path} has checkpoints of its own"
-        raise CheckpointError(Problem("resume.path", "--resume", message, "name another --run-dir"))
+        message = f"{checkpoint} belongs to another run, and {folder.path} has checkpoints of its own"
+        raise CheckpointError(Problem("resume.path", "--resume", message, "choose another --run-dir"))
 
 
 def _launch(
@@ -147,7 +150,7 @@ def _launch(
     tool: Tool | None,
     forked_from: Template | None,
 ) -> int:
-    """Tries the cut of a pipeline and prepares the data here, then trains with one worker per device."""
+    """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
     from llmtrain.checkpoint.before import check_data, check_resume
@@ -169,17 +172,17 @@ def _launch(
     with RunLock.take(folder.path, _say) as lock:
         checkpoint = check_resume(plan, folder, request.resume, is_local=True)
         if forked_from:
-            forked_from.start(common_environment(plan.workers))  # another, where one worker drives all devices
+            forked_from.start(common_environment(plan.workers))  # a new one, with one worker that drives all devices
         check_stages(plan)
         prepared = prepare(plan.recipe, Progress(console))
         console.print(report(prepared, plan.recipe))
         if checkpoint:
             check_data(checkpoint, prepared.key)
-        Schedule.of(plan, prepared, dp_rank=0)  # says what is too short for a batch, before anything is started
+        Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
         folder.create(plan, ds_config)
         console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
         with caught_signals():
-            # Batch systems repeat signals; one that comes when all is over must not make another exit code of it.
+            # Batch systems repeat signals: one that arrives after the end must not change the exit code.
             code = _run(request, plan, folder, tool, forked_from, console)
             lock.release()
             leave(code)
@@ -193,13 +196,13 @@ def _run(
     forked_from: Template | None,
     console: Console,
 ) -> int:
-    """Runs the workers; returns the exit code."""
+    """Runs the workers and returns the exit code."""
     from llmtrain.launch.tools import ToolJob, run_by_tool
     from llmtrain.restart import train_with_restarts
 
     arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
     if tool:
-        console.print(f"starting workers by {tool}")
+        console.print(f"starting workers with {tool}")
         return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
     command = [sys.executable, "-m", "llmtrain.worker", *arguments]
     restarts, allowed_s = request.max_restarts, plan.recipe.watchdog.min_seconds
@@ -210,7 +213,7 @@ def _run(
 
 
 def _nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | None:
-    """Why there is nothing to do; None where there is: a step, or what a finished run leaves."""
+    """Returns why there is nothing to do, or None if steps or the export of a finished run are missing."""
     from llmtrain.checkpoint.folder import is_exported, newest
     from llmtrain.checkpoint.manifest import already_taken, read_manifests
 

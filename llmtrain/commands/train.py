@@ -1,4 +1,4 @@
-"""`llmtrain train`: which of its launchers does it, and which options each of them takes."""
+"""`llmtrain train`: dispatches to the launcher, and checks which options it supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmtrain tune`: the command line's side of it."""
+"""`llmtrain tune`: its command line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from llmtrain.plan import KernelChoice, Plan
 
 LOOK_S = 1.5
-"""In which it is seen whether others use the cores, before anything is started."""
+"""Seconds for which the load by other processes is measured before anything is started."""
 
 
 def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json: bool) -> None:
-    """Measures and prints. Raises RecipeError, which is printed where JSON is asked for."""
+    """Measures the kernels and prints the choice.
+
+    Raises RecipeError for a refused recipe; with --json it is printed as JSON, and the process exits.
+    """
     from rich.console import Console
 
     from llmtrain.plan.described import kernel_choice_lines, model_line
@@ -48,12 +51,12 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)
     if not open_kernels(declared):
-        message = "names all of its kernels, so nothing is left to be measured"
+        message = "names all of its kernels, so there is nothing to measure"
         raise RecipeError(Problem("kernels.open", ", ".join(KERNELS), message, "--set kernels.blocks=auto"))
     plan = resolve(declared, cluster)
     console = Console(stderr=True)
     if cluster.spec.on_cpu:
-        with console.status("looking whether others use the cores"):
+        with console.status("checking whether other processes use the cores"):
             _check_quiet()
     with console.status("starting torch") as status:
         from llmtrain.data import Progress, prepare
@@ -69,12 +72,12 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
 
 
 def _check_quiet() -> None:
-    """Raises RecipeError where others use so much of the cores that no comparison would be kept."""
+    """Raises RecipeError if other processes use so much of the cores that no measurement would be kept."""
     others, cores = cores_of_others(LOOK_S), own_cores()
     if others > most_cores_of_others(cores):
         raise RecipeError(_not_measured(busy(others, cores)))
 
 
 def _not_measured(why: str) -> Problem:
-    fix = "measure again when nothing else runs, or name the kernels"
+    fix = "measure again when nothing else is running, or name the kernels"
     return Problem("kernels.measure", "kernels", f"cannot be measured: {why}", fix)

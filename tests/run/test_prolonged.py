@@ -65,6 +65,6 @@ def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recip
     assert f"{run_dir} is finished: 8 steps" in train(*EIGHT)
     assert f"{run_dir} is finished: 8 steps" in train("--set", "train.max_steps=6", *EIGHT[2:])
     more = ("--set", "train.max_steps=20", "--max-steps", 7, *EIGHT[2:])
-    nothing_left = f"{run_dir} has taken 8 steps already, and --max-steps is 7"
+    nothing_left = f"{run_dir} has already taken 8 steps, and --max-steps is 7"
     assert nothing_left in train(*more)
     assert nothing_left in worker(*more)

@@ -45,13 +45,13 @@ def _one_line(result: subprocess.CompletedProcess[str], code: int, *words: str) 
         ("PYTHONIOENCODING=ascii $L plan {tiny}", 0, ""),
         ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 $L plan {tiny}", 0, ""),
         ("unset HOME; $L plan {tiny}", 0, ""),
-        ("PYTHONOPTIMIZE=2 $L plan {tiny}", USAGE, "transformers fails to import without them"),
+        ("PYTHONOPTIMIZE=2 $L plan {tiny}", USAGE, "without which transformers fails to import"),
         ("mkdir {folder}/gone; cd {folder}/gone; rmdir {folder}/gone; $L plan {tiny}", USAGE, "working directory"),
         ("$L plan {folder}/$(printf '\\xff').py", USAGE, "does not exist"),
         ("mkfifo {folder}/fifo; timeout 20 $L plan {folder}/fifo", USAGE, "recipe.file"),
         ("$L plan {folder}/$(printf 'x%.0s' {{1..300}}).py", USAGE, "error: "),
         ("$L plan {tiny} --set data.cache_dir='~nosuchuser/x'", 0, ""),
-        ("$L data {tiny} --set data.cache_dir='~nosuchuser/x'", DATA, "nobody knows this home folder"),
+        ("$L data {tiny} --set data.cache_dir='~nosuchuser/x'", DATA, "this home directory is unknown"),
         ('$L data {tiny} --set \'data.sources=[{{"name": "~nosuchuser/x"}}]\'', DATA, "was not found"),
         ("$L checkpoint list {folder}/none", CHECKPOINT, "No such file"),
         ("touch {folder}/file; $L checkpoint list {folder}/file", CHECKPOINT, "Not a directory"),
@@ -72,7 +72,7 @@ def test_lint_opens_regular_files_only(kind, tmp_path):
     os.mkfifo(file) if kind == "fifo" else file.symlink_to("/dev/zero")
     result = _shell(f"timeout 20 $L lint {file}")
     assert result.returncode == 1
-    assert f"is a {kind if kind == 'device' else 'FIFO'} and no file" in result.stdout
+    assert f"is a {kind if kind == 'device' else 'FIFO'}, not a file" in result.stdout
 
 
 @pytest.fixture
