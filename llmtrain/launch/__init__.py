@@ -1,4 +1,4 @@
-"""Starting workers, and finding out who a worker is; pure."""
+"""Starts workers, and determines which worker a process is; pure."""
 
 from llmtrain.launch.discovery import discover, without_local_rank
 from llmtrain.launch.failure import Failure

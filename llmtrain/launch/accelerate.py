@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's launcher: what it was asked for, and a plan as its configuration file."""
+"""Hugging Face Accelerate's launcher: the number of processes requested, and a plan as its configuration file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ MIXED_PRECISION: dict[Precision, str] = {
     "fp16": "fp16",
     "autocast_fp16": "fp16",
 }
-"""Accelerate's words. `bf16` is autocast under DistributedDataParallel, and bf16 copies of fp32 weights under FSDP2."""
+"""Our precision → Accelerate's.
+
+Under DistributedDataParallel `bf16` is autocast, under FSDP2 bf16 copies of fp32 weights.
+"""
 DISTRIBUTED_TYPE = {"deepspeed": "DEEPSPEED", "ddp": "MULTI_GPU", "fsdp2": "FSDP"}
-"""Strategy → accelerate's word. `MULTI_GPU` starts workers on CPUs too; `MULTI_CPU` starts one (`processes_asked`)."""
+"""Strategy → Accelerate's name. `MULTI_GPU` also starts workers on CPUs; `MULTI_CPU` starts one (`processes_asked`)."""
 
 
 def has_configuration(plan: Plan) -> bool:
-    """Whether accelerate knows of the plan's strategy; it does not of Horovod and of `nn.DataParallel`."""
+    """Whether accelerate supports the plan's strategy; it does not support Horovod and `nn.DataParallel`."""
     return plan.recipe.parallel.strategy in DISTRIBUTED_TYPE
 
 
 def render_configuration(plan: Plan, ds_config: Path) -> str:
-    """`accelerate.yaml`: `accelerate launch --config_file accelerate.yaml recipes/NAME.py`.
+    """Renders `accelerate.yaml`, for `accelerate launch --config_file accelerate.yaml recipes/NAME.py`.
 
-    ds_config: the plan's DeepSpeed configuration, which says all that it says; accelerate refuses to hear it twice.
+    ds_config: the plan's DeepSpeed configuration. Its settings are not repeated, since accelerate refuses duplicates.
     """
     strategy = plan.recipe.parallel.strategy
     return render_template(
@@ -45,13 +48,13 @@ def render_configuration(plan: Plan, ds_config: Path) -> str:
 
 
 def processes_asked(env: Mapping[str, str] | None = None, parent: Sequence[str] | None = None) -> int | None:
-    """How many processes `accelerate launch` was asked for where it started only this one, else None.
+    """Returns the processes that `accelerate launch` was asked for if it started only this one, else None.
 
-    On a CPU its simple launcher starts one process and passes the number on to nobody
-    (accelerate/commands/launch.py), so it is read where accelerate reads it: on the parent's command line, in the
-    configuration that is named there, or in the user's own.
+    On a CPU its simple launcher starts one process and does not pass the number on (accelerate/commands/launch.py), so
+    it is read where accelerate reads it: from the parent's command line, from the configuration file named there, or
+    from the user's default configuration.
 
-    parent: the parent's command line; read from /proc where it is not given.
+    parent: the parent's command line; by default it is read from /proc.
     """
     env = os.environ if env is None else env
     if "ACCELERATE_MIXED_PRECISION" not in env or env.get("RANK"):
@@ -64,7 +67,7 @@ def processes_asked(env: Mapping[str, str] | None = None, parent: Sequence[str] 
 
 
 def _option(command: Sequence[str], name: str) -> str | None:
-    """Value of an option of accelerate, which may be written with dashes or underscores."""
+    """Returns the value of an option of accelerate, which may be written with dashes or underscores."""
     for index, argument in enumerate(command):
         option, equals, value = argument.partition("=")
         if option.startswith("--") and option[2:].replace("-", "_") == name:
@@ -73,13 +76,13 @@ def _option(command: Sequence[str], name: str) -> str | None:
 
 
 def _default_configuration(env: Mapping[str, str]) -> Path:
-    """Where `accelerate config` writes (accelerate/commands/config/config_args.py)."""
+    """Returns the file that `accelerate config` writes (accelerate/commands/config/config_args.py)."""
     cache = env.get("XDG_CACHE_HOME") or "~/.cache"
     return expanded(env.get("HF_HOME") or f"{cache}/huggingface") / "accelerate" / "default_config.yaml"
 
 
 def _processes_in(configuration: Path) -> int | None:
-    """A line of its own in YAML and in JSON."""
+    """Reads the number of processes from a configuration, YAML or JSON; in both it has a line of its own."""
     try:
         text = read_text(configuration)
     except UNREADABLE:

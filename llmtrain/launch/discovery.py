@@ -1,4 +1,4 @@
-"""Which worker this process is, read from what its launcher left in the environment."""
+"""Determines which worker this process is from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmtrain.launch.rank import FIX, Launcher, Rank, Reader
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
-"""Variables that no launcher set, but a user or a template."""
+"""Variables that were set by a user or a template, not by a launcher."""
 TORCHRUN = "torchrun"
 HOROVODRUN = "horovodrun"
-"""Name of a launcher that tells where Horovod's ranks meet, and not where torch's do."""
+"""Name of a launcher that says where Horovod's ranks meet, but not where torch's ranks do."""
 
 
-# In order: the first launcher with a marker in the environment describes the worker. The innermost
-# comes first, since a launcher that was itself started by another one inherits its variables.
+# The first launcher with a marker in the environment describes the worker. The innermost comes first, since a launcher
+# inherits the variables of the one that started it.
 LAUNCHERS = (
     Launcher("local", markers=(LAUNCHER_VARIABLE,)),
     # `accelerate launch` on several GPUs calls torchrun in its own process.
@@ -35,24 +35,23 @@ LAUNCHERS = (
         local_rank="HOROVOD_LOCAL_RANK",
         world_size="HOROVOD_SIZE",
         local_world_size="HOROVOD_LOCAL_SIZE",
-        # Where Horovod's ranks meet; torch's agree there on a place of their own.
+        # Where Horovod's ranks meet; torch's ranks agree there on an address of their own.
         master_addr="HOROVOD_GLOO_RENDEZVOUS_ADDR",
         master_port="HOROVOD_GLOO_RENDEZVOUS_PORT",
     ),
-    # Set by hand or by a job template, in the names that `torch.distributed` reads.
+    # Set by hand or by a job template, with the names that `torch.distributed` reads.
     Launcher(ENVIRONMENT, markers=("RANK", "WORLD_SIZE", "LOCAL_RANK")),
 )
 
 
 def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> Rank | None:
-    """This process among the workers of a launcher; None where no launcher started it.
+    """Returns this process's place among the workers of a launcher, or None if no launcher started it.
 
-    A plain `python recipes/NAME.py` has none. Neither has `accelerate launch` on a CPU: it starts
-    one process, however many were asked for (`launch.accelerate.processes_asked`).
+    A plain `python recipes/NAME.py` has no launcher. Neither has `accelerate launch` on a CPU: it starts one process,
+    however many were requested (`launch.accelerate.processes_asked`).
 
-    argv: the arguments of the script; `deepspeed` puts `--local_rank=N` there.
-    Raises RecipeError naming every variable that is missing, not a number, out of range or in
-    disagreement with another.
+    argv: the arguments of the script; `deepspeed` adds `--local_rank=N`. Raises RecipeError with every variable that is
+    missing, not a number, out of range or inconsistent with another.
     """
     env = os.environ if env is None else env
     reader = Reader(env)
@@ -72,7 +71,7 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
 
 
 def _outer(env: Mapping[str, str]) -> Iterator[tuple[Launcher, Callable[[Reader], Rank]]]:
-    """What started several processes that may be workers, or may each start workers; the innermost first."""
+    """Yields outer launchers whose processes may be workers, or may each start workers; the innermost comes first."""
     for mpi in MPIS:
         if env.get(mpi.world_size, "").isdecimal() and env.get(mpi.markers[0]) and int(env[mpi.world_size]) > 1:
             yield mpi, partial(read_mpi, mpi)
@@ -83,9 +82,9 @@ def _outer(env: Mapping[str, str]) -> Iterator[tuple[Launcher, Callable[[Reader]
 
 
 def _counts_us(outer: Launcher, launcher: Launcher | None, env: Mapping[str, str]) -> bool:
-    """Whether its processes are the workers: nothing else has numbered them, or only a template in its name.
+    """Whether the processes of `outer` are the workers: nothing else has numbered them, except a template for it.
 
-    RANK counts something larger where each of its processes has started workers of its own.
+    If each of its processes has started workers of its own, WORLD_SIZE is larger than its number of processes.
     """
     if launcher is None:
         return True
@@ -108,7 +107,7 @@ def _read(launcher: Launcher, reader: Reader) -> Rank:
 
 
 def _check_agreement(launcher: Launcher, rank: Rank, reader: Reader) -> None:
-    """Whether what torch's names say is the same, where they say anything."""
+    """Checks that torch's variables, if set, agree with the launcher's."""
     told = (
         ("RANK", rank.rank, launcher.rank),
         ("LOCAL_RANK", rank.local_rank, launcher.local_rank),
@@ -120,7 +119,7 @@ def _check_agreement(launcher: Launcher, rank: Rank, reader: Reader) -> None:
 
 
 def _contradictions(rank: Rank, launcher: Launcher, env: Mapping[str, str], argv: Sequence[str]) -> list[Problem]:
-    """What cannot be true at once."""
+    """Returns the inconsistencies between a worker's numbers."""
     world, local = f"{launcher.world_size}={rank.world_size}", f"{launcher.local_world_size}={rank.local_world_size}"
     found = []
     if rank.rank >= rank.world_size:
@@ -143,5 +142,5 @@ def _local_rank_argument(argv: Sequence[str]) -> str | None:
 
 
 def without_local_rank(argv: Sequence[str]) -> list[str]:
-    """The arguments without the `--local_rank=N` that the `deepspeed` launcher adds."""
+    """Returns the arguments without the `--local_rank=N` that the `deepspeed` launcher adds."""
     return [arg for arg in argv if not arg.startswith("--local_rank=")]

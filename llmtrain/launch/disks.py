@@ -1,4 +1,4 @@
-"""What offload to a disk needs of a machine: DeepSpeed compiles its operator for that when it is first used."""
+"""What a machine needs for offload to disk: DeepSpeed compiles the operator for it at the first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = "void io_submit(void); int main(int count, char** words) { io_submit()
 
 
 def disk_problems(plan: Plan) -> list[Problem]:
-    """What this machine lacks to offload to a disk as the plan does; nothing where it does not."""
+    """Returns what this machine lacks to offload to disk as the plan requires; nothing if the plan does not."""
     parallel = plan.recipe.parallel
     fields = [name for name in ("offload_optimizer", "offload_param") if getattr(parallel, name) == "nvme"]
     if not fields:
@@ -41,26 +41,26 @@ def _is_built() -> bool:
 
 
 def _lacking() -> Iterator[tuple[str, str]]:
-    """Programs that torch compiles with, which are not there; and what installs them."""
+    """Yields the missing programs that torch compiles with, and how to install them."""
     if not shutil.which("ninja"):
-        yield "no ninja is on the PATH, with which torch compiles", "pip install ninja"
+        yield "ninja, which torch compiles with, is not on the PATH", "pip install ninja"
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if not shutil.which(compiler):
         yield f"there is no C++ compiler ({compiler})", "apt install g++, dnf install gcc-c++"
 
 
 def has_libaio() -> bool:
-    """Whether DeepSpeed's operator for disks would link here."""
+    """Whether DeepSpeed's disk operator would link on this machine."""
     return not [*_without_library()]
 
 
 def has_disk_operator() -> bool:
-    """Whether DeepSpeed's operator for disks is compiled, or could be as far as libaio goes."""
+    """Whether DeepSpeed's disk operator is compiled, or could be as far as libaio is concerned."""
     return _is_built() or has_libaio()
 
 
 def _without_library() -> Iterator[tuple[str, str]]:
-    """A program is linked with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
+    """Links a program with libaio, as DeepSpeed does before it compiles (`op_builder/builder.py:has_function`)."""
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "aio.c"
@@ -72,16 +72,16 @@ def _without_library() -> Iterator[tuple[str, str]]:
         except (OSError, subprocess.TimeoutExpired):
             linked = False
     if not linked:
-        yield "libaio is not found here, which DeepSpeed reads and writes disks with", LIBAIO
+        yield "libaio, which DeepSpeed reads and writes disks with, is not found", LIBAIO
 
 
 def _folder_problems(folder: Path) -> list[Problem]:
-    """Whether states can be written below a folder, which is made when it is not there."""
+    """Checks that states can be written below a folder, which is created if it does not exist."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return []
-    reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is no folder"
+    reason = f"{there} cannot be written to" if there.is_dir() else f"{there} is not a folder"
     message = f"'{folder}' was given, but {reason}"
     return [Problem("nvme.path", "parallel.nvme_path", message, "name a folder on a local disk of each node")]

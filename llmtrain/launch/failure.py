@@ -1,4 +1,4 @@
-"""How a worker tells its launcher what went wrong: a small JSON file beside its log."""
+"""How a worker reports to its launcher what went wrong: a small JSON file next to its log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmtrain.untrusted import UNREADABLE, read_json
 CUT_OFF = "worker.cut_off"
 """The rule of a rank that hears nothing of rank 0 any more. It cannot know which of the two is lost."""
 USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
-"""What a worker raises, by its name."""
+"""The errors that a worker raises, by name."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Failure:
 
     rank: int
     time: float
-    """Seconds since the epoch; the smallest among the workers is the cause, the others its consequences."""
+    """Seconds since the epoch. The earliest failure among the workers is the cause, the others are consequences."""
     type: str
     """Name of the exception's class."""
     message: str
     exit_code: int
-    """What the worker exits with; that of a `UserError` is passed on by the launcher."""
+    """Exit code of the worker; the launcher passes on that of a `UserError`."""
     where: str
     """`file:line in function` of the innermost frame; empty for a user's mistake."""
     traceback: str
@@ -47,7 +47,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Self:
-        """The failure that `error` is."""
+        """Returns the failure that describes `error`."""
         frames = traceback.extract_tb(error.__traceback__)
         user = error if isinstance(error, UserError) else None
         return cls(
@@ -63,7 +63,7 @@ class Failure:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """The failure in a file; None where a worker wrote none or was killed while writing it."""
+        """Reads a failure from a file. Returns None if the worker wrote none, or was killed while writing it."""
         try:
             return read_json(path, cls)
         except UNREADABLE:
@@ -75,7 +75,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """`Type: message (file:line in function)`; a user's mistake speaks for itself."""
+        """`Type: message (file:line in function)`, or only the message for a user's mistake."""
         if self.problems:
             return self.message
         return f"{self.type}: {self.message}" + (f" ({self.where})" if self.where else "")
@@ -86,7 +86,7 @@ class Failure:
         return any(problem.get("rule") == CUT_OFF for problem in self.problems)
 
     def user_error(self) -> UserError | None:
-        """The `UserError` that the worker raised, to be raised again; None for any other failure."""
+        """Returns the `UserError` that the worker raised, to be raised again, or None for any other failure."""
         if not self.problems:
             return None
         kind = USER_ERRORS.get(self.type, UserError)

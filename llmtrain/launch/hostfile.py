@@ -1,4 +1,4 @@
-"""The hosts of a job in DeepSpeed's format: `host slots=N` on each line, and which of them take part; pure."""
+"""Hosts of a job in DeepSpeed's format (`host slots=N` on each line), and the choice among them; pure."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.untrusted import UNREADABLE, read_text, why
 
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
-_FIX = "one `HOST slots=N` on each line, each host once"
+_FIX = "write one `HOST slots=N` per line, and each host once"
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, by the name that ssh reaches it by."""
+    """A machine, by the name that ssh uses for it."""
 
     name: str
     devices: tuple[int, ...]
-    """Indices of those that take part, each one for a worker."""
+    """Indices of the devices to use, one worker each."""
 
 
 def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
-    """The hosts of a hostfile that take part, in its order.
+    """Returns the hosts of a hostfile to use, in its order.
 
-    include, exclude: as DeepSpeed's options, `h1@h2:0,2`; only one of them. Raises RecipeError with every fault.
+    include, exclude: as DeepSpeed's options, `h1@h2:0,2`; only one of them may be given. Raises RecipeError with every
+    fault.
     """
     slots = _parse(path)
     if include and exclude:
-        raise RecipeError(Problem("launch.filter", "--include", "and --exclude were given", "use one of them"))
+        raise RecipeError(Problem("launch.filter", "--include", "cannot be combined with --exclude", "use one of them"))
     if not (include or exclude):
         return [Host(name, tuple(range(count))) for name, count in slots.items()]
     option = "--include" if include else "--exclude"
@@ -47,17 +48,17 @@ def read_hosts(path: Path, include: str = "", exclude: str = "") -> list[Host]:
 
 
 def hostfile_of(hosts: Iterable[Host]) -> str:
-    """A hostfile of exactly these, for DeepSpeed."""
+    """Returns a hostfile with exactly these hosts, for DeepSpeed."""
     return "".join(f"{host.name} slots={max(host.devices) + 1}\n" for host in hosts)
 
 
 def include_of(hosts: Iterable[Host]) -> str:
-    """Which devices of `hostfile_of` take part, as DeepSpeed's `--include`."""
+    """Returns the devices of `hostfile_of` to use, as DeepSpeed's `--include`."""
     return "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in hosts)
 
 
 def _parse(path: Path) -> dict[str, int]:
-    """Host → slots."""
+    """Returns host → slots."""
     try:
         lines = read_text(path).splitlines()
     except UNREADABLE as error:
@@ -72,7 +73,7 @@ def _parse(path: Path) -> dict[str, int]:
         if match is None:
             found = f"'{text[:60]}' is not HOST slots=N"
         elif match["host"] in slots:
-            found = f"names '{match['host']}' again"
+            found = f"names '{match['host']}' twice"
         elif int(match["slots"]) == 0:
             found = f"'{match['host']}' has no slots; leave it out"
         else:
@@ -87,7 +88,7 @@ def _parse(path: Path) -> dict[str, int]:
 
 
 def _parse_filter(text: str, option: str, slots: dict[str, int]) -> dict[str, set[int]]:
-    """Host → devices that are named; all of them where none is."""
+    """Returns host → devices; a host without a list of devices has all of them."""
     named: dict[str, set[int]] = {}
     problems = []
     for part in text.split("@"):
@@ -98,7 +99,7 @@ def _parse_filter(text: str, option: str, slots: dict[str, int]) -> dict[str, se
         elif not all(device.isdecimal() for device in devices):
             problems.append(f"'{part}' is not HOST or HOST:0,2")
         elif strange := [device for device in devices if int(device) >= slots[name]]:
-            problems.append(f"'{name}' has {slots[name]} slots, so no device {', '.join(strange)}")
+            problems.append(f"'{name}' has {slots[name]} slots, and no device {', '.join(strange)}")
         else:
             named.setdefault(name, set()).update(map(int, devices))
     if problems:

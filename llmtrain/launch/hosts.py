@@ -1,9 +1,9 @@
-"""A job on several hosts by DeepSpeed's launcher or mpirun over ssh, with what these leave out.
+"""Runs a job on several hosts with DeepSpeed's launcher or mpirun over ssh, and adds what these lack.
 
-DeepSpeed 0.19.8 hands variables and paths to the hosts' shells unquoted, ends workers by `pkill -f`, and compares
-nothing (`launcher/multinode_runner.py`, `launcher/runner.py`). So runners are given nothing but paths of our own
-making: all else goes to each host before, by ssh's standard input, into a file that only the user may read; and workers
-are told and ended by their process ids (`llmtrain.launch.on_host`).
+DeepSpeed 0.19.8 passes variables and paths to the hosts' shells unquoted, ends workers with `pkill -f`, and compares
+nothing between hosts (`launcher/multinode_runner.py`, `launcher/runner.py`). Therefore runners only receive paths that
+we create. Everything else is sent to each host beforehand over ssh's standard input, into a file that only the user can
+read; and workers are signalled and ended by their process ids (`llmtrain.launch.on_host`).
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from llmtrain.stops import caught_signals, is_impatient
 from llmtrain.untrusted import UNREADABLE, read_text, why
 
 PREPARE_S = 120
-"""Longest time for a host to say what it has: imports over a network filesystem."""
+"""Longest time in seconds for a host to describe itself, which includes imports over a network file system."""
 FORWARDED = re.compile(
     r"(NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|HF|TRANSFORMERS|TOKENIZERS|LLMTRAIN|DS|WANDB|MLFLOW"
     r"|HOROVOD)_\w+|PYTHON\w*|PATH|LD_LIBRARY_PATH|CUDA_(?!VISIBLE_DEVICES)\w+"
 )
-"""Variables that workers get as they are here; what ~/.deepspeed_env says comes after them."""
+"""Variables that are forwarded to workers; those of ~/.deepspeed_env override them."""
 SAFE = re.compile(r"[A-Za-z0-9_./-]+")
 
 
 @dataclass(frozen=True)
 class HostsJob:
-    """What is started on all hosts."""
+    """A job to start on all hosts."""
 
     hosts: tuple[Host, ...]
     recipe: Path
     argv: tuple[str, ...]
-    """Of each worker, after its Python."""
+    """Arguments of each worker's Python."""
     run_dir: RunDir
     runner: RunnerName = "pdsh"
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def run_on_hosts(job: HostsJob) -> int:
-    """Prepares every host, starts the workers, waits, and ends what is left of them; returns as `run_workers`.
+    """Prepares every host, runs the workers, and ends those that are left. Returns the exit code as `run_workers` does.
 
-    A signal that stops is handed to every worker, which saves; Ctrl-C after it ends them. Raises RecipeError where a
-    host does not answer or has another version, and the error of the worker that failed first.
+    A stop signal is passed to every worker, which then saves; a Ctrl-C after it ends them. Raises RecipeError if a host
+    does not answer or differs in versions, and otherwise the error of the worker that failed first.
     """
     _check_here(job.runner)
     first = _prepare(job)
@@ -90,17 +90,17 @@ def _check_here(runner: RunnerName) -> None:
         if found[program] is None
     ]
     if not (RUNNERS[runner].takes_any_path or SAFE.fullmatch(sys.executable)):
-        message = f"{sys.executable} is handed to the hosts' shells unquoted by DeepSpeed's launcher"
-        fix = "use a Python whose path is letters and digits, or --runner openmpi"
+        message = f"{sys.executable} would be passed unquoted to the hosts' shells by DeepSpeed's launcher"
+        fix = "use a Python whose path has only letters, digits and ._/-, or --runner openmpi"
         problems.append(Problem("launch.python", "python", message, fix))
     if problems:
         raise RecipeError(problems)
 
 
 def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
-    """Where workers meet: the first host, and a port that is free there; or as MASTER_ADDR and MASTER_PORT say.
+    """Returns the address and port where workers meet: MASTER_ADDR and MASTER_PORT, or a free port of the first host.
 
-    first: what that host said of itself.
+    first: the first host's description of itself.
     """
     reader = Reader(os.environ)
     port = reader.port("MASTER_PORT") if os.environ.get("MASTER_PORT") else int(first["port"])
@@ -110,24 +110,27 @@ def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
 
 
 def _address(job: HostsJob, first: dict[str, Any]) -> str:
-    """The address that the first host's name has here, or else one that it has itself."""
+    """Returns the address that the first host's name resolves to here, or else one of its own addresses."""
     if len(job.hosts) == 1:
         return "127.0.0.1"
-    asked = ["ssh", "-G", job.hosts[0].name]  # names may be ssh's own: this tells what they stand for
+    asked = ["ssh", "-G", job.hosts[0].name]  # resolves aliases of ssh's own configuration
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
     name = next((line.split()[1] for line in said.splitlines() if line.startswith("hostname ")), job.hosts[0].name)
     with suppress(OSError):
         address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-        if not ip_address(address).is_loopback:  # a machine's own name often is
+        if not ip_address(address).is_loopback:  # as a machine's own name often does
             return address
     if first["addresses"]:
         return str(first["addresses"][0])
-    message = f"has no address that other hosts could reach, and '{name}' stands for none"
-    raise RecipeError(Problem("launch.host", job.hosts[0].name, message, "name it by its address in the hostfile"))
+    message = f"has no address that other hosts could reach, and '{name}' does not resolve to one"
+    raise RecipeError(Problem("launch.host", job.hosts[0].name, message, "use its address in the hostfile"))
 
 
 def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
-    """The variables that workers get: the chosen ones, then those of `.deepspeed_env`. Raises RecipeError."""
+    """Returns the variables for the workers: the chosen ones, overridden by those of `.deepspeed_env`.
+
+    Raises RecipeError.
+    """
     found = {name: value for name, value in env.items() if FORWARDED.fullmatch(name)}
     for folder in (home, Path.cwd()):
         file = folder / ".deepspeed_env"
@@ -143,16 +146,18 @@ def forwarded(env: Mapping[str, str], home: Path) -> dict[str, str]:
             name, equals, value = line.partition("=")
             if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):
                 raise RecipeError(
-                    Problem("launch.env_file", f"{file}:{number}", f"'{line[:60]}' is not NAME=VALUE", "mend the line")
+                    Problem(
+                        "launch.env_file", f"{file}:{number}", f"'{line[:60]}' is not NAME=VALUE", "correct the line"
+                    )
                 )
             found[name.strip()] = value
     return found
 
 
 def _prepare(job: HostsJob) -> dict[str, Any]:
-    """What the first host says of itself.
+    """Sends the job to every host, compares the hosts, and returns the first host's description of itself.
 
-    Raises RecipeError naming each host that does not answer, lacks llmtrain or has something else than this one.
+    Raises RecipeError with each host that does not answer, lacks llmtrain or differs from this machine.
     """
     env = forwarded(os.environ, Path.home()) | Secret.new().environment
     content = {"env": env, "cwd": str(Path.cwd()), "argv": job.argv, "recipe": str(job.recipe)}
@@ -172,7 +177,7 @@ def _prepare(job: HostsJob) -> dict[str, Any]:
 def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dict[str, Any]) -> Iterator[Problem]:
     name = host.name
     if answer is None:
-        yield Problem("launch.host", name, f"does not answer within {PREPARE_S} s", f"ssh {name} true")
+        yield Problem("launch.host", name, f"did not answer within {PREPARE_S} s", f"ssh {name} true")
         return
     if answer.returncode:
         said = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
@@ -185,9 +190,9 @@ def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dic
     pairs += [(name, own["packages"].get(name, "none"), theirs["packages"].get(name, "none")) for name in names]
     different = [f"{name} {there} instead of {here}" for name, here, there in pairs if here != there]
     if theirs["llmtrain"] != own["llmtrain"]:
-        different.append("other code of llmtrain")
+        different.append("different code of llmtrain")
     if theirs["recipe"] != own["recipe"]:
-        different.append("another recipe file" if theirs["recipe"] else "no such recipe file")
+        different.append("a different recipe file" if theirs["recipe"] else "no such recipe file")
     if different:
         yield Problem(
             "launch.versions", name, f"differs from this machine: {', '.join(different)}", "install the same there"
@@ -195,7 +200,7 @@ def _judge(host: Host, answer: subprocess.CompletedProcess[str] | None, own: dic
 
 
 def _ask(job: HostsJob, host: Host, verb: str, text: str = "", timeout: float = 30.0, *more: int) -> Any:
-    """A verb of `on_host` on a host; None where it does not end in time."""
+    """Runs a verb of `on_host` on a host; returns None if it does not end in time."""
     node = str(job.hosts.index(host))
     arguments = (verb, job.token, *(() if verb in ("prepare", "forget") else (node,)), *map(str, more))
     path = os.environ.get("PYTHONPATH", "")
@@ -214,10 +219,10 @@ def _everywhere(job: HostsJob, verb: str, *more: int) -> None:
 
 @contextmanager
 def _started(job: HostsJob, launch: Launch) -> Iterator[subprocess.Popen[str]]:
-    """The runner, with an environment and a folder that mean nothing to a shell."""
+    """Starts the runner, with an environment and a working directory without special characters for a shell."""
     runner = RUNNERS[job.runner]
     with tempfile.TemporaryDirectory() as folder:
-        # In a session of its own: a Ctrl-C is for us, and goes to the workers by another way.
+        # In a session of its own: a Ctrl-C reaches only us, and we signal the workers.
         process = subprocess.Popen(
             runner.command(launch, Path(folder)),
             cwd="/",
@@ -232,12 +237,12 @@ def _started(job: HostsJob, launch: Launch) -> Iterator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            process.kill()  # whatever has ended this: nothing when it is over
+            process.kill()  # however this ended; no effect if it has exited
             process.wait()
 
 
 def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
-    """Passes lines on until the launcher ends; its exit code, or 130 for an impatient user."""
+    """Prints the launcher's lines until it ends. Returns its exit code, or 130 for an impatient user."""
     assert process.stdout is not None
     log, is_chatter = job.run_dir.logs / "launcher.log", RUNNERS[job.runner].chatter()
     reader = Thread(target=_pass_on, args=(process.stdout, log, is_chatter), daemon=True)
@@ -260,7 +265,7 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
 
 
 def _pass_on(lines: IO[str], log: Path, is_chatter: Callable[[str], bool]) -> None:
-    """What workers say goes to the terminal, what launchers say to the log."""
+    """Prints lines of workers on the terminal, and writes lines of the launchers to the log."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
         for line in lines:
@@ -272,9 +277,10 @@ def _pass_on(lines: IO[str], log: Path, is_chatter: Callable[[str], bool]) -> No
 
 
 def _outcome(job: HostsJob, code: int, said: int) -> int:
-    """Raises the error of the worker that failed first, where the run directory shows it.
+    """Returns the exit code of a job that ended well.
 
-    said: where this launch begins in the runner's log.
+    Raises the error of the worker that failed first, as far as the run directory shows it. said: the offset in the
+    runner's log at which this launch begins.
     """
     if code in (Exit.DONE, Exit.RESUME):
         return code
@@ -282,7 +288,7 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
     told = log.read_bytes()[said:].decode(errors="replace") if log.exists() else ""
     runner, lost = RUNNERS[job.runner], []
     if match := runner.lost.search(told):
-        message = "the connection to it has ended, or the host is lost"
+        message = "the connection to it was lost, or the host went down"
         lost = [Problem("worker.host", match["host"], message, f"see {log}")]
     elif runner.struck and (match := runner.struck.search(told)):
         lost = [Problem("worker.died", f"rank {match['rank']}", f"killed by signal {match['signal']}", f"see {log}")]
@@ -297,5 +303,5 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
 
 
 def described(hosts: Sequence[Host]) -> str:
-    """A line for people."""
+    """Describes the hosts in one line."""
     return ", ".join(f"{host.name} × {len(host.devices)}" for host in hosts)

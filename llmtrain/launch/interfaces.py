@@ -1,7 +1,7 @@
-"""Which network interface gloo and NCCL use, and which one they should; no packet is sent. Linux, pure.
+"""Which network interface gloo and NCCL use, and which one they should use. Sends no packet. Linux; pure.
 
-Left alone, gloo listens on the address that the host's own name resolves to. Debian's and others' /etc/hosts make that
-127.0.1.1, which no other host reaches: ranks of several hosts then wait for each other for ever.
+By default gloo listens on the address that the host's own name resolves to. In the /etc/hosts of Debian and others that
+is 127.0.1.1, which no other host can reach: ranks of several hosts then wait for each other forever.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from llmtrain.untrusted import UNREADABLE, expanded, read_text
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 IFF_UP, IFF_LOOPBACK = 0x1, 0x8  # <net/if.h>
 LOCAL_BRIDGES = ("virbr", "br-", "cni", "podman", "lxcbr", "lxdbr", "vboxnet", "vmnet")
-"""Prefixes of interfaces that lead to guests and containers of this machine only. NCCL itself passes over `docker`."""
+"""Prefixes of interfaces that only lead to guests and containers of this machine. NCCL skips `docker` by itself."""
 ELSEWHERE = "198.51.100.1"
-"""Of a range kept for documentation (RFC 5737): who has a default route has one to it."""
+"""An address of a range reserved for documentation (RFC 5737): it is routed by the default route, if there is one."""
 DISCARD = 9
-"""A port for sockets that send nothing."""
+"""The port to connect sockets to that send nothing."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface, in the kernel's order."""
+    """A network interface."""
 
     name: str
     addresses: tuple[str, ...] = ()
-    """IPv4 and IPv6, in the kernel's order."""
+    """IPv4 and IPv6 addresses, in the kernel's order."""
     is_up: bool = True
     is_loopback: bool = False
 
@@ -46,34 +46,34 @@ class Interface:
 
 @dataclass(frozen=True)
 class Network:
-    """What this host knows of its network."""
+    """What this host knows about its network."""
 
     host: str
-    """Its own name."""
+    """The host's own name."""
     own_address: str | None
-    """What that resolves to, as far as something can listen there; gloo takes the loopback where nothing can."""
+    """The first address of the host name that can be listened on; without one, gloo uses the loopback."""
     interfaces: tuple[Interface, ...]
 
     @classmethod
     def here(cls) -> Network:
-        """Looks at this host; resolving its name may take the seconds that a name server takes."""
+        """Inspects this host; resolving its name may take seconds if a name server is involved."""
         return cls(socket.gethostname(), _own_address(), tuple(interfaces()))
 
     @property
     def listens_on_loopback(self) -> bool:
-        """Whether gloo, left alone, would be reached from this host only."""
+        """Whether gloo, by default, could only be reached from this host."""
         return self.own_address is None or is_loopback(self.own_address)
 
     def having(self, address: str | None) -> Interface | None:
-        """The interface with an address."""
+        """Returns the interface that has an address, or None."""
         return next((one for one in self.interfaces if address in one.addresses), None)
 
     def towards(self, master: str) -> Interface | None:
-        """The interface that the route to rank 0 uses; on its own host, the one that others reach it by."""
+        """Returns the interface of the route to rank 0; on rank 0's own host, the one by which others reach it."""
         if names_this_machine_only(master):
             return None
         source = route_source(master)
-        if source is None or is_loopback(source):  # no route, or this is the host, by a name for itself
+        if source is None or is_loopback(source):  # no route, or rank 0 is this host, under a local name
             source = route_source(ELSEWHERE)
         usable = [one for one in self.interfaces if one.is_usable]
         return self.having(source) or (usable[0] if len(usable) == 1 else None)
@@ -81,20 +81,20 @@ class Network:
 
 @dataclass(frozen=True)
 class Choice:
-    """The interfaces of a worker."""
+    """The interfaces that a worker uses."""
 
     lines: tuple[str, ...]
-    """What gloo and NCCL use and why, for people."""
+    """Which interfaces gloo and NCCL use and why, for people."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What has to be set for it; empty where their own choice will do or is the user's."""
+    """The variables to set for it; empty if the defaults or the user's own settings are right."""
     is_reachable: bool = True
-    """Whether gloo listens where other hosts reach it, as far as can be told."""
+    """Whether other hosts can reach gloo, as far as is known."""
 
 
 def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
     """Sets in `env` what the workers of several hosts need, before their process group is made.
 
-    Nothing is looked at where all workers are on one machine.
+    Does nothing if all workers are on one machine.
     """
     env = os.environ if env is None else env
     if rank.on_one_machine:
@@ -105,7 +105,7 @@ def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | Non
 
 
 def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
-    """Has gloo and NCCL listen where only this machine reaches them; what the user has set is kept."""
+    """Makes gloo and NCCL listen where only this machine can reach them; the user's own settings are kept."""
     env = os.environ if env is None else env
     name = next((one.name for one in interfaces() if one.is_up and LOOPBACK in one.addresses), None)
     if name is None:
@@ -116,7 +116,7 @@ def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
 
 
 def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> Choice:
-    """The interfaces to reach the ranks of other hosts by; what the user has set is kept."""
+    """Chooses the interfaces for reaching the ranks of other hosts; the user's own settings are kept."""
     gloo = _for_gloo(master, network, env)
     if on_cpu:
         return gloo
@@ -126,7 +126,7 @@ def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) 
 
 def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> Choice:
     if env.get(GLOO):
-        return Choice((f"gloo: {env[GLOO]}, as {GLOO} says",))
+        return Choice((f"gloo: {env[GLOO]}, set by {GLOO}",))
     if not network.listens_on_loopback:
         found = network.having(network.own_address)
         name = found.name if found else "the interface"
@@ -144,24 +144,24 @@ def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> Choice:
 
 
 def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """NCCL passes over the loopback by itself; only bridges to guests of this machine are kept from it.
+    """Returns NCCL's line and variables. NCCL skips the loopback by itself, so only bridges to guests are excluded.
 
-    Left out by name and not by naming one interface: NCCL sends over several where there are several.
+    They are excluded by name instead of choosing one interface, since NCCL can use several interfaces at once.
     """
     told = nccl_setting(env)
     if told:
-        return f"NCCL: {told[0]}, as {told[1]} says", {}
+        return f"NCCL: {told[0]}, set by {told[1]}", {}
     taken = nccl_order(network.interfaces)
     bridges = [one.name for one in taken if one.name.startswith(LOCAL_BRIDGES)]
     if bridges and len(bridges) < len(taken):
         value = "^docker,lo," + ",".join(bridges)
         rest = ", ".join(one.name for one in taken if one.name not in bridges)
-        return f"NCCL: {rest}; {', '.join(bridges)} led to this machine only", {NCCL: value}
-    return f"NCCL: its own choice, {', '.join(one.name for one in taken) or 'none but the loopback'}", {}
+        return f"NCCL: {rest}; excluded are {', '.join(bridges)}, which only lead to this machine", {NCCL: value}
+    return f"NCCL: its own choice, {', '.join(one.name for one in taken) or 'only the loopback'}", {}
 
 
 def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
-    """What the user tells NCCL of interfaces, and where: the variable, or NCCL's own files."""
+    """Returns the user's setting of NCCL's interfaces and where it was made: the variable, or one of NCCL's files."""
     if env.get(NCCL):
         return env[NCCL], NCCL
     named = env.get("NCCL_CONF_FILE")
@@ -175,7 +175,7 @@ def nccl_setting(env: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:
-    """What NCCL takes by itself: `ib*`, else all but docker's and the loopback, else docker's (NCCL's manual)."""
+    """Returns NCCL's default choice of interfaces: `ib*`, else all but docker's and the loopback, else docker's."""
     usable = [one for one in known if one.is_usable]
     groups = (
         [one for one in usable if one.name.startswith("ib")],
@@ -186,9 +186,9 @@ def nccl_order(known: tuple[Interface, ...]) -> list[Interface]:
 
 
 def route_source(address: str) -> str | None:
-    """The address that this host would send from to another; None where no route leads there or the name is unknown.
+    """Returns the address that this host would send from to reach another, or None if no route leads there.
 
-    A UDP socket that is connected asks for the route and sends nothing.
+    Also returns None for an unknown name. Connecting a UDP socket looks up the route and sends nothing.
     """
     with suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
@@ -199,7 +199,7 @@ def route_source(address: str) -> str | None:
 
 
 def _own_address() -> str | None:
-    """The first address of the own name that can be listened on, found as torch and gloo find it."""
+    """Returns the first address of the host name that can be listened on, determined as torch and gloo do."""
     with suppress(OSError):
         for family, kind, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
@@ -209,19 +209,22 @@ def _own_address() -> str | None:
 
 
 def names_this_machine_only(address: str) -> bool:
-    """Whether an address can only be that of ranks on one machine. A name that resolves to the loopback may be more."""
+    """Whether an address can only belong to ranks on one machine.
+
+    A name that resolves to the loopback may be valid elsewhere.
+    """
     return address == "localhost" or is_loopback(address)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is an address of the loopback, written as a number."""
+    """Whether this is a numeric loopback address."""
     with suppress(ValueError):
         return ipaddress.ip_address(_plain(address)).is_loopback
     return False
 
 
 def is_link_local(address: str) -> bool:
-    """Whether this is an address that each host gives itself."""
+    """Whether this is a link-local address, which each host assigns to itself."""
     with suppress(ValueError):
         return ipaddress.ip_address(_plain(address)).is_link_local
     return False
@@ -244,7 +247,7 @@ _Entry._fields_ = [
 
 
 def interfaces() -> list[Interface]:
-    """The network interfaces of this host, as `getifaddrs(3)` lists them."""
+    """Returns the network interfaces of this host, as `getifaddrs(3)` lists them."""
     flags: dict[str, int] = {}
     addresses: dict[str, list[str]] = {}
     for name, flag, address in _entries():
@@ -257,7 +260,7 @@ def interfaces() -> list[Interface]:
 
 
 def _entries() -> Iterator[tuple[str, int, str | None]]:
-    """(name, flags, address or None) of each entry."""
+    """Yields (name, flags, address or None) of each entry."""
     libc = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(first)):
@@ -273,7 +276,7 @@ def _entries() -> Iterator[tuple[str, int, str | None]]:
 
 
 def _address_at(pointer: int | None) -> str | None:
-    """The IP address in a `struct sockaddr`; None for other families."""
+    """Returns the IP address in a `struct sockaddr`, or None for other families."""
     if not pointer:
         return None
     family = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ushort)).contents.value

@@ -1,4 +1,4 @@
-"""Kubernetes: a plan as a JobSet, for `kubectl apply -f -`; pure. No cluster has run it."""
+"""Kubernetes: renders a plan as a JobSet, for `kubectl apply -f -`; pure. Not yet tried on a cluster."""
 
 from __future__ import annotations
 
@@ -20,58 +20,58 @@ from llmtrain.run_dir import SECRET
 
 RULE = "kubernetes.option"
 LONGEST_NAME = 40
-"""Of a job: pods and their host names add to it, and have 63 characters."""
+"""Longest name of a job: pods and their host names append to it, and have at most 63 characters."""
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
-"""RFC 1035, which names of services and pods keep to."""
+"""RFC 1035, which names of services and pods must match."""
 Label = Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=63)]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$")]
 
 
 class KubernetesOptions(Part):
-    """What a cluster wants to know of a job, and the plan does not say. Given by `--kubernetes KEY=VALUE`."""
+    """What a cluster needs to know about a job beyond the plan. Given by `--kubernetes KEY=VALUE`."""
 
     model_config = ConfigDict(strict=False)
 
     image: Annotated[str, StringConstraints(pattern=r"^[\w][\w./:@-]*$")]
-    """Container image that has llmtrain in it, and the recipe."""
+    """Container image with llmtrain and the recipe in it."""
     pvc: Label
-    """Claim of a volume that all nodes may write to, which holds runs and prepared data."""
+    """Claim of a volume that all nodes can write to, for runs and prepared data."""
     mount: str = "/data"
     """Where the volume is mounted."""
     workdir: str = "/workspace"
-    """Working folder in the image; a recipe's path is relative to it."""
+    """Working directory in the image; a recipe's path is relative to it."""
     name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=LONGEST_NAME)] | None = None
-    """Name of the job; default the recipe's."""
+    """Name of the job; default: that of the recipe."""
     namespace: Label | None = None
-    """Namespace; that of kubectl unless given."""
+    """Namespace; default: that of kubectl."""
     cpu: Quantity | None = None
     """CPU cores of each pod."""
     memory: Quantity | None = None
-    """Host memory of each pod, as `900Gi`."""
+    """Host memory of each pod, such as `900Gi`."""
     shm: Quantity = "16Gi"
     """Shared memory of each pod, for NCCL and data loaders; it counts as memory."""
     gpu_resource: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] | None = None
-    """Name of a GPU as a resource; default `nvidia.com/gpu`, or `amd.com/gpu`."""
+    """Resource name of a GPU; default: `nvidia.com/gpu`, or `amd.com/gpu`."""
     grace_s: int = Field(300, ge=30)
-    """Seconds from SIGTERM to SIGKILL: a step, a save and an upload have to fit."""
+    """Seconds from SIGTERM to SIGKILL: enough for a step, a save and an upload."""
     max_restarts: int = Field(20, ge=0)
-    """Times that the job is started again after a failure; evictions are not counted."""
+    """How many times the job is restarted after a failure; evictions are not counted."""
     secret: tuple[Label, ...] = ()
-    """Secrets whose keys become variables of the workers."""
+    """Secrets whose keys become environment variables of the workers."""
     env: tuple[str, ...] = ()
-    """Variables of the workers, NAME=VALUE; none that is secret."""
+    """Environment variables of the workers, NAME=VALUE; not for secrets."""
     node_selector: tuple[str, ...] = ()
     """Labels of the nodes, KEY=VALUE."""
     service_account: Label | None = None
     """Service account of the pods."""
     queue: Label | None = None
-    """Queue of Kueue."""
+    """Name of the Kueue queue."""
 
     @field_validator("mount", "workdir")
     @classmethod
     def _absolute(cls, path: str) -> str:
         if not path.startswith("/") or not path.isprintable() or ":" in path:
-            raise ValueError(f"{path!r} is no absolute path")
+            raise ValueError(f"{path!r} is not an absolute path")
         return path
 
     @field_validator("env")
@@ -81,7 +81,7 @@ class KubernetesOptions(Part):
             if not equals or re.fullmatch(r"[A-Za-z_]\w*", name) is None:
                 raise ValueError(f"'{name}' is not NAME=VALUE")
             if SECRET.search(name):
-                raise ValueError(f"{name} looks like a secret, and all may read a manifest; use secret=NAME")
+                raise ValueError(f"{name} looks like a secret, but anyone can read a manifest; use secret=NAME")
         return env
 
     @field_validator("node_selector")
@@ -98,24 +98,25 @@ class Manifest:
     """A run of llmtrain as a JobSet."""
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe."""
     cluster: Cluster
     script: tuple[str, ...]
     """The recipe's path in the image, and its arguments."""
     run_dir: PurePosixPath
-    """Where the run lies in the pods."""
+    """The run directory, as the pods see it."""
     options: KubernetesOptions
 
 
 def parse_options(assignments: Sequence[str]) -> KubernetesOptions:
-    """The options of `--kubernetes KEY=VALUE…`. Raises RecipeError naming everything that is wrong with them."""
+    """Parses the options of `--kubernetes KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
     return parse_site(KubernetesOptions, "--kubernetes", RULE, assignments)
 
 
 def render_manifest(manifest: Manifest) -> str:
-    """The JobSet of a run, as YAML.
+    """Renders the JobSet of a run as YAML.
 
-    Raises RecipeError for a name that cannot be made one of Kubernetes, and for a run that is not on the volume.
+    Raises RecipeError if the recipe's name cannot be turned into a Kubernetes name, or the run directory is not on the
+    volume.
     """
     options, cluster = manifest.options, manifest.cluster
     name, mount = options.name or _name_of(manifest.name), PurePosixPath(options.mount)
@@ -137,7 +138,7 @@ def render_manifest(manifest: Manifest) -> str:
         summary=f"{manifest.name}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
         port=PORT,
         resources=_resources(options, cluster),
-        # `$(NAME)` stands for a variable, `$$` for a dollar.
+        # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
         command=[*map(str, torchrun), *(word.replace("$", "$$") for word in manifest.script)],
         env={key: value.replace("$", "$$") for key, _, value in pairs},
         node_selector={key: value for key, _, value in labels},
@@ -148,13 +149,13 @@ def render_manifest(manifest: Manifest) -> str:
 def _name_of(recipe: str) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-")
     if re.fullmatch(LABEL, name) is None or len(name) > LONGEST_NAME:
-        message = f"cannot be made of the recipe's, '{recipe}'"
+        message = f"cannot be derived from the recipe's name '{recipe}'"
         raise RecipeError(Problem(RULE, "--kubernetes name", message, "--kubernetes name=NAME"))
     return name
 
 
 def _resources(options: KubernetesOptions, cluster: Cluster) -> dict[str, dict[str, str]]:
-    """Of each pod. Memory is limited to what is asked for; CPU time that nobody else wants may be used."""
+    """Returns the resources of each pod. Memory is limited to the request; unused CPU time may be taken beyond it."""
     requests = {key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value}
     limits = {"memory": options.memory} if options.memory else {}
     if not cluster.spec.on_cpu:

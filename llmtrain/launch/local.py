@@ -1,4 +1,4 @@
-"""Workers on this machine: started together, ended together, the first error told first.
+"""Workers on this machine: started together, ended together, and the first error is reported first.
 
 Linux: it relies on `prctl` and `waitid`.
 """
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from llmtrain.launch.template import Forked, Template
 
 GRACE_S = 10.0
-"""Seconds between SIGTERM and SIGKILL for the workers that outlive one that died."""
+"""Seconds between SIGTERM and SIGKILL for workers that are left after one died."""
 TAIL_LINES = 12
 TAIL_BYTES = 8192
 _POLL_S = 0.05
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# Signals that strike a worker out of the blue, so that it dies before it can write an error file.
-# SIGABRT is not among them: libraries raise it on purpose, often because another worker is gone.
+# Signals that kill a worker without warning, before it can write an error file. SIGABRT is not among them: libraries
+# raise it on purpose, often because another worker is gone.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -57,18 +57,18 @@ def run_workers(
 ) -> int:
     """Runs `world_size` processes of one command and waits for all of them.
 
-    Rank 0 writes where the launcher does; the others write to their logs. When one dies, the others
-    get SIGTERM, and SIGKILL `GRACE_S` later. The first of `STOPS` is passed on, or ends workers that have begun no step
-    yet. A Ctrl-C after it kills, and SIGQUIT does at any time; the others change nothing then, since batch systems
-    repeat them. No worker outlives the launcher, even if that is killed. Must be called from the main thread, and
-    `run_dir` must exist.
+    Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
+    SIGKILL `GRACE_S` later. The first of `STOPS` is passed on to the workers; if none has begun a step yet, it ends
+    them. After it, a Ctrl-C kills the workers, and SIGQUIT does at any time; other signals are then ignored, since
+    batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
+    main thread, and `run_dir` must exist.
 
-    env: variables for the workers, over those of this process. board: where they leave their heartbeats.
-    template: forks them, where the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
-    allowed_s: for a child that stands still, as in `Standstill`.
-    Returns the exit code: 0, 75 (stopped, after saving where a step was begun), 130 (ended at once).
-    Raises the `UserError` that a worker raised, or WorkerError where it died or stands still: that of the
-    worker that failed first.
+    env: variables for the workers, which override those of this process. board: where they write their heartbeats.
+    template: the process to fork them from, if the command is PYTHON -m MODULE ARGUMENT... and they run on a CPU.
+    allowed_s: how long a child may stand still, as in `Standstill`.
+
+    Returns the exit code: 0, 75 (stopped, after saving if a step was begun) or 130 (ended at once). Raises the error of
+    the worker that failed first: the `UserError` that it raised, or WorkerError if it died or stands still.
     """
     clear_failures(run_dir)
     run_dir.write_launch("local", world_size, command)
@@ -80,7 +80,7 @@ def run_workers(
             if (stopped_by := _settle(template, common, events, standstill)) is not None:
                 return _ended_early(stopped_by)
             with suppress(OSError), os.fdopen(open_log(run_dir.log_file(0)), "wb") as log:
-                log.write(template.said())  # as each worker's own imports would have
+                log.write(template.said())  # as the imports of each worker would have done
         env = {**common, **Secret.new().environment, **(board.environment if board else {})}
         try:
             for rank in range(world_size):
@@ -89,23 +89,22 @@ def run_workers(
         finally:
             pool.kill()
             if any(worker.failed for worker in pool.workers) and sys.stdout.isatty():
-                print()  # rank 0 may have left the cursor behind its progress line
+                print()  # rank 0 may have left the cursor at the end of its progress line
     return _outcome(pool)
 
 
 def clear_failures(run_dir: RunDir) -> None:
-    """Removes the error files of an earlier attempt, which would be taken for this one's."""
+    """Removes the error files of an earlier attempt, which would be mistaken for this one's."""
     for stale in run_dir.logs.glob("rank_*.error.json"):
         stale.unlink(missing_ok=True)
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port that rank 0 can listen on and that nobody else is given meanwhile.
+    """Reserves a TCP port on which rank 0 can listen, and which no other process is given meanwhile.
 
-    The port stays bound here. Rank 0 binds it as well, since torch's store and this socket both set
-    SO_REUSEADDR and only one of them listens, while the kernel hands a bound port to no other
-    process that asks for a free one.
+    The port stays bound here. Rank 0 can bind it too, since torch's store and this socket both set SO_REUSEADDR and
+    only one of them listens. The kernel does not give a bound port to a process that asks for a free one.
     """
     dual = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as reservation:
@@ -117,8 +116,8 @@ def reserved_port() -> Iterator[int]:
 
 
 def common_environment(world_size: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What the workers of a machine have in common. env: variables over those of this process."""
-    # Left alone, every worker would start as many threads as there are cores.
+    """Returns the environment that all workers of a machine share. env: variables that override this process's own."""
+    # By default every worker would start as many threads as there are cores.
     threads = max(1, own_cores() // world_size)
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
 
@@ -137,7 +136,7 @@ def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _settle(
     template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int], standstill: Standstill
 ) -> int | None:
-    """Waits until workers can be forked; the signal that came before."""
+    """Waits until workers can be forked. Returns the signal that arrived before, if any."""
     from rich.console import Console
 
     template.start(env)
@@ -153,16 +152,16 @@ def _settle(
 
 @dataclass
 class _Worker:
-    """One process. `returncode` is None while it runs, and negative for a signal, as in `subprocess`."""
+    """One process. `returncode` is None while it runs, and negative after a signal, as in `subprocess`."""
 
     rank: int
     process: subprocess.Popen[bytes] | Forked
     log: Path
     log_start: int
-    """Size of the log before the worker started; what lies before is of earlier attempts."""
+    """Size of the log before the worker started; the part before belongs to earlier attempts."""
     ended_at: float = 0.0
     sent: set[int] = field(default_factory=set)
-    """Signals that it was sent while it ran."""
+    """Signals that were sent to it while it ran."""
 
     @property
     def returncode(self) -> int | None:
@@ -174,48 +173,51 @@ class _Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is over. It may still be a zombie, as `returncode` is set when it is reaped."""
+        """Whether the process has ended. It may still be a zombie, since `returncode` is set when it is reaped."""
         return self.returncode is not None or _ended(self.process.pid, os.WNOHANG) is not None
 
     def wait(self, events: SimpleQueue[_Worker | int]) -> None:
-        """Tells when the process ends, and leaves it a zombie: until it is reaped, its id is nobody else's."""
+        """Puts the worker in the queue when its process ends.
+
+        The process stays a zombie until it is reaped, so that its id is not reused.
+        """
         with suppress(ChildProcessError):  # killed and reaped meanwhile
             _ended(self.process.pid)
             self.ended_at = time.time()
             events.put(self)
 
     def reap(self) -> None:
-        """Collects the exit code of a process that ended."""
+        """Collects the exit code of a process that has ended."""
         status = _ended(self.process.pid)
         if status is None or status.si_code != os.CLD_EXITED or status.si_status not in (Exit.DONE, Exit.RESUME):
-            self.signal_group(signal.SIGKILL)  # what a failed worker started must not outlive it
+            self.signal_group(signal.SIGKILL)  # processes that a failed worker started must not outlive it
         self.process.wait()
 
     @property
     def struck_down(self) -> bool:
-        """Whether it crashed or was killed out of the blue, and not by us or on its way out after our signal."""
+        """Whether it crashed or was killed without warning, other than by us or while exiting after our signal."""
         number = -(self.returncode or 0)
         return number in SUDDEN and (number not in self.sent if number == signal.SIGKILL else not self.sent)
 
     def send(self, number: int) -> None:
-        """Sends a signal, unless it has ended by itself."""
+        """Sends a signal, unless the worker has ended."""
         if not self.ended:
             self.sent.add(number)
             os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Signals the worker and its children; the worker leads a session of its own."""
+        """Signals the worker and its children; each worker leads a session of its own."""
         if self.returncode is None:
             os.killpg(self.process.pid, number)
 
 
 def _ended(pid: int, options: int = 0) -> os.waitid_result | None:
-    """How a child ended, without reaping it; None where `WNOHANG` is given and it runs."""
+    """Returns how a child ended, without reaping it, or None if `WNOHANG` is given and it is still running."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | options)
 
 
 class _Pool:
-    """The workers, and the one queue that everything that happens to them comes from."""
+    """The workers, and the queue of all events that concern them."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class _Pool:
         board: Board | None = None,
         template: Template | None = None,
     ) -> None:
-        """board: where the workers leave their heartbeats, if they do."""
+        """board: where the workers write their heartbeats, if they do."""
         self.run_dir = run_dir
         self.standstill = standstill
         self.board = board
@@ -244,7 +246,7 @@ class _Pool:
         return [worker for worker in self.workers if worker.returncode is None]
 
     def start(self, rank: int, command: list[str], env: dict[str, str], null: int) -> None:
-        """Starts one worker in a session of its own, so that a Ctrl-C reaches it through us alone."""
+        """Starts one worker in a session of its own, so that a Ctrl-C only reaches it through us."""
         log = self.run_dir.log_file(rank)
         log_start = log.stat().st_size if log.exists() else 0
         output = None if rank == 0 else open_log(log)
@@ -258,7 +260,7 @@ class _Pool:
                 stderr=output,
                 start_new_session=True,
                 pass_fds=self.inherited,
-                # Safe beside threads, as it takes no lock; `prctl` is looked up before the fork.
+                # Safe beside threads, since it takes no lock; `prctl` is looked up before the fork.
                 preexec_fn=partial(die_with, os.getpid(), ctypes.CDLL(None).prctl),
             )
         finally:
@@ -292,7 +294,7 @@ class _Pool:
                 self._hear(event)
 
     def _hear(self, number: int) -> None:
-        """A signal that the launcher got."""
+        """Handles a signal that the launcher received."""
         if is_impatient(number, self.stopped_by):
             self.was_interrupted = True
             self.kill()
@@ -309,7 +311,7 @@ class _Pool:
             worker.send(number)
 
     def kill(self) -> None:
-        """Kills and reaps whatever still runs, with what it started."""
+        """Kills and reaps the workers that are still running, and the processes that they started."""
         self.send(signal.SIGKILL)
         for worker in self.running:
             worker.signal_group(signal.SIGKILL)
@@ -317,7 +319,7 @@ class _Pool:
             worker.process.wait()
 
     def _next(self, deadline: float | None) -> _Worker | int | None:
-        """What happens next; None where nothing does for a while, or before the deadline."""
+        """Returns the next event, or None if there is none for a while, or before the deadline."""
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         try:
             return self.events.get(timeout=left)
@@ -335,14 +337,14 @@ def _null() -> Iterator[int]:
 
 
 def die_with(launcher: int, prctl: Callable[[int, int], int]) -> None:
-    """Runs in the forked child: the kernel will kill it when the launcher dies, however that happens."""
+    """Makes the kernel kill this process when the launcher dies, in whatever way. Runs in the forked child."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _ended_early(number: int) -> int:
-    """The exit code of a run that a signal ended before its first step."""
+    """Returns the exit code of a run that a signal ended before its first step."""
     if number == QUIT:
         return Exit.INTERRUPTED
     say(before_the_first_step(number))
@@ -350,7 +352,7 @@ def _ended_early(number: int) -> int:
 
 
 def _outcome(pool: _Pool) -> int:
-    """The exit code of the whole, or the error of the worker that failed first."""
+    """Returns the exit code of the job, or raises the error of the worker that failed first."""
     if pool.was_interrupted:
         return Exit.INTERRUPTED
     if pool.stopped_by is not None and not pool.had_begun:
@@ -367,7 +369,7 @@ def _outcome(pool: _Pool) -> int:
     if user_error is not None:
         raise user_error
     if pool.stopped_by is not None and -(first.returncode or 0) in STOPS:
-        return Exit.RESUME  # it was not listening yet, and so had nothing to save
+        return Exit.RESUME  # it did not handle signals yet, and had nothing to save
     message, fix = (failure.summary, f"see {first.log}") if failure else (_death(first), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 
@@ -375,8 +377,8 @@ def _outcome(pool: _Pool) -> int:
 def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
     """Orders failures: the cause comes before its consequences.
 
-    An error file is dated by the exception. A worker without one is dated by its end, which is noticed
-    late on a busy machine; but one that was struck down cannot have been brought down by another.
+    An error file has the time of the exception. A worker without one has the time of its end, which is noticed late on
+    a busy machine; but a worker that was struck down cannot have been brought down by another.
     """
     if worker.struck_down:
         return 0, worker.ended_at
@@ -386,7 +388,10 @@ def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
 
 
 def _last_word(worker: _Worker) -> float:
-    """When a worker ended that left no error file. One that aborts writes its stack before others lose it."""
+    """Returns when a worker without an error file ended.
+
+    One that aborts writes its stack before others are affected.
+    """
     if worker.returncode != -signal.SIGABRT:
         return worker.ended_at
     with suppress(OSError):
@@ -395,10 +400,10 @@ def _last_word(worker: _Worker) -> float:
 
 
 def _death(worker: _Worker) -> str:
-    """How a worker ended that left no error file."""
+    """Describes how a worker without an error file ended."""
     code = worker.returncode or 0
     if code >= 0:
-        return f"exited with code {code} and said nothing"
+        return f"exited with code {code} without an error message"
     hint = "; the kernel's out-of-memory killer does this" if -code == signal.SIGKILL else ""
     return f"killed by signal {-code} ({_signal_name(-code)}){hint}"
 
@@ -411,7 +416,7 @@ def _signal_name(number: int) -> str:
 
 
 def _last_lines(worker: _Worker) -> str:
-    """The last lines that this attempt left in its log; rank 0 has none before its output goes there."""
+    """Returns the last lines of this attempt in its log; rank 0 has none, since it writes to the terminal."""
     try:
         with worker.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

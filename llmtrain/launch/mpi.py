@@ -1,6 +1,7 @@
-"""Which worker this process is under `mpirun` of Open MPI, or of MPICH and Intel MPI (Hydra, which speaks PMI); pure.
+"""Determines which worker this process is under the `mpirun` of Open MPI, MPICH or Intel MPI (Hydra, via PMI); pure.
 
-They tell who is who, and not where ranks meet: that is MASTER_ADDR and MASTER_PORT, or this machine, or that of mpirun.
+They number the ranks, but do not say where they meet: that is MASTER_ADDR and MASTER_PORT, or else this machine, or the
+machine of mpirun.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ class Mpi(Launcher):
     """An `mpirun`."""
 
     job: str | None = None
-    """Variable that is the same for all ranks of a job, and for them only; it chooses their port."""
+    """Variable that has the same value for all ranks of one job only; it determines their port."""
     export: str = ""
-    """How its command line hands variables to the ranks."""
+    """How its command line passes variables to the ranks."""
     head: str | None = None
-    """Variable that says where mpirun itself runs."""
+    """Variable with the address of mpirun itself."""
     own: str | None = None
-    """Variable that says whose child this rank is: where rank 0 has the same in both, it is beside mpirun."""
+    """Variable with the address of this rank's parent: if it equals `head` for rank 0, rank 0 is on mpirun's machine.
+    """
 
 
 # The variables of each were seen on Open MPI 4.1 and MPICH 4.0; those of Open MPI 5 are in its documentation
@@ -55,7 +57,7 @@ MPIS = (
 
 
 def read(mpi: Mpi, reader: Reader) -> Rank:
-    """This process; what is wrong is noted in `reader`."""
+    """Reads this process's place; problems are collected in `reader`."""
     local, world = reader.number(mpi.local_world_size, least=1), reader.number(mpi.world_size, least=1)
     return Rank(
         rank=reader.number(mpi.rank),
@@ -69,7 +71,7 @@ def read(mpi: Mpi, reader: Reader) -> Rank:
 
 
 def _address(mpi: Mpi, reader: Reader, is_alone: bool) -> str:
-    """is_alone: whether all ranks are on this machine."""
+    """Returns the address of rank 0. is_alone: whether all ranks are on this machine."""
     told = reader.env.get("MASTER_ADDR", "").strip()
     if told or is_alone:
         return told or "127.0.0.1"
@@ -78,13 +80,13 @@ def _address(mpi: Mpi, reader: Reader, is_alone: bool) -> str:
     listed = re.search(r";tcp://([0-9.,]+):[0-9]+", head)
     addresses = listed[1].split(",") if listed else []
     is_rank_0 = reader.env.get(mpi.rank, "").strip() == "0"
-    message = "is not set, and the ranks are on several machines"
+    message = "is not set, but the ranks are on several machines"
     if len(addresses) == 1:
         if not is_rank_0 or reader.env.get(mpi.own or "") == head:
             return addresses[0]
-        message += ", rank 0 on another than mpirun"
+        message += ", rank 0 on another one than mpirun"
     elif addresses:
-        message += f"; that of mpirun has the addresses {', '.join(addresses)}"
+        message += f"; mpirun's machine has the addresses {', '.join(addresses)}"
     fix = f"`{mpi.export.format('MASTER_ADDR=HOST')}`, where HOST is the machine of rank 0"
     reader.refuse("MASTER_ADDR", message, fix)
     return ""
@@ -96,5 +98,5 @@ def _port(mpi: Mpi, reader: Reader) -> int:
     job = reader.env.get(mpi.job or "", "")
     if not job:
         fix = f"`{mpi.export.format('MASTER_PORT=29500')}`, a port that is free on the machine of rank 0"
-        reader.refuse("MASTER_PORT", "is not set, and this launcher names no job to choose one by", fix)
+        reader.refuse("MASTER_PORT", "is not set, and this launcher provides no job name to derive it from", fix)
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS

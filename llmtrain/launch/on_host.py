@@ -1,7 +1,7 @@
-"""What `llmtrain train --launcher deepspeed` does on each host, over ssh: `python -m ... VERB TOKEN`.
+"""What `llmtrain train --launcher deepspeed` runs on each host, over ssh: `python -m ... VERB TOKEN`.
 
-`prepare` takes what the workers need from standard input into a folder that only the user may read, and tells what this
-host has. `signal` and `end` reach the workers that have noted their process ids there, and `forget` removes it.
+`prepare` reads what the workers need from standard input into a folder that only the user can read, and describes this
+host. `signal` and `end` reach the workers, which write their process ids there, and `forget` removes the folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llmtrain.run_dir import versions
 from llmtrain.stops import STOPS
 
 END_S = 5.0
-"""From SIGTERM to SIGKILL for workers that outlive their job."""
+"""Seconds from SIGTERM to SIGKILL for workers that outlive their job."""
 START = """
 import json, os, signal, sys
 
@@ -56,19 +56,19 @@ os.environ.update(place)
 os.chdir(job["cwd"])
 os.execv(sys.executable, [sys.executable, "-u", *job["argv"]])
 """
-"""What is started for each worker. Its path is all of the job that a shell gets to see.
+"""The program that is started for each worker. Its path is the only part of the job that a shell sees.
 
-DeepSpeed's launcher says in variables which worker it is; under Open MPI's, which says only its rank, it has arguments.
+DeepSpeed's launcher sets variables that identify the worker. Open MPI only sets its rank, so it gets arguments.
 """
 
 
 def folder_of(token: str) -> Path:
-    """Where the job is on a host: the same path on all of them, and none that means something to a shell."""
+    """Returns the job's folder on a host: the same path on all of them, without special characters for a shell."""
     return Path("/tmp") / f"llmtrain-{token}"
 
 
 def main() -> None:
-    """One verb."""
+    """Runs one verb."""
     verb, token, *rest = sys.argv[1:]
     if verb == "prepare":
         job = json.load(sys.stdin)
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def facts(recipe: Path) -> dict[str, Any]:
-    """What must be the same on every host."""
+    """Returns what must be the same on every host."""
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -94,13 +94,13 @@ def facts(recipe: Path) -> dict[str, Any]:
 
 
 def _meeting() -> dict[str, Any]:
-    """Where workers could meet here: addresses, as `hostname -I` has them, and a port that nobody listens on."""
+    """Returns where workers could meet on this host: its addresses, as `hostname -I` lists them, and a free port."""
     said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False).stdout
     return {"addresses": said.split(), "port": _free_port()}
 
 
 def _free_port() -> int:
-    """Of a range that the system hands to no connection in the meantime. Raises OSError where all are taken."""
+    """Returns a port of a range from which the system assigns none. Raises OSError if all are taken."""
     start = secrets.randbelow(PORTS)
     for offset in range(PORTS):
         port = FIRST_PORT + (start + offset) % PORTS
@@ -118,10 +118,10 @@ def _digest(files: list[Path]) -> str:
 
 
 def _prepare(folder: Path, job: dict[str, Any]) -> None:
-    """Raises PermissionError where somebody else has made the folder."""
-    folder.mkdir(mode=0o700, exist_ok=True)  # hosts may share their files
+    """Writes the job's files. Raises PermissionError if another user has created the folder."""
+    folder.mkdir(mode=0o700, exist_ok=True)  # hosts may share a file system
     if folder.stat().st_uid != os.geteuid() or folder.is_symlink():
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     for name, text in (("job.json", json.dumps(job)), ("start.py", START)):
         temporary = folder / f".{name}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -131,7 +131,7 @@ def _prepare(folder: Path, job: dict[str, Any]) -> None:
 
 
 def _workers(folder: Path, node: int) -> list[int]:
-    """Process ids of the workers of a node that still run; an id that another process has by now is none."""
+    """Returns the process ids of a node's running workers. An id that was reused by another process does not count."""
     found = []
     for file in folder.glob(f"{node}.*.pid"):
         with suppress(OSError, ValueError, IndexError):
@@ -143,7 +143,10 @@ def _workers(folder: Path, node: int) -> list[int]:
 
 
 def _signal(folder: Path, node: int, number: int) -> None:
-    """Also those that are not there yet: they look for the number once they have noted their process id."""
+    """Signals a node's workers.
+
+    Workers that have not started yet read the signal once they have noted their process id.
+    """
     if number in STOPS:
         temporary = folder / f".{node}.stop"
         temporary.write_text(str(int(number)))
@@ -154,7 +157,7 @@ def _signal(folder: Path, node: int, number: int) -> None:
 
 
 def _end(folder: Path, node: int) -> None:
-    """They have had their time to save: what is still here hangs."""
+    """Ends the workers that are left. They have had their time to save: those that still run hang."""
     deadline = time.monotonic() + END_S
     _signal(folder, node, signal.SIGTERM)
     while _workers(folder, node) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""A worker among all of them, and the variables that tell which one it is; pure."""
+"""A worker's place among all workers, and the variables that describe it; pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Rank:
-    """One worker among all of them, and where they meet."""
+    """A worker's place among all workers, and where they meet."""
 
     rank: int
     local_rank: int
@@ -24,13 +24,13 @@ class Rank:
     master_addr: str
     master_port: int
     launcher: str
-    """Name of the `Launcher` it was read from."""
+    """Name of the `Launcher` that it was read from."""
     nodes: int | None = None
-    """Machines; None where the launcher does not tell."""
+    """Number of machines; None if the launcher does not say."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Nodes and workers of each, the same for all ranks. Where nodes differ, each worker counts as a node."""
+        """Nodes and workers per node, the same for all ranks. If nodes differ, each worker counts as a node."""
         if self.nodes is None:
             return self.world_size // self.local_world_size, self.local_world_size
         if self.world_size % self.nodes:
@@ -39,24 +39,24 @@ class Rank:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all workers are on this machine, so that nothing need be reached from another."""
+        """Whether all workers are on this machine, so that no other machine needs to be reached."""
         return self.local_world_size >= self.world_size
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker speaks to the user and writes what is written once."""
+        """Whether this worker prints messages and writes the files that are written once."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How one launcher, or whatever started it, describes a worker."""
+    """How a launcher, or whatever started it, describes a worker."""
 
     name: str
     markers: tuple[str, ...]
     """Variables that only this launcher sets; one of them is enough to recognise it."""
     rank: str = "RANK"
-    """Its variables, by what they tell."""
+    """Names of its variables."""
     local_rank: str = "LOCAL_RANK"
     world_size: str = "WORLD_SIZE"
     local_world_size: str = "LOCAL_WORLD_SIZE"
@@ -65,21 +65,21 @@ class Launcher:
 
 
 TELLING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables by which a worker is known as one, for messages."""
+"""Variables by which a process is recognised as a worker, for messages."""
 FIX = "start it with a launcher that sets all of them, or unset RANK, WORLD_SIZE and LOCAL_RANK to start workers here"
 FIRST_PORT, PORTS = 20000, 10000
-"""Rank 0 listens on a port of this range where nobody chose one: every job on another."""
+"""Rank 0 listens on a port of this range if none was chosen; it depends on the job."""
 
 
 class Reader:
-    """Reads variables and collects what is wrong with them."""
+    """Reads variables and collects the problems with them."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = env
         self.problems: list[Problem] = []
 
     def text(self, name: str) -> str:
-        """A variable that must be there."""
+        """Returns a variable that must be set."""
         value = self.env.get(name, "").strip()
         if not value:
             present = ", ".join(known for known in TELLING if self.env.get(known))
@@ -87,7 +87,7 @@ class Reader:
         return value
 
     def number(self, name: str, least: int = 0, most: int | None = None) -> int:
-        """A whole number in a range, which must be there."""
+        """Returns an integer in a range, which must be set."""
         text = self.env.get(name, "").strip()
         if not text:
             self.text(name)
@@ -100,7 +100,7 @@ class Reader:
         return least
 
     def parsed(self, name: str, parse: Callable[[str], list[T]]) -> list[T]:
-        """What a parser makes of a variable; nothing where that is missing or raises ValueError."""
+        """Parses a variable. Returns an empty list if it is missing or the parser raises ValueError."""
         text = self.text(name)
         try:
             return parse(text) if text else []
@@ -109,9 +109,9 @@ class Reader:
             return []
 
     def port(self, name: str) -> int:
-        """A TCP port, which must be there."""
+        """Returns a TCP port, which must be set."""
         return self.number(name, least=1, most=65535)
 
     def refuse(self, name: str, message: str, fix: str = FIX) -> None:
-        """Notes what is wrong with a variable."""
+        """Adds a problem with a variable."""
         self.problems.append(Problem("launch.environment", name, message, fix))

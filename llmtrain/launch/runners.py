@@ -1,4 +1,4 @@
-"""What starts workers on several hosts at once: DeepSpeed's launcher over pdsh, or Open MPI's mpirun; pure."""
+"""The programs that start workers on several hosts: DeepSpeed's launcher over pdsh, or Open MPI's mpirun; pure."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from llmtrain.launch.hostfile import Host, hostfile_of, include_of
 
 RunnerName = Literal["pdsh", "openmpi"]
 ANSWER_S = 10
-"""A host that does not answer ssh so soon is named and nothing is started."""
+"""Seconds after which a host that does not answer ssh is reported, and nothing is started."""
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}")
 ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
-"""Has ssh notice a host without power, which closes no connection."""
+"""Makes ssh notice a host without power, which closes no connection."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be started."""
+    """What a runner starts."""
 
     hosts: tuple[Host, ...]
     start: Path
-    """The program of each worker: the same path on all hosts, and none that means something to a shell."""
+    """The program of each worker: the same path on all hosts, without special characters for a shell."""
     address: str
-    """Where the workers meet: the first host, as the others reach it."""
+    """Where the workers meet: the first host, by an address that the others can reach."""
     port: int
 
 
 class Runner(Protocol):
-    """One way to start them."""
+    """A program that starts workers on hosts."""
 
     packages: Mapping[str, str]
-    """Programs it needs here → Debian package."""
+    """Programs that it needs on this machine → Debian package."""
     takes_any_path: bool
-    """Whether the path of Python may have any character."""
+    """Whether the path of Python may contain any character."""
     lost: re.Pattern[str]
-    """What its log says where it has lost a `host`."""
+    """Matches the lines of its log that report a lost `host`."""
     struck: re.Pattern[str] | None
-    """What its log says where a `rank` was ended by a `signal`, of which it can say nothing itself."""
+    """Matches the lines of its log that report a `rank` that a `signal` ended, which cannot report that itself."""
 
     def command(self, launch: Launch, folder: Path) -> list[str]:
-        """Its command line. folder: for files of its own."""
+        """Returns its command line. folder: for files that it needs."""
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Its variables: as few as may be, since it may hand them on in its own way."""
+        """Returns its environment: as few variables as possible, since it may pass them on in its own way."""
 
     def chatter(self) -> Callable[[str], bool]:
-        """Tells its own lines, which go to the log, from those of workers; to be asked about each line in turn."""
+        """Returns a function that recognises its own lines, which go to the log; it must see every line in order."""
 
 
 class Pdsh(Runner):
@@ -62,14 +62,14 @@ class Pdsh(Runner):
     packages: Mapping[str, str] = {"pdsh": "pdsh", "ssh": "openssh-client"}
     takes_any_path = False
     lost = re.compile(r"pdsh@\S+: (?P<host>\S+): ssh exited with exit code 255")
-    struck: re.Pattern[str] | None = None  # it tells the process, and not the rank
+    struck: re.Pattern[str] | None = None  # its log names the process, not the rank
     _CHATTER = re.compile(
         r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[(DEBUG|INFO|WARNING|ERROR)\] \["
         r"|pdsh@|ssh exited with exit code|closed by remote host"
     )
 
     def command(self, launch: Launch, folder: Path) -> list[str]:
-        """Each worker is told its place by DeepSpeed, in variables."""
+        """Returns the command line. DeepSpeed sets variables that identify each worker."""
         hostfile = folder / "hostfile"
         hostfile.write_text(hostfile_of(launch.hosts))
         launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed")]
@@ -79,18 +79,18 @@ class Pdsh(Runner):
         return [*launcher, *hosts, *meeting, *options, str(launch.start)]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Without what DeepSpeed's launcher would hand on by itself, unquoted."""
+        """Leaves out the variables that DeepSpeed's launcher would pass on by itself, unquoted."""
         exported = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
         kept = {name: value for name, value in env.items() if not name.startswith(exported)}
         return kept | {"DS_ENV_FILE": os.devnull, "PDSH_SSH_ARGS_APPEND": ALIVE}
 
     def chatter(self) -> Callable[[str], bool]:
-        """By what each line looks like."""
+        """Recognises its lines by their form."""
         return lambda line: self._CHATTER.search(line) is not None
 
 
 class OpenMpi(Runner):
-    """`mpirun`, called by us and not by DeepSpeed, whose runner takes no filter and passes no signal on."""
+    """`mpirun`, called directly and not by DeepSpeed, whose runner supports no filter and passes on no signal."""
 
     packages: Mapping[str, str] = {"mpirun": "openmpi-bin", "ssh": "openssh-client"}
     takes_any_path = True
@@ -103,10 +103,13 @@ class OpenMpi(Runner):
         r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TERM|TMPDIR|SSH_\w+|KRB5CCNAME|(OMPI|PRTE|PMIX)_MCA_\w+"
     )
     _NOTICE: Mapping[str, int] = {f"oob_tcp_keepalive_{name}": 3 for name in ("time", "intvl", "probes")}
-    """Seconds after which a host without power is lost; Open MPI's own are minutes."""
+    """Seconds after which a host without power is lost; Open MPI's own defaults are minutes."""
 
     def command(self, launch: Launch, folder: Path) -> list[str]:
-        """Each host is a part of its own, so that ranks come in the order of hosts, and each knows which it is on."""
+        """Returns the command line.
+
+        Each host is a separate part, so ranks follow the order of hosts and know their host.
+        """
         parameters = {
             "plm": "rsh",
             "plm_rsh_args": " ".join((*SSH_OPTIONS, ALIVE)),
@@ -114,7 +117,7 @@ class OpenMpi(Runner):
             **self._NOTICE,
         }
         options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        # It would bind each rank to one core, its threads included.
+        # By default it would bind each rank, including its threads, to one core.
         options += ["--bind-to", "none", "--wdir", "/"]
         for name, value in parameters.items():
             options += ["--mca", name, str(value)]
@@ -127,11 +130,14 @@ class OpenMpi(Runner):
         return [mpirun() or "mpirun", *options, *parts]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """What ssh would give a login: ranks of this host would inherit the rest, and others not."""
+        """Keeps what ssh would set for a login.
+
+        Ranks on this host would inherit other variables, but ranks on other hosts would not.
+        """
         return {name: value for name, value in env.items() if self._KEPT.fullmatch(name)}
 
     def chatter(self) -> Callable[[str], bool]:
-        """It writes paragraphs between two lines of dashes, and single lines that begin with its place."""
+        """Recognises paragraphs between two lines of dashes, and single lines that begin with its own prefix."""
         inside = False
 
         def is_chatter(line: str) -> bool:
@@ -148,7 +154,7 @@ RUNNERS: Mapping[RunnerName, Runner] = {"pdsh": Pdsh(), "openmpi": OpenMpi()}
 
 
 def mpirun() -> str | None:
-    """The name of an mpirun that is Open MPI's; None where there is none. MPICH's has the same name."""
+    """Returns the name of an Open MPI mpirun, or None. MPICH's program has the same name."""
     for name in ("mpirun", "mpirun.openmpi"):
         if shutil.which(name) is None:
             continue

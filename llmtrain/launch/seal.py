@@ -1,7 +1,7 @@
-"""What a run's own processes tell each other, kept apart from what a stranger says.
+"""Authenticates the messages between a run's own processes.
 
-A launcher hands each of its ranks a secret by their environment. It is on no command line, in no log, in no store and
-in no run directory; `/proc` shows it to the same user only.
+A launcher passes a secret to each of its ranks in the environment. The secret is on no command line, in no log, in no
+store and in no run directory; `/proc` shows it to the same user only.
 """
 
 from __future__ import annotations
@@ -19,33 +19,36 @@ from llmtrain.errors import Problem, RecipeError, WorkerError
 
 SECRET_VARIABLE = "LLMTRAIN_SECRET"
 SHORTEST_SECRET = 32
-"""Characters of a secret that a user sets."""
+"""Least number of characters of a secret that a user sets."""
 CODE_CHARACTERS = 64
-"""Of the hexadecimal HMAC-SHA256 that a sealed text begins with."""
+"""Number of characters of the hexadecimal HMAC-SHA256 that a sealed text begins with."""
 FORGED_S = 5.0
-"""A text in the store that a stranger wrote may be replaced by the right one for so long."""
+"""Seconds for which a forged text in the store may be replaced by the right one."""
 
 
 class Store(Protocol):
-    """Where the ranks meet: torch's, whose own methods have no types."""
+    """The store at which the ranks meet: torch's, whose own methods are untyped."""
 
     def get(self, key: str) -> bytes:
-        """What a key holds, once it is there."""
+        """Returns the value of a key, and waits until it is set."""
 
 
 @dataclass(frozen=True)
 class Seal:
-    """Signs what a rank says by HMAC-SHA256, and tells it from what somebody else wrote."""
+    """Signs what a rank says with HMAC-SHA256, and recognises forged texts."""
 
     key: str = field(repr=False)
 
     def seal(self, about: str, content: str) -> str:
-        """The content behind its code. about: what it means; the same words mean nothing anywhere else."""
+        """Returns the content after its code.
+
+        about: its purpose; a text sealed for one purpose is invalid for any other.
+        """
         code = hmac.new(self.key.encode(), f"{about}\0{content}".encode(), hashlib.sha256).hexdigest()
         return f"{code} {content}"
 
     def opened(self, about: str, sealed: bytes) -> str:
-        """The content. Raises ValueError where it was not sealed with this key, about this."""
+        """Returns the content. Raises ValueError if it was not sealed with this key for this purpose."""
         content = sealed[CODE_CHARACTERS + 1 :].decode()
         if not hmac.compare_digest(sealed, self.seal(about, content).encode()):
             raise ValueError("not sealed by this run")
@@ -54,20 +57,23 @@ class Seal:
 
 @dataclass(frozen=True)
 class Secret:
-    """What a rank got from its launcher, or has made up."""
+    """The secret of a rank, from its launcher or generated."""
 
     text: str = field(repr=False)
     is_given: bool
-    """False where the launcher gives none: then rank 0's goes to the others through the store that they meet at."""
+    """False if the launcher provides none: then rank 0 sends its own to the others through the store."""
 
     @classmethod
     def new(cls) -> Self:
-        """A random one."""
+        """Returns a random secret."""
         return cls(secrets.token_hex(), is_given=False)
 
     @classmethod
     def of_worker(cls, env: MutableMapping[str, str] | None = None) -> Self:
-        """That of this process, which its children do not inherit. Raises RecipeError where it is too short."""
+        """Returns this process's secret and removes it from the environment of its children.
+
+        Raises RecipeError if it is too short.
+        """
         text = (os.environ if env is None else env).pop(SECRET_VARIABLE, "")
         if not text:
             return cls.new()
@@ -79,17 +85,20 @@ class Secret:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What hands it to a worker."""
+        """The variable that passes the secret to a worker."""
         return {SECRET_VARIABLE: self.text}
 
     @property
     def seal(self) -> Seal:
-        """Made of it; the secret cannot be computed from its key."""
+        """A seal derived from the secret, which cannot be computed from the seal's key."""
         return Seal(hashlib.sha256(self.text.encode()).hexdigest())
 
 
 def opened(store: Store, key: str, seal: Seal, about: str) -> str:
-    """What a rank of this run left in the store. Raises WorkerError where somebody else wrote there and it stays so."""
+    """Returns what a rank of this run left in the store.
+
+    Raises WorkerError if another program wrote there, and no right text replaces it.
+    """
     deadline = time.monotonic() + FORGED_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What a site wants to know of a job, given as `--slurm KEY=VALUE` or `--kubernetes KEY=VALUE`; pure."""
+"""What a cluster needs to know about a job, given as `--slurm KEY=VALUE` or `--kubernetes KEY=VALUE`; pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ P = TypeVar("P", bound=Part)
 
 
 def parse_site(kind: type[P], option: str, rule: str, assignments: Sequence[str]) -> P:
-    """The fields of `kind` from assignments KEY=VALUE; a key of several values is given once for each.
+    """Parses assignments KEY=VALUE into the fields of `kind`; a key with several values is given once for each.
 
-    Raises RecipeError naming everything that is wrong with them.
+    Raises RecipeError with everything that is wrong with them.
     """
     fields = kind.model_fields
     problems: list[Problem] = []
@@ -40,7 +40,7 @@ def parse_site(kind: type[P], option: str, rule: str, assignments: Sequence[str]
         for one in error.errors(include_url=False):
             field = " ".join([option, *map(str, one["loc"][:1])])
             missing = one["type"] == "missing"
-            message = "is not given" if missing else str(one["msg"]).removeprefix("Value error, ")
+            message = "is required" if missing else str(one["msg"]).removeprefix("Value error, ")
             problems.append(Problem(rule, field, message, f"{field}=VALUE" if missing else ""))
     if problems:
         raise RecipeError(problems)

@@ -1,4 +1,4 @@
-"""Slurm: a job script for a plan, and its way into the queue; pure."""
+"""Slurm: renders the job script of a plan and submits it; pure."""
 
 from __future__ import annotations
 
@@ -21,60 +21,60 @@ from llmtrain.recipe import Part, PositiveInt
 
 RULE = "slurm.option"
 LONGEST_WARNING_S = 65535
-"""`sbatch --signal` takes no longer time."""
+"""The longest time that `sbatch --signal` accepts, in seconds."""
 
 
 class SlurmOptions(Part):
-    """What a site wants to know of a job, and the plan does not say. Given by `--slurm KEY=VALUE`."""
+    """What a cluster needs to know about a job beyond the plan. Given by `--slurm KEY=VALUE`."""
 
     model_config = ConfigDict(strict=False)
 
     partition: str | None = None
-    """Partition; the site's default unless given."""
+    """Partition; default: that of the cluster."""
     account: str | None = None
-    """Account that is charged."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     time: str = "24:00:00"
-    """Time limit, as `sbatch --time` takes it."""
+    """Time limit, in the format of `sbatch --time`."""
     mem: str | None = None
-    """Host memory of each node, as `sbatch --mem` takes it; 0 is all of it."""
+    """Host memory of each node, in the format of `sbatch --mem`; 0 is all of it."""
     cpus_per_task: PositiveInt | None = None
     """CPU cores of each worker."""
     tasks: PositiveInt | None = None
-    """Workers in all, where the nodes have different numbers of devices: Slurm spreads them over `--nodes`."""
+    """Total number of workers, if nodes have different numbers of devices: Slurm spreads them over `--nodes`."""
     output: str | None = None
-    """Log file, in the patterns of `sbatch --output`; default `NAME-JOB.log` in the working folder."""
+    """Log file, with the patterns of `sbatch --output`; default: `NAME-JOB.log` in the working directory."""
     warn_s: int = Field(300, ge=1, le=LONGEST_WARNING_S)
-    """Seconds ahead of the time limit at which the run saves and goes back into the queue."""
+    """Seconds before the time limit at which the run saves and goes back into the queue."""
     max_requeues: int = Field(20, ge=0)
-    """Times that a job is started again, whatever ended it."""
+    """How many times a job is requeued, whatever ended it."""
     container: str | None = None
-    """Image that the workers run in; it has llmtrain in it."""
+    """Container image for the workers, with llmtrain in it."""
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """What starts containers: enroot by its Slurm plugin pyxis, or apptainer."""
+    """What starts containers: enroot with its Slurm plugin pyxis, or apptainer."""
     mounts: tuple[str, ...] = ()
-    """Folders in the container, `HOST:CONTAINER`."""
+    """Folders to mount in the container, `HOST:CONTAINER`."""
     setup: tuple[str, ...] = ()
-    """Lines of shell before the workers start, such as `module load cuda`."""
+    """Shell lines to run before the workers start, such as `module load cuda`."""
     sweep: tuple[str, ...] = ()
-    """Recipe assignments, FIELD=VALUE: a job array trains with each of them, in a folder of its own."""
+    """Recipe assignments, FIELD=VALUE: a job array trains with each of them, in a separate folder."""
     directives: tuple[str, ...] = ()
-    """More options of `sbatch`, such as `--constraint=ib`."""
+    """Further options of `sbatch`, such as `--constraint=ib`."""
 
     @field_validator("*")
     @classmethod
     def _one_line(cls, value: Any) -> Any:
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and not (text and text.isprintable()):
-                raise ValueError(f"{text!r} is empty or has a character that no line of a job script can hold")
+                raise ValueError(f"{text!r} is empty or has a character that a line of a job script cannot contain")
         return value
 
     @field_validator("mounts")
     @classmethod
     def _of_a_container(cls, mounts: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if mounts and info.data.get("container") is None:
-            raise ValueError("are of a container, and none is given")
+            raise ValueError("need a container, but none is given")
         return mounts
 
     @field_validator("directives")
@@ -82,12 +82,12 @@ class SlurmOptions(Part):
     def _sbatch_options(cls, directives: tuple[str, ...]) -> tuple[str, ...]:
         for directive in directives:
             if re.match(r"--[a-z]", directive) is None:
-                raise ValueError(f"'{directive}' is no option such as --constraint=ib")
+                raise ValueError(f"'{directive}' is not an option such as --constraint=ib")
         return directives
 
 
 def parse_options(assignments: Sequence[str]) -> SlurmOptions:
-    """The options of `--slurm KEY=VALUE…`. Raises RecipeError naming everything that is wrong with them."""
+    """Parses the options of `--slurm KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
     return parse_site(SlurmOptions, "--slurm", RULE, assignments)
 
 
@@ -98,18 +98,18 @@ class Job:
     name: str
     cluster: Cluster
     nodes: int
-    """Machines. Where they have different numbers of devices, the cluster counts each device as a node."""
+    """Number of machines. If they have different numbers of devices, the cluster counts each device as a node."""
     command: tuple[str, ...]
-    """Arguments of `llmtrain train`; without --run-dir where there is a sweep."""
+    """Arguments of `llmtrain train`, without --run-dir for a sweep."""
     run_dir: Path
-    """Where the run lies; of a sweep, the folder of its runs."""
+    """The run directory; for a sweep, the folder of its run directories."""
     folder: Path
-    """Working folder."""
+    """Working directory."""
     options: SlurmOptions
 
     @property
     def summary(self) -> str:
-        """What it is, in a line."""
+        """A description in one line."""
         runs = f"{len(self.options.sweep)} runs of " if self.is_array else ""
         devices = f"{self.cluster.world_size} {self.cluster.device} on {self.nodes} nodes"
         return f"{runs}{self.name}, {devices}"
@@ -121,7 +121,7 @@ class Job:
 
 
 def render_job(job: Job) -> str:
-    """The batch script of a job. Raises RecipeError for a path that no line of a script can hold."""
+    """Renders the batch script of a job. Raises RecipeError for a path that a line of a script cannot contain."""
     options = job.options
     return render_template(
         "train.sbatch.j2",
@@ -157,12 +157,12 @@ def _directives(job: Job) -> list[str]:
         "signal": f"B:USR1@{options.warn_s}",
     }
     lines = [_directive(name, str(value)) for name, value in given.items() if value is not None]
-    # Shared nodes are the exception for GPUs; what else runs there is the site's to say.
+    # No --exclusive: whether GPU nodes are shared is for the cluster's administrators to decide.
     return [*lines, "--open-mode=append", "--requeue"]
 
 
 def _tasks(options: SlurmOptions, cluster: Cluster) -> dict[str, object]:
-    """How many workers, and where: one for each device."""
+    """Returns the options for the number of workers and their placement: one for each device."""
     gpus = not cluster.spec.on_cpu
     if options.tasks is None:
         per_node = cluster.devices_per_node
@@ -171,10 +171,10 @@ def _tasks(options: SlurmOptions, cluster: Cluster) -> dict[str, object]:
 
 
 def _directive(name: str, value: str) -> str:
-    """An option as sbatch reads it from a line of a script. Raises RecipeError where none can hold the value."""
+    """Returns an option as a line of a batch script. Raises RecipeError if a line cannot contain the value."""
     if not value.isprintable() or not value:
-        message = f"{value!r} has a character that no #SBATCH line can hold"
-        raise RecipeError(Problem("slurm.text", f"--{name}", message, "name it otherwise, or use a link"))
+        message = f"{value!r} has a character that an #SBATCH line cannot contain"
+        raise RecipeError(Problem("slurm.text", f"--{name}", message, "rename it, or use a link"))
     if re.fullmatch(r"[\w%+=:,./@-]+", value):
         return f"--{name}={value}"
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -182,7 +182,7 @@ def _directive(name: str, value: str) -> str:
 
 
 def _program(options: SlurmOptions) -> str:
-    """What starts llmtrain: this interpreter, or the one of the container."""
+    """Returns the command of llmtrain: this Python, or the one of the container."""
     if options.container is None:
         return shlex.join([sys.executable, "-m", "llmtrain"])
     if options.runtime == "pyxis":
@@ -200,7 +200,7 @@ def _container(options: SlurmOptions, folder: Path) -> str:
 
 
 def committed() -> dict[str, str]:
-    """The scripts of `slurm/`, by file name: for any recipe, whose arguments they are given."""
+    """Returns the scripts of `slurm/` by file name. They train any recipe, given as arguments."""
     own = ["job-name=llmtrain", "output=%x-%j.log"]
     several = ["nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "time=24:00:00"]
     again = [f"signal=B:USR1@{SlurmOptions().warn_s}", "open-mode=append", "requeue"]
@@ -234,27 +234,27 @@ def committed() -> dict[str, str]:
 
 
 TRAIN = (
-    "Trains a recipe on the nodes of a Slurm job, one task for each device:",
+    "Trains a recipe on the nodes of a Slurm job, with one task per device:",
     "",
     "    sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 slurm/train.sbatch recipes/NAME.py --run-dir runs/NAME",
     "",
-    "Ahead of the time limit it saves, goes back into the queue, and continues when it starts again. On CPUs:",
+    "Before the time limit it saves, goes back into the queue, and continues when it is restarted. On CPUs, add",
     "--gpus-per-node=0.",
 )
 TRAIN_ARRAY = (
-    "Trains a recipe several times, with another value of a field each, as a job array: seeds, or a sweep.",
+    "Trains a recipe several times as a job array, each time with another value of a field: seeds, or a sweep.",
     "",
     "    sbatch --array=0-1 slurm/train_array.sbatch runs/seeds train.seed=1 train.seed=2 -- recipes/NAME.py",
     "",
-    "Each run lies in RUNS_FOLDER/FIELD=VALUE, and saves, requeues and continues by itself, as train.sbatch does.",
+    "Each run directory is RUNS_FOLDER/FIELD=VALUE; each run saves, requeues and continues as train.sbatch does.",
 )
 PREPARE_DATA = (
-    "Tokenizes and packs a recipe's data, so that no GPU waits for it:",
+    "Tokenizes and packs a recipe's data in advance, so that no GPU has to wait:",
     "",
     "    sbatch slurm/prepare_data.sbatch recipes/NAME.py",
 )
 VERIFY = (
-    "Proves on one node that every plan of a recipe trains what plain PyTorch does:",
+    "Checks on one node that every plan of a recipe trains the same as plain PyTorch:",
     "",
     "    sbatch slurm/verify.sbatch recipes/NAME.py",
 )
@@ -265,21 +265,21 @@ def _options(words: Iterable[str]) -> list[str]:
 
 
 def submit(script: str) -> str:
-    """Hands a script to sbatch; the number of the job. Raises RecipeError where it is refused."""
+    """Submits a script with sbatch and returns the job id. Raises RecipeError if it is refused."""
     try:
         result = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        message = "there is no sbatch here"
+        message = "sbatch is not installed on this machine"
         fix = "submit it on a login node of the cluster, or print it with --dry-run"
         raise RecipeError(Problem("slurm.missing", "--launcher", message, fix)) from None
     if result.returncode:
         said = result.stderr.strip().replace("sbatch: error: ", "").replace("\n", "; ")
-        raise RecipeError(Problem("slurm.refused", "sbatch", said, "look at the script with --dry-run"))
-    return result.stdout.strip().partition(";")[0]  # `;CLUSTER` follows where there are several
+        raise RecipeError(Problem("slurm.refused", "sbatch", said, "print the script with --dry-run"))
+    return result.stdout.strip().partition(";")[0]  # `;CLUSTER` follows if there are several clusters
 
 
 def following(job: Job, number: str) -> list[str]:
-    """How to follow a submitted job, line by line."""
+    """Returns lines that show how to follow a submitted job."""
     known = {"%x": job.name, "%j": number, "%A": number, "%a": "*"}
     log = next(line.partition("=")[2].strip('"') for line in _directives(job) if line.startswith("--output="))
     for pattern, text in known.items():

@@ -1,4 +1,4 @@
-"""Which worker this process is in a Slurm step (`srun`) of one task per device; pure."""
+"""Determines which worker this process is in a Slurm step (`srun`) with one task per device; pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from llmtrain.launch.rank import FIRST_PORT, PORTS, Launcher, Rank, Reader
 
 MARKER = "SLURM_STEP_NUM_TASKS"
-"""Only `srun` sets it, and not a batch script. One task starts workers itself, as any process does."""
+"""Set by `srun` only, not in a batch script. A single task starts workers itself, as any process does."""
 NAMES = {
     "RANK": "SLURM_PROCID",
     "LOCAL_RANK": "SLURM_LOCALID",
@@ -17,9 +17,9 @@ NAMES = {
     "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
-"""What a worker wants to know → the variable that tells it."""
+"""torch's name of a variable → Slurm's."""
 LAUNCHER = Launcher("slurm", (MARKER,), **{name.lower(): variable for name, variable in NAMES.items()})
-"""Tasks of one step of `srun`, one for each device."""
+"""The tasks of one step of `srun`, one for each device."""
 
 
 def is_worker(env: Mapping[str, str]) -> bool:
@@ -28,7 +28,7 @@ def is_worker(env: Mapping[str, str]) -> bool:
 
 
 def read(reader: Reader) -> Rank:
-    """This process; what is wrong is noted in `reader`."""
+    """Reads this process's place; problems are collected in `reader`."""
     env = reader.env
     node = reader.number("SLURM_NODEID")
     counts = reader.parsed(NAMES["LOCAL_WORLD_SIZE"], tasks_per_node) or [1]
@@ -40,7 +40,7 @@ def read(reader: Reader) -> Rank:
         local_rank=reader.number(NAMES["LOCAL_RANK"]),
         world_size=reader.number(NAMES["WORLD_SIZE"], least=1),
         local_world_size=counts[min(node, len(counts) - 1)],
-        # slurm/train.sbatch sets both: the address that Slurm knows the node by, and a port nobody listens on.
+        # slurm/train.sbatch sets both: the address by which Slurm knows the node, and a free port.
         master_addr=env.get("MASTER_ADDR") or nodes[0],
         master_port=reader.port("MASTER_PORT") if env.get("MASTER_PORT") else port_of(env),
         launcher=LAUNCHER.name,
@@ -49,21 +49,21 @@ def read(reader: Reader) -> Rank:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node from Slurm's shorthand: `2(x3),1` is [2, 2, 2, 1]. Raises ValueError."""
+    """Expands Slurm's shorthand for the tasks of each node: `2(x3),1` is [2, 2, 2, 1]. Raises ValueError."""
     counts: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", entry)
         if match is None:
-            raise ValueError(f"'{text}' is no list of tasks such as 2(x3),1")
+            raise ValueError(f"'{text}' is not a list of tasks such as 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def hosts(nodelist: str) -> list[str]:
-    """Host names of a node list: `n[1-3,07],gpu5` is n1, n2, n3, n07, gpu5. Raises ValueError."""
-    # Commas outside brackets separate; several brackets multiply, the last one fastest.
+    """Expands a node list: `n[1-3,07],gpu5` is n1, n2, n3, n07, gpu5. Raises ValueError."""
+    # Commas outside brackets separate names; several brackets are multiplied, the last one varies fastest.
     if re.fullmatch(r"(?:[^\[\],\s]|\[[0-9,-]+\])+(?:,(?:[^\[\],\s]|\[[0-9,-]+\])+)*", nodelist) is None:
-        raise ValueError(f"'{nodelist}' is no list of nodes such as n[1-3,7]")
+        raise ValueError(f"'{nodelist}' is not a list of nodes such as n[1-3,7]")
     found = []
     for name in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", name)
@@ -73,15 +73,15 @@ def hosts(nodelist: str) -> list[str]:
 
 
 def _numbers(ranges: str) -> Iterator[str]:
-    """Each number of `1-3,07`, with the zeros that its range begins with."""
+    """Yields each number of `1-3,07`, with the leading zeros of its range."""
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal() or int(last or first) < int(first):
-            raise ValueError(f"'[{ranges}]' is no range of nodes")
+            raise ValueError(f"'[{ranges}]' is not a range of nodes")
         yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
 
 
 def port_of(env: Mapping[str, str]) -> int:
-    """The port that this step's rank 0 listens on where nobody chose one: two jobs on a node do not meet."""
+    """Returns rank 0's port for this step if none was chosen; two jobs on a node use different ones."""
     job, step = (int(env.get(name, "0") or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return FIRST_PORT + (job * 7 + step) % PORTS

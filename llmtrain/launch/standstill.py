@@ -1,4 +1,4 @@
-"""Children that a signal has stopped, and that nobody lets go on. Their own watchers may stand still as well."""
+"""Detects children that a signal has stopped and that nobody continues. Their own watchers may be stopped too."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llmtrain.recipe import WatchdogConfig
 
 RULE = "worker.hang"
 HALTED = {"T": "stopped by a signal (SIGSTOP)", "t": "held by a debugger"}
-"""States of a process that goes on only if somebody lets it."""
+"""States of a process that only continues if another process lets it."""
 LOOK_S = 1.0
 LATER_S = 10.0
-"""A rank's own watcher ends it first, if it can: it knows more."""
+"""Additional seconds for a rank's own watcher to end it first, since it knows more."""
 ALLOWED_S = WatchdogConfig().min_seconds
-"""Of a child whose recipe is not known."""
+"""Seconds allowed for a child whose recipe is not known."""
 
 
 def process_state(pid: int) -> str:
-    """Of a process, a letter as in `/proc/PID/stat`; empty once it is over."""
+    """Returns the state of a process as a letter of `/proc/PID/stat`, or an empty string if it has ended."""
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return "" if state in "ZX" else state
@@ -29,13 +29,13 @@ def process_state(pid: int) -> str:
 
 
 class Standstill:
-    """Ends a job one of whose processes stands still for too long.
+    """Ends a job if one of its processes stands still for too long.
 
-    Only time in which this process looks is counted: a job that is suspended as a whole may take as long as it likes.
+    Only time in which this process runs is counted: a job that is suspended as a whole may take any time.
     """
 
     def __init__(self, allowed_s: float = ALLOWED_S) -> None:
-        """allowed_s: the recipe's `watchdog.min_seconds`; 0: any time."""
+        """allowed_s: the recipe's `watchdog.min_seconds`; 0 allows any time."""
         self._allowed_s = allowed_s
         self._looked = time.monotonic()
         self._stopped_s: dict[int, float] = {}
@@ -43,11 +43,14 @@ class Standstill:
 
     @property
     def still(self) -> list[Problem]:
-        """What stands still, however short, or did so until it ended."""
+        """The processes that are stopped, however briefly, or were when they ended."""
         return list(self._seen.values())
 
     def look(self, processes: Mapping[str, int]) -> None:
-        """To be called at least once a second. Raises WorkerError. processes: ids, by what messages call them."""
+        """Checks the processes; must be called at least once a second. Raises WorkerError.
+
+        processes: process ids by name, for messages.
+        """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * LOOK_S), now
         states = {name: process_state(pid) for name, pid in processes.items()}
@@ -58,7 +61,7 @@ class Standstill:
         seen = {pid: Problem(RULE, name, told[name], fix.format(pid)) for name, pid in halted.items()}
         self._seen = {pid: problem for pid, problem in self._seen.items() if not process_state(pid)} | seen
         late = [
-            Problem(RULE, name, f"{told[name]}, where {self._allowed_s:.0f} s are allowed", fix.format(pid))
+            Problem(RULE, name, f"{told[name]}, but only {self._allowed_s:.0f} s are allowed", fix.format(pid))
             for name, pid in halted.items()
             if self._allowed_s and self._stopped_s[pid] > self._allowed_s + LATER_S
         ]

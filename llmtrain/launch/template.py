@@ -1,8 +1,8 @@
-"""Workers forked from one process that has imported what they need, so that each of them costs no seconds.
+"""Workers forked from one process that has imported what they need, which saves each of them seconds.
 
-`python -m llmtrain.launch.template` is that process. A fork takes neither threads nor a device along, so it has none:
-it imports, and waits. A worker is forked twice, and its launcher, which asks for it, adopts it: it is waited for,
-signalled and ended as any child. Linux: it relies on subreapers.
+`python -m llmtrain.launch.template` is that process. A fork inherits neither threads nor devices, so the process has
+none: it imports, and waits. A worker is forked twice and adopted by the launcher that asked for it, which can then wait
+for it, signal it and end it like any child. Linux: it relies on subreapers.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ IMPORTED = (
     *("llmtrain.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
     *("llmtrain.rollback", "llmtrain.loop", "llmtrain.finish"),
 )
-"""What workers import, but for the model's own module."""
+"""The modules that workers import, apart from the model's own."""
 READY = b"r"
 MOST_DESCRIPTORS = 16
-"""That come with one request."""
+"""Most file descriptors that come with one request."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # <linux/prctl.h>
 
 
 class Forked:
-    """A worker that the template forked: what a launcher needs of a `subprocess.Popen`."""
+    """A worker that the template forked, with the part of the interface of `subprocess.Popen` that a launcher needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """None until it is waited for; negative for a signal."""
+        """None until it is waited for; negative after a signal."""
 
     def wait(self) -> int:
-        """Waits for its end, and reaps it; its return code."""
+        """Waits for it to end, reaps it and returns its exit code."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
 
 class Template:
-    """The launcher's side of the process that workers are forked from. It ends with the launcher, or by `close`."""
+    """The launcher's handle of the process that workers are forked from. It ends with the launcher, or by `close`."""
 
     def __init__(self, modules: Sequence[str] = IMPORTED) -> None:
-        """modules: to be imported."""
+        """modules: the modules to import."""
         self._modules = modules
         self._environment: dict[str, str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._is_ready: bool | None = None
-        """None while it imports; False where it failed to."""
+        """None while it imports; False if that failed."""
         self._output: int | None = None
 
     def __enter__(self) -> Self:
@@ -77,10 +77,10 @@ class Template:
         self.close()
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Has it import for workers of this environment, and does not wait for it; from the main thread.
+        """Starts the imports for workers of this environment, without waiting. Must be called from the main thread.
 
-        What is imported may read any variable, OMP_NUM_THREADS for one: workers of another environment need another
-        process. One that died is not started again.
+        Imported modules may read any variable, such as OMP_NUM_THREADS, so workers of another environment need another
+        process. A process that died is not restarted.
         """
         if self._environment == env:
             return
@@ -101,27 +101,27 @@ class Template:
             )
 
     def settled(self, seconds: float) -> bool:
-        """Whether it has imported all, or never will; waits so long at most."""
+        """Waits at most `seconds`. Returns whether it has finished importing, or never will."""
         if self._channel is not None and self._is_ready is None and select.select([self._channel], [], [], seconds)[0]:
             self._is_ready = self._channel.recv(1) == READY
         return self._channel is None or self._is_ready is not None
 
     def said(self) -> bytes:
-        """What was printed while it imported."""
+        """Returns what was printed during the imports."""
         return b"" if self._output is None else os.pread(self._output, os.fstat(self._output).st_size, 0)
 
     @property
     def process(self) -> dict[str, int]:
-        """What `Standstill` looks at; nothing where there is no process."""
+        """The process for `Standstill` to check; empty if there is none."""
         return {"the process that forks workers": self._process.pid} if self._process else {}
 
     def fork(
         self, command: Sequence[str], env: Mapping[str, str], descriptors: Mapping[int, int], standstill: Standstill
     ) -> Forked | None:
-        """A worker, leader of a session of its own; None where there is no process to fork it from.
+        """Forks a worker that leads a session of its own. Returns None if there is no process to fork it from.
 
-        command: PYTHON -m MODULE ARGUMENT... descriptors: ours, by the number that it has in the worker.
-        Raises WorkerError where the process that forks stands still.
+        command: PYTHON -m MODULE ARGUMENT... descriptors: the worker's descriptor number → ours. Raises WorkerError if
+        the process that forks stands still.
         """
         if not self._is_ready or self._channel is None:
             return None
@@ -137,17 +137,17 @@ class Template:
                     os.close(told)
                 while not select.select([report], [], [], LOOK_S)[0]:
                     standstill.look(self.process)
-                pid = os.read(report, 32)  # nothing, once all are gone who could write
+                pid = os.read(report, 32)  # empty once every process that could write is gone
         finally:
             os.close(request)
             os.close(report)
         return Forked(int(pid)) if pid else None
 
     def close(self) -> None:
-        """Ends it; the workers live on."""
+        """Ends it; the workers continue."""
         if self._process is not None and self._channel is not None:
             self._channel.close()
-            os.killpg(self._process.pid, signal.SIGKILL)  # with a worker that has no session of its own yet
+            os.killpg(self._process.pid, signal.SIGKILL)  # including a worker that has no session of its own yet
             self._process.wait()
         if self._output is not None:
             os.close(self._output)
@@ -156,7 +156,7 @@ class Template:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Orphans of this process's children become its children meanwhile."""
+    """Makes orphans of this process's children its own children meanwhile."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -167,19 +167,19 @@ def _adopting() -> Iterator[None]:
 
 
 def main() -> None:
-    """The process itself; a fork of it leaves by the end of this function, as the worker that it is then."""
+    """Runs the process itself. A fork of it leaves at the end of this function, as the worker that it has become."""
     launcher, channel = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
     handlers = {number: signal.getsignal(number) for number in STOPS}
     for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)  # batch systems tell all processes of a job
-    gc.disable()  # a sixth of the time of all imports
+        signal.signal(number, signal.SIG_IGN)  # batch systems signal all processes of a job
+    gc.disable()  # saves a sixth of the time of all imports
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else the collector of each worker would go through all this, and copy its pages
+    gc.freeze()  # otherwise the collector of each worker would scan all this, and copy its pages
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # else each worker would
+        stream.flush()  # otherwise each worker would
     channel.send(READY)
     descriptors, intermediate = _forked(channel)
     channel.close()
@@ -194,7 +194,10 @@ def main() -> None:
 
 
 def _forked(channel: socket.socket) -> tuple[list[int], int]:
-    """Forks a worker for each request. Returns in the workers alone: the descriptors of the request, and the parent."""
+    """Forks a worker for each request.
+
+    Returns only in the workers: the descriptors of the request, and the parent's process id.
+    """
     while True:
         message, descriptors, *_ = socket.recv_fds(channel, 1, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not message:
@@ -211,7 +214,7 @@ def _forked(channel: socket.socket) -> tuple[list[int], int]:
 
 
 def _take_place(descriptors: list[int]) -> list[str]:
-    """Makes this process what its request says, and tells the launcher its id; the command."""
+    """Applies a request to this process, reports its process id to the launcher and returns the command."""
     with os.fdopen(descriptors[0], "rb") as file:
         file.seek(0)
         about = json.load(file)
@@ -229,14 +232,14 @@ def _take_place(descriptors: list[int]) -> list[str]:
     sys.orig_argv = command
     _show(command)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # from the system, as in a process of its own
+        sys.modules["numpy"].random.seed()  # seeded from the system, as in a process of its own
     os.write(told, str(os.getpid()).encode())
     os.close(told)
     return command
 
 
 def _show(command: list[str]) -> None:
-    """Has `ps` show a command in place of this process's own, as much of it as has room there."""
+    """Makes `ps` show a command instead of this process's own, as far as there is room."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
     shown = b"\0".join(map(os.fsencode, command))[: end - start - 1]
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

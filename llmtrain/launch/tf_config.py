@@ -1,6 +1,7 @@
-"""Which worker this process is by `TF_CONFIG`, the description of a cluster that managed services export; pure.
+"""Determines which worker this process is from `TF_CONFIG`, the cluster description that managed services set; pure.
 
-Each entry of the cluster is one worker. The format: https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
+Each entry of the cluster is one worker. The format:
+https://www.tensorflow.org/guide/distributed_training#setting_up_the_tf_config_environment_variable
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ VARIABLE = "TF_CONFIG"
 LAUNCHER = Launcher("tf_config", (VARIABLE,), *[VARIABLE] * 6)
 ORDER = ("chief", "master", "worker")
 """Kinds of tasks that train, in the order of their ranks."""
-_FIX = 'it looks like {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+_FIX = 'it has the form {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
 def describes_several(text: str) -> bool:
-    """Whether it describes a cluster of more than one task; what cannot be read is for `read` to refuse."""
+    """Whether it describes a cluster of more than one task; `read` reports a text that cannot be parsed."""
     try:
         cluster = json.loads(text)["cluster"]
         return sum(len(cluster.get(kind, [])) for kind in ORDER) > 1
@@ -28,29 +29,29 @@ def describes_several(text: str) -> bool:
 
 
 def read(reader: Reader) -> Rank:
-    """This process; what is wrong is noted in `reader`."""
+    """Reads this process's place; problems are collected in `reader`."""
     try:
         return _rank(json.loads(reader.env[VARIABLE]))
     except json.JSONDecodeError as error:
-        message = f"is no JSON: {error.msg} at character {error.pos}"
+        message = f"is not JSON: {error.msg} at character {error.pos}"
     except ValueError as error:
         message = str(error)
     except (TypeError, KeyError, AttributeError):
-        message = "does not have the fields `cluster` and `task` as it should"
+        message = "does not have the required fields `cluster` and `task`"
     reader.refuse(VARIABLE, message, _FIX)
     return Rank(0, 0, 1, 1, "", 0, LAUNCHER.name)
 
 
 def _rank(config: dict[str, Any]) -> Rank:
-    """Raises ValueError, TypeError, KeyError or AttributeError."""
+    """Returns the place of this process. Raises ValueError, TypeError, KeyError or AttributeError."""
     cluster, kind, index = config["cluster"], config["task"]["type"], int(config["task"]["index"])
     if strange := sorted(name for name in cluster if name not in ORDER and cluster[name]):
-        raise ValueError(f"has tasks of the kind {', '.join(strange)}, which have no part in this training")
+        raise ValueError(f"has tasks of the kind {', '.join(strange)}, which do not take part in training")
     if kind not in ORDER:
         raise ValueError(f"says that this task is a {kind!r}, which does not train")
     addresses = [_split(address) for name in ORDER for address in cluster.get(name, [])]
     if not 0 <= index < len(cluster.get(kind, [])):
-        raise ValueError(f"says that this is {kind} {index}, of {len(cluster.get(kind, []))}")
+        raise ValueError(f"says that this is {kind} {index}, but there are only {len(cluster.get(kind, []))}")
     rank = sum(len(cluster.get(name, [])) for name in ORDER[: ORDER.index(kind)]) + index
     hosts = [host for host, _ in addresses]
     return Rank(
@@ -66,8 +67,8 @@ def _rank(config: dict[str, Any]) -> Rank:
 
 
 def _split(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[::1]:port`. Raises ValueError."""
+    """Returns host and port of `host:port` or `[::1]:port`. Raises ValueError."""
     match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\s]+)):([0-9]{1,5})", address)
     if match is None or not 0 < int(match[3]) < 65536:
-        raise ValueError(f"names {address!r}, which is no host:port")
+        raise ValueError(f"names {address!r}, which is not host:port")
     return match[1] or match[2], int(match[3])

@@ -1,7 +1,7 @@
-"""A worker under torchrun or accelerate, which know no exit code but 0: `python -m ... FOLDER PYTHON_ARGUMENT...`.
+"""Runs a worker for torchrun or accelerate: `python -m ... FOLDER PYTHON_ARGUMENT...`.
 
-It runs Python as its child, notes the child's process id and how it ended in a folder, and tells the tool that all is
-well where the child stopped after saving.
+These tools treat every exit code but 0 as a failure. This module runs Python as its child, writes the child's process
+id and how it ended to a folder, and reports success to the tool if the child stopped after saving.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmtrain.stops import STOPS
 
 
 def main() -> None:
-    """Runs the worker; leaves with its exit code, or 0 where that is 75."""
+    """Runs the worker, and exits with its exit code, or 0 if that is 75."""
     folder, *arguments = sys.argv[1:]
     rank = os.environ.get("RANK", "0")
     tool = os.getppid()
@@ -33,7 +33,7 @@ def main() -> None:
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        """The tool ends its workers with SIGTERM, where another one has failed."""
+        """Passes a signal on: the tool ends its workers with SIGTERM if another one has failed."""
         told.append(number)
         for child in children:
             child.send_signal(number)
@@ -56,7 +56,10 @@ def main() -> None:
 
 
 def _begin(parent: int, prctl: Callable[[int, int], int]) -> None:
-    """Runs in the forked child: signals wait until it listens (`StopSignals`), and it ends with its parent."""
+    """Blocks signals until the worker handles them (`StopSignals`), and makes it end with its parent.
+
+    Runs in the forked child.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     die_with(parent, prctl)
 

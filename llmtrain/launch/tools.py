@@ -1,7 +1,7 @@
-"""Workers of this machine started by torchrun or accelerate, and the lines by which those start a plan on several.
+"""Workers of this machine started by torchrun or accelerate, and the commands that start a plan on several machines.
 
-Both turn every exit code into 1, die of signals that mean "save", and say first what failed last. So they start
-workers through `llmtrain.launch.tool_worker`, and what happened is read there.
+Both tools turn every exit code into 1, die of signals that mean "save", and report the last failure first. Therefore
+they start workers through `llmtrain.launch.tool_worker`, which records what happened.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from llmtrain.stops import STOPS, caught_signals, is_impatient
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
 PORT = 29500
-"""Where the nodes of a printed line meet, on the first of them."""
+"""The port at which the nodes of a printed command meet, on the first of them."""
 LOOK_S = 0.2
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -48,11 +48,11 @@ class ToolJob:
     plan: Plan
     run_dir: RunDir
     arguments: tuple[str, ...]
-    """Of `llmtrain.worker`."""
+    """Arguments of `llmtrain.worker`."""
 
 
 def check_tool(tool: Tool, plan: Plan) -> None:
-    """Raises RecipeError where the tool cannot start the plan."""
+    """Raises RecipeError if the tool cannot start the plan."""
     if tool == "accelerate" and not has_configuration(plan):
         strategy = plan.recipe.parallel.strategy
         message = f"has no configuration for parallel.backend={strategy}"
@@ -60,7 +60,7 @@ def check_tool(tool: Tool, plan: Plan) -> None:
 
 
 def run_by_tool(job: ToolJob) -> int:
-    """Starts the workers of a plan on this machine, and waits for them; returns and raises as `run_workers`."""
+    """Runs the workers of a plan on this machine. Returns and raises as `run_workers` does."""
     clear_failures(job.run_dir)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
         folder = Path(name)
@@ -84,7 +84,7 @@ def _tool(job: ToolJob) -> list[str]:
 
 
 def worker_command(folder: Path) -> list[str]:
-    """What a tool starts for each worker, but for the arguments of its Python. folder: where it tells of itself."""
+    """Returns the command of each worker, without the arguments of its Python. folder: where it reports its state."""
     return ["-m", "llmtrain.launch.tool_worker", str(folder)]
 
 
@@ -92,9 +92,9 @@ def worker_command(folder: Path) -> list[str]:
 def started(
     command: list[str], errors: IO[bytes] | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A tool, in a session of its own: a Ctrl-C goes to the workers by us.
+    """Starts a tool in a session of its own: a Ctrl-C reaches the workers through us.
 
-    errors: takes what it says itself. env: variables over those of this process.
+    errors: receives the tool's own messages. env: variables that override those of this process.
     """
     process = subprocess.Popen(
         command,
@@ -107,16 +107,16 @@ def started(
     try:
         yield process
     finally:
-        process.kill()  # workers die with the tool, by `die_with`
+        process.kill()  # workers end with the tool, by `die_with`
         process.wait()
 
 
 def wait(
     process: subprocess.Popen[bytes], folder: Path, events: SimpleQueue[Any], standstill: Standstill | None = None
 ) -> tuple[int | None, bool]:
-    """Waits for a tool; the signal that stopped the run, and whether another one ended the wait.
+    """Waits for a tool. Returns the signal that stopped the run, and whether another signal ended the wait.
 
-    events: the numbers of signals, as they come. standstill: looks at the tool and at the workers that have begun.
+    events: the numbers of signals, as they arrive. standstill: checks the tool and the workers that have begun.
     """
     stopped_by: int | None = None
     told: set[str] = set()
@@ -134,13 +134,13 @@ def wait(
 
 
 def _running(folder: Path) -> dict[str, int]:
-    """Process ids of the workers that have begun and did not end."""
+    """Returns the process ids of the workers that have begun and not ended."""
     begun = [file for file in folder.glob("*.pid") if not file.with_suffix(".ended.json").exists()]
     return {f"rank {file.stem}": int(file.read_text()) for file in begun}
 
 
 def _tell(folder: Path, number: int, told: set[str]) -> None:
-    """Sends a signal to the workers that have begun and were not told yet."""
+    """Sends a signal to the workers that have begun and have not received it yet."""
     for file in folder.glob("*.pid"):
         if file.name not in told and not file.with_suffix(".ended.json").exists():
             with suppress(ProcessLookupError):
@@ -150,39 +150,42 @@ def _tell(folder: Path, number: int, told: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended, as its parent saw it."""
+    """How a worker ended, as seen by its parent."""
 
     rank: int
     code: int
-    """As in `subprocess`: negative for a signal."""
+    """As in `subprocess`: negative after a signal."""
     time: float
     told: bool
-    """Whether the tool had ended it, since another one had failed."""
+    """Whether the tool ended it because another worker had failed."""
 
     @classmethod
     def all_in(cls, folder: Path) -> list[Ended]:
-        """Those of a folder."""
+        """Reads those of a folder."""
         return [cls(**json.loads(file.read_text())) for file in sorted(folder.glob("*.ended.json"))]
 
     @property
     def failed(self) -> bool:
-        """Whether it neither came to its end nor stopped after saving."""
+        """Whether it neither finished nor stopped after saving."""
         return self.code not in (Exit.DONE, Exit.RESUME)
 
     @property
     def blame(self) -> tuple[int, float]:
-        """Orders failures: who was struck down can have been brought down by no other."""
+        """Orders failures: a worker that was struck down cannot have been brought down by another."""
         return (0 if -self.code in SUDDEN and not self.told else 1), self.time
 
     def __str__(self) -> str:
         if self.code >= 0:
-            return f"exited with code {self.code} and said nothing"
+            return f"exited with code {self.code} without an error message"
         hint = "; the kernel's out-of-memory killer does this" if -self.code == signal.SIGKILL else ""
         return f"killed by signal {-self.code} ({signal.Signals(-self.code).name}){hint}"
 
 
 def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, still: list[Problem]) -> int:
-    """The exit code of the whole, or the error of the worker that failed first. still: workers that stood still."""
+    """Returns the exit code of the job, or raises the error of the worker that failed first.
+
+    still: the workers that were stopped.
+    """
     workers = Ended.all_in(folder)
     failed = [worker for worker in workers if worker.failed]
     if len(workers) == job.plan.workers and not failed:
@@ -196,7 +199,7 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stil
     if written is not None and (error := written.user_error()) is not None and not struck:
         raise error
     if stopped_by is not None and (first is None or -first.code in STOPS):
-        return Exit.RESUME  # it was not listening yet, and so had nothing to save
+        return Exit.RESUME  # it did not handle signals yet, and had nothing to save
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
         raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))
@@ -206,10 +209,10 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stil
 
 
 def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, planned: tuple[str, ...]) -> list[str]:
-    """What starts a plan by hand, as lines of sh: for several machines, the one that each of them runs.
+    """Returns the shell commands that start a plan by hand; for several machines, the one that each of them runs.
 
-    script: the recipe file and its arguments, with its run directory. folder: where the plan is written for
-    accelerate, by `llmtrain` with the arguments `planned`.
+    script: the recipe file and its arguments, with its run directory. folder: where the plan is written for accelerate,
+    by `llmtrain` with the arguments `planned`.
     """
     nodes, each = plan.cluster.nodes, plan.cluster.devices_per_node
     head, node = '"${HEAD:?the first node}"', '"${NODE:?0 on the first node, 1 on the next}"'
@@ -230,6 +233,6 @@ def lines_of(tool: Tool, plan: Plan, script: tuple[str, ...], folder: Path, plan
 
 
 def _where(nodes: int) -> list[str]:
-    """A comment on where the line is to be run."""
+    """Returns a comment that says where to run the command."""
     where = f"# on each of the {nodes} nodes, where NODE is its number, from 0, and HEAD the name of the first"
     return [where] if nodes > 1 else []

@@ -1,7 +1,7 @@
-"""torchrun on one of several nodes, with the signals and exit codes of our own launcher: `python -m ... ARGUMENT...`.
+"""Runs torchrun on one of several nodes with our launcher's signals and exit codes: `python -m ... ARGUMENT...`.
 
-Its arguments are torchrun's. That itself ends with 1 whatever happened, leaves workers half a minute to save, and dies
-of SIGUSR1; batch systems and Kubernetes decide by exit codes what becomes of a job.
+The arguments are torchrun's. torchrun itself exits with 1 whatever happened, gives workers half a minute to save, and
+dies of SIGUSR1; but batch systems and Kubernetes treat a job by its exit code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
 from llmtrain.stops import STOPS, caught_signals
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
-"""What another attempt would make again."""
+"""Exit codes of mistakes that another attempt would repeat."""
 
 
 def main() -> None:
-    """Runs torchrun, and leaves with 0, 75 where the run was stopped and saved, 2, 3 or 4 for a mistake, else 5."""
+    """Runs torchrun. Exits with 0, 75 if stopped and saved, 2, 3 or 4 for a user's mistake, else 5."""
     options, script = split(sys.argv[1:])
     if not script:
         print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] RECIPE.py [ARGUMENTS]", file=sys.stderr)
@@ -35,20 +35,20 @@ def main() -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """torchrun's options, and the script with its arguments: the first word that ends in `.py` begins it."""
+    """Splits torchrun's options from the script with its arguments, which begins at the first word ending in `.py`."""
     at = next((index for index, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
     return arguments[:at], arguments[at:]
 
 
 def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
-    """The exit code of the node. tool: that of torchrun itself."""
+    """Returns the exit code of the node. tool: the exit code of torchrun itself."""
     failed = sorted((worker for worker in workers if worker.failed), key=lambda worker: worker.blame)
     if tool == 0 and not failed:
         return Exit.RESUME if any(worker.code == Exit.RESUME for worker in workers) else Exit.DONE
     mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
     if mistake is not None:
         return mistake
-    is_early = not failed or -failed[0].code in STOPS  # it was not listening yet, and so had nothing to save
+    is_early = not failed or -failed[0].code in STOPS  # it did not handle signals yet, and had nothing to save
     return Exit.RESUME if stopped_by is not None and is_early else Exit.WORKER
 
 

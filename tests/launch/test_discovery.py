@@ -176,10 +176,10 @@ def test_ranks_of_open_mpi_meet_beside_mpirun():
 def test_ranks_of_open_mpi_are_asked_where_to_meet_if_that_cannot_be_known():
     [(field, message, fix)] = problems_of(mpirun(0, parent=1))
     assert field == "MASTER_ADDR"
-    assert "rank 0 on another than mpirun" in message
+    assert "rank 0 on another one than mpirun" in message
     assert "mpirun -x MASTER_ADDR=HOST" in fix
     [(_, message, _)] = problems_of(mpirun(2, "tcp://192.0.2.1,172.17.0.1:39399", parent=1))
-    assert "that of mpirun has the addresses 192.0.2.1, 172.17.0.1" in message
+    assert "mpirun's machine has the addresses 192.0.2.1, 172.17.0.1" in message
     assert discover({**mpirun(0, parent=1), "MASTER_ADDR": "node-1"}).master_addr == "node-1"
 
 
@@ -204,13 +204,13 @@ def test_ipv6_addresses():
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        ({"TF_CONFIG": "{"}, "is no JSON"),
-        ({"TF_CONFIG": "[1, 2]"}, "the fields `cluster` and `task`"),
+        ({"TF_CONFIG": "{"}, "is not JSON"),
+        ({"TF_CONFIG": "[1, 2]"}, "the required fields `cluster` and `task`"),
         (tf_config("evaluator", 0), "'evaluator', which does not train"),
-        (tf_config("worker", 9), "says that this is worker 9, of 3"),
+        (tf_config("worker", 9), "says that this is worker 9, but there are only 3"),
         (tf_config("worker", 0, worker=["a:1", "b:2"], ps=["c:1"]), "tasks of the kind ps"),
-        (tf_config("worker", 0, worker=["a:1", "b"]), "names 'b', which is no host:port"),
-        (tf_config("worker", 0, worker=["a:1", "b:99999"]), "no host:port"),
+        (tf_config("worker", 0, worker=["a:1", "b"]), "names 'b', which is not host:port"),
+        (tf_config("worker", 0, worker=["a:1", "b:99999"]), "not host:port"),
     ],
 )
 def test_a_description_that_cannot_be_is_refused(env, said):

@@ -73,7 +73,7 @@ def test_a_missing_compiler_and_a_wrong_folder_are_told_together(without_libaio,
     assert "no-such-compiler" in compiler.message
     assert "libaio" in library.message
     assert (folder.rule, folder.field) == ("nvme.path", "parallel.nvme_path")
-    assert f"{tmp_path / 'file'} is no folder" in folder.message
+    assert f"{tmp_path / 'file'} is not a folder" in folder.message
 
 
 @pytest.mark.slow

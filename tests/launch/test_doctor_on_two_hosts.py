@@ -73,7 +73,7 @@ def test_a_host_without_an_answer_is_named_and_the_others_are_looked_at(hosts, t
     assert result.returncode == 5
     assert "fault: 192.0.2.77: no route leads there" in result.stdout
     assert "fault: no-such-host.invalid: its name is unknown here" in result.stdout
-    assert "all-reduce not run, as 192.0.2.77 and no-such-host.invalid could not be looked at" in result.stdout
+    assert "all-reduce not run, since 192.0.2.77 and no-such-host.invalid could not be checked" in result.stdout
     assert "torch built for" in result.stdout
 
 
@@ -98,7 +98,7 @@ def test_a_user_who_sends_gloo_to_the_loopback_is_told(hosts):
     """The hosts cannot meet there; gloo or the time limit ends it."""
     result = _doctor(hosts, hosts.hostfile(1), "--time-limit", "30", GLOO_SOCKET_IFNAME="lo")
     assert result.returncode == 5
-    assert "GLOO_SOCKET_IFNAME=lo is the loopback, where no other host arrives" in result.stdout
+    assert "GLOO_SOCKET_IFNAME=lo is the loopback, which other hosts cannot reach" in result.stdout
     [told] = [line for line in result.stdout.splitlines() if "[all_reduce]" in line]
     for rank, address in enumerate(ADDRESSES):
         assert f"{rank} ({address})" in told
@@ -120,7 +120,7 @@ def test_a_hang_is_bounded_and_the_rank_is_named(hosts):
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 5, said
     [told] = [line for line in said.splitlines() if "[all_reduce]" in line]
-    assert told.startswith("fault: not over after 30 s: ")
+    assert told.startswith("fault: not finished after 30 s: ")
     assert f"1 ({ADDRESSES[1]})" in told
     assert not _our_processes(hosts)
 

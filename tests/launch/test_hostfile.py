@@ -70,8 +70,8 @@ def test_every_bad_line_is_named(tmp_path, text, places):
 @pytest.mark.parametrize(
     ("filters", "said"),
     [
-        ({"include": "a", "exclude": "b"}, "use one of them"),
-        ({"include": "a:7"}, "has 4 slots, so no device 7"),
+        ({"include": "a", "exclude": "b"}, "cannot be combined with --exclude"),
+        ({"include": "a:7"}, "has 4 slots, and no device 7"),
         ({"include": "other"}, "'other' is not in the hostfile"),
         ({"exclude": "a:x"}, "is not HOST or HOST:0,2"),
         ({"exclude": "a@node-2.example@10.0.0.3"}, "leaves no device"),

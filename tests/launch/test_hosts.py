@@ -45,7 +45,7 @@ def test_a_file_of_variables_that_is_no_text_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "rule", "said"),
     [
-        (None, "launch.host", "does not answer within"),
+        (None, "launch.host", "did not answer within"),
         ((255, "", "ssh: connect to host b port 22: Connection refused"), "launch.host", "does not answer ssh: ssh:"),
         ((1, "", "warning\nNo module named llmtrain"), "launch.host", "cannot run llmtrain: No module named llmtrain"),
         (
@@ -53,8 +53,8 @@ def test_a_file_of_variables_that_is_no_text_is_named(tmp_path, monkeypatch):
             "launch.versions",
             "differs from this machine: Python 3.12.1 instead of 3.11.7",
         ),
-        ((0, json.dumps({**OWN, "llmtrain": "other"}), ""), "launch.versions", "other code of llmtrain"),
-        ((0, json.dumps({**OWN, "recipe": "other"}), ""), "launch.versions", "another recipe file"),
+        ((0, json.dumps({**OWN, "llmtrain": "other"}), ""), "launch.versions", "different code of llmtrain"),
+        ((0, json.dumps({**OWN, "recipe": "other"}), ""), "launch.versions", "a different recipe file"),
         ((0, json.dumps({**OWN, "recipe": None}), ""), "launch.versions", "no such recipe file"),
         (
             (0, json.dumps({**OWN, "packages": {"torch": "2.12.0", "apex": "1"}}), ""),

@@ -62,7 +62,7 @@ def test_the_users_own_value_wins(routes):
     routes[MASTER] = "10.1.0.5"
     choice = choose(MASTER, False, _network(VIRBR, ETH1), {GLOO: "eth7", NCCL: "eth8"})
     assert choice.variables == {}
-    assert choice.lines == (f"gloo: eth7, as {GLOO} says", f"NCCL: eth8, as {NCCL} says")
+    assert choice.lines == (f"gloo: eth7, set by {GLOO}", f"NCCL: eth8, set by {NCCL}")
 
 
 def test_the_host_of_rank_0_takes_the_interface_that_others_reach_it_by(routes):

@@ -205,13 +205,13 @@ def test_arguments_arrive_as_they_were():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["pvc=runs"], "--kubernetes image: is not given"),
+        (["pvc=runs"], "--kubernetes image: is required"),
         ([*GIVEN, "imag=x"], "--kubernetes imag: is unknown; did you mean 'image'?"),
         ([*GIVEN, "env=HF_TOKEN=abc"], "looks like a secret"),
         ([*GIVEN, "env=nothing"], "is not NAME=VALUE"),
         ([*GIVEN, "namespace=Not_A_Label"], "--kubernetes namespace"),
         ([*GIVEN, "memory=lots"], "--kubernetes memory"),
-        ([*GIVEN, "mount=data"], "is no absolute path"),
+        ([*GIVEN, "mount=data"], "is not an absolute path"),
         ([*GIVEN, "grace_s=5"], "--kubernetes grace_s"),
         ([*GIVEN, "node_selector=x y"], "is not KEY=VALUE"),
     ],

@@ -112,5 +112,5 @@ def test_a_name_is_in_a_directive_or_refused(tmp_path, name):
         [line] = [one for one in render_job(job).splitlines() if one.startswith("#SBATCH --job-name=")]
         assert line.isprintable()
     else:
-        with pytest.raises(RecipeError, match=r"no #SBATCH line can hold"):
+        with pytest.raises(RecipeError, match=r"an #SBATCH line cannot contain"):
             render_job(job)

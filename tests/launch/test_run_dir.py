@@ -194,7 +194,7 @@ def test_a_damaged_recipe_is_named(run, plan):
 
 
 def test_a_missing_or_broken_plan_is_named(run, plan):
-    with pytest.raises(RecipeError, match="is no run"):
+    with pytest.raises(RecipeError, match="is not a run"):
         run.read_plan()
     run.create(plan, DS_CONFIG)
     run.plan_file.write_text("{}")

@@ -117,5 +117,5 @@ def test_what_is_no_node_list(text):
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x)", "2;3", "-1"])
 def test_what_is_no_list_of_tasks(text):
-    with pytest.raises(ValueError, match="is no list"):
+    with pytest.raises(ValueError, match="is not a list"):
         tasks_per_node(text)

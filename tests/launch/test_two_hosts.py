@@ -204,7 +204,7 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
         (
             REPOSITORY / "llmtrain" / "launch" / "templating.py",
             '"""Another version."""\n',
-            "other code of llmtrain",
+            "different code of llmtrain",
         ),
         pytest.param(
             Path(metadata.distribution("tokenizers")._path) / "METADATA",  # what says it in Python's own terms
@@ -212,7 +212,7 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
             f"tokenizers 0.1 instead of {metadata.version('tokenizers')}",
             marks=pytest.mark.breadth,
         ),
-        pytest.param(RECIPE, "# another recipe\n", "another recipe file", marks=pytest.mark.breadth),
+        pytest.param(RECIPE, "# another recipe\n", "a different recipe file", marks=pytest.mark.breadth),
     ],
     ids=["llmtrain", "package", "recipe"],
 )
@@ -268,7 +268,7 @@ def test_a_host_that_is_lost_ends_the_job_on_the_others(workers_environment, tmp
         said, error = process.communicate(timeout=90)
         assert process.returncode == 5, said + error
         assert "Traceback" not in error
-        by_ssh = f"{both.hosts[1].address}: the connection to it has ended, or the host is lost"
+        by_ssh = f"{both.hosts[1].address}: the connection to it was lost, or the host went down"
         by_watcher = "rank 1: ended, or its machine does not answer"
         assert by_ssh in error or (lost == "cable" and by_watcher in error)  # silence is noticed by either first
         # The host without a cable still reaches the run directory, and writes there that it is cut off.

@@ -48,7 +48,7 @@ def _refused(result, code: int, *words: str) -> str:
         (["{recipe}", "--nproc", "2", "--set", "parallel.pipeline=2"], ["--set parallel.zero_stage=1"]),
         (["{recipe}", "--nproc", "2", "--set", "parallel.backend=data_parallel"], ["data_parallel.devices"]),
         (["{recipe}", "--set", "parallel.backend=horovod", "--set", "parallel.zero_stage=1"], ["backend.zero_stage"]),
-        (["{recipe}", *ON_DISK], ["nvme.path", "/dev/null is no folder"]),
+        (["{recipe}", *ON_DISK], ["nvme.path", "/dev/null is not a folder"]),
         (["{recipe}", "--nproc", "0"], ["nproc"]),
         (["{recipe}", "--frobnicate"], ["frobnicate"]),
         (["{recipe}", "--max-restarts", "2", "--dry-run"], ["--max-restarts: is not supported with --dry-run"]),
@@ -70,7 +70,7 @@ FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
 @pytest.mark.parametrize(
     ("hostfile", "arguments", "words"),
     [
-        ("a slots=2\na slots=2\n", [], ["hosts:2", "names 'a' again"]),
+        ("a slots=2\na slots=2\n", [], ["hosts:2", "names 'a' twice"]),
         ("a slots=2\nb gpus=2\n", [], ["hosts:2", "'b gpus=2' is not HOST slots=N"]),
         ("a slots=0\n", [], ["hosts:1", "'a' has no slots"]),
         ("# nothing\n\n", [], ["names no host"]),
@@ -79,7 +79,7 @@ FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
             ["--set", "parallel.zero_stage=1", "--set", "parallel.pipeline=2"],
             ["does not divide 3 × 1 = 3 devices"],
         ),
-        (FEW, ["--include", "127.0.0.2:2"], ["'127.0.0.2' has 2 slots, so no device 2"]),
+        (FEW, ["--include", "127.0.0.2:2"], ["'127.0.0.2' has 2 slots, and no device 2"]),
         (FEW, ["--runner", "mpich"], ["'mpich' is not one of 'pdsh', 'openmpi'"]),
         (
             FEW,
@@ -104,7 +104,7 @@ def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_re
             ["--max-restarts: is not supported"],
         ),
         (["--launcher", "accelerate", "--set", "parallel.backend=horovod"], ["horovod"]),
-        (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is not given", "--kubernetes pvc"]),
+        (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is required", "--kubernetes pvc"]),
         (["--kubernetes", "image=x", "--slurm", "time=1"], ["--launcher kubernetes", "--launcher slurm"]),
         (["--runner", "openmpi"], ["--launcher deepspeed"]),
         (
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_is_none(small_recipe, tmp_path):
 @pytest.mark.parametrize("command", [["checkpoint", "list"], ["checkpoint", "verify"], ["export"]])
 def test_a_folder_that_is_no_run(command, tmp_path):
     out = [tmp_path / "out"] if command == ["export"] else []
-    _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "no run directory")
+    _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "is not a run directory")
 
 
 @pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")

@@ -275,5 +275,5 @@ def test_wrong_options_are_refused_by_name(options, fields):
 def test_a_path_that_no_script_can_hold_is_refused():
     job = a_job()
     broken = Job(job.name, job.cluster, 2, job.command, job.run_dir, Path("/home/me\nme"), job.options)
-    with pytest.raises(RecipeError, match="no #SBATCH line can hold"):
+    with pytest.raises(RecipeError, match="an #SBATCH line cannot contain"):
         render_job(broken)
