@@ -1,4 +1,4 @@
-"""How the ranks stay together while they save and load: what one of them meets, all of them learn."""
+"""Collectives that keep the ranks together while saving and loading: every rank learns of every problem."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from llmtrain.errors import CheckpointError, Problem
 T = TypeVar("T")
 
 Group = dist.ProcessGroup | None
-"""What all ranks talk over; None for the one that they train over."""
+"""The process group to communicate over; None for the one that training uses."""
 
 
 def group_of_threads() -> Group:
-    """A group of all ranks for a thread of its own, over the network of the hosts; made by all ranks.
+    """Creates a gloo group of all ranks for use in a separate thread; called by all ranks.
 
-    The group that is trained over has an order of its own, and its devices have other things to do.
+    Training's own group has collectives in flight in its own order, and its devices are busy.
     """
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
 def gather(value: T, group: Group = None) -> list[T]:
-    """The value of each rank, on every rank."""
+    """Returns the values of all ranks, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
@@ -33,7 +33,7 @@ def gather(value: T, group: Group = None) -> list[T]:
 
 
 def broadcast(value: T, source: int = 0, group: Group = None) -> T:
-    """The value of one rank, on every rank."""
+    """Returns the value of one rank, on every rank."""
     if world_size() == 1:
         return value
     shared = [value]
@@ -42,12 +42,12 @@ def broadcast(value: T, source: int = 0, group: Group = None) -> T:
 
 
 def world_size() -> int:
-    """All ranks; 1 where there is no process group."""
+    """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def attempt(action: Callable[[], object], what: str) -> list[Problem]:
-    """Does something to the filesystem; an OSError becomes a problem with `what` could not be done."""
+    """Runs an action on the file system. An OSError becomes a problem, which says that it cannot `what`."""
     try:
         action()
     except OSError as error:
@@ -56,17 +56,17 @@ def attempt(action: Callable[[], object], what: str) -> list[Problem]:
 
 
 def failed(error: OSError, what: str) -> Problem:
-    """An OSError as a problem."""
+    """Converts an OSError to a problem."""
     where = str(error.filename) if error.filename else "the checkpoint"
     return Problem("checkpoint.write", where, f"cannot {what}: {error.strerror or error}")
 
 
 def united(problems: list[Problem], group: Group = None) -> list[Problem]:
-    """The problems of all ranks, each one once."""
+    """Returns the problems of all ranks, without duplicates."""
     return list(dict.fromkeys(problem for found in gather(problems, group) for problem in found))
 
 
 def raise_together(problems: list[Problem], group: Group = None) -> None:
-    """Raises CheckpointError on every rank where any of them has a problem."""
+    """Raises CheckpointError on every rank if any of them has a problem."""
     if found := united(problems, group):
         raise CheckpointError(found)

@@ -1,6 +1,6 @@
-"""What of a resume can be refused before anything is launched: without torch, and without reading tensors.
+"""Checks of a resume before anything is launched: without torch, and without reading tensors.
 
-The workers compare hashes, all at once; here it is only asked whether a checkpoint can be what the run needs.
+The workers compare hashes in parallel; these checks only ask whether a checkpoint can be what the run needs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from llmtrain.untrusted import UNREADABLE, why
 
 
 def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Path | None:
-    """The checkpoint that a run will go on from, as far as can be told; None for a new run.
+    """Returns the checkpoint that a run will continue from, as far as is known here; None for a new run.
 
-    resume: `auto`, `never` or a checkpoint. is_local: whether all workers run here, so that what is not here is
-    nowhere. Raises CheckpointError where no checkpoint can be used.
+    resume: `auto`, `never` or a checkpoint. is_local: whether all workers run on this machine, so that files that are
+    missing here are missing everywhere. Raises CheckpointError if there are checkpoints and none is usable.
     """
     run = folder.read_id() if folder.id_file.exists() else ""
     if resume == "never":
@@ -45,25 +45,25 @@ def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Pat
     if problems:
         fix = "restore one of them, or start anew with another --run-dir"
         none = Problem(
-            "checkpoint.none", str(folder.checkpoints), "holds no checkpoint that the run can go on from", fix
+            "checkpoint.none", str(folder.checkpoints), "contains no checkpoint that the run can continue from", fix
         )
         raise CheckpointError([*problems, none])
     return None
 
 
 def check_data(checkpoint: Path, key: str) -> None:
-    """Raises CheckpointError where a checkpoint counts its samples in other data than those of `key`."""
+    """Raises CheckpointError if a checkpoint was trained on other data than those of `key`."""
     if read_state(checkpoint).data != key:
         raise CheckpointError(other_data(checkpoint))
 
 
 def other_data(checkpoint: Path) -> Problem:
-    """What is said of a checkpoint that was trained on other data."""
+    """Returns the problem of a checkpoint that was trained on other data."""
     return Problem(
         "checkpoint.data",
         str(checkpoint),
         "was trained on other data: the corpus, the tokenizer or the packing has changed since",
-        "bring the data back, or start anew with another --run-dir",
+        "restore the data, or start anew with another --run-dir",
     )
 
 
@@ -74,8 +74,8 @@ def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: 
         problems += _files_missing(checkpoint, manifests)
         if elsewhere := missing_parts(manifests):
             if not is_local:
-                return problems  # those nodes will say what they have
-            message = f"lacks the part of {some(elsewhere)}, and all workers run on this machine"
+                return problems  # the nodes that have the other parts will check them
+            message = f"lacks the part of {some(elsewhere)}, but all workers run on this machine"
             fix = "copy that part into the same folder, or run on the same nodes"
             problems.append(Problem("checkpoint.part", str(checkpoint), message, fix))
         return problems or _state_missing(checkpoint, plan.recipe.optim)
@@ -84,7 +84,10 @@ def _problems(checkpoint: Path, plan: Plan, run: str, is_local: bool, is_named: 
 
 
 def _of_another_run(checkpoint: Path, manifest: Manifest, plan: Plan, run: str, is_named: bool) -> list[Problem]:
-    """Of its own run a checkpoint was compared with the recipe by `RunDir.check`."""
+    """Compares a checkpoint of another run with the recipe.
+
+    `RunDir.check` has compared the run's own checkpoints.
+    """
     if manifest.run == run:
         return []
     if not is_named:
@@ -103,7 +106,7 @@ def _files_missing(checkpoint: Path, manifests: list[Manifest]) -> list[Problem]
 
 
 def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
-    """Whether the pieces of all ranks make up each weight, and what the optimizer keeps for it."""
+    """Checks that the pieces of all ranks cover each weight and its optimizer state."""
     held: dict[tuple[str, str], int] = {}
     whole: dict[str, int] = {}
     for piece in _pieces(checkpoint):
@@ -111,14 +114,14 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
         for kind in piece.kinds:
             held[piece.name, kind] = held.get((piece.name, kind), 0) + piece.numel
     problems = [
-        Problem("checkpoint.pieces", str(checkpoint), f"does not hold all of {_told(kind)} for '{name}'")
+        Problem("checkpoint.pieces", str(checkpoint), f"does not contain all of {_told(kind)} for '{name}'")
         for (name, kind), numel in held.items()
         if numel < whole[name]
     ]
     kinds = {kind for _, kind in held}
     lacking = [kind for kind in (WEIGHT, *_kept_by(optim)) if kind not in kinds]
     if lacking:
-        message = f"does not hold {' and '.join(map(_told, lacking))}, which {optim.name} goes on with"
+        message = f"does not contain {' and '.join(map(_told, lacking))}, which {optim.name} needs to continue"
         problems.append(
             Problem("checkpoint.optimizer", str(checkpoint), message, "export it and start from its weights")
         )
@@ -126,7 +129,7 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
 
 
 def _kept_by(optim: OptimConfig) -> tuple[str, ...]:
-    """Torch's names of what an optimizer keeps for each weight."""
+    """Returns torch's names of the state that an optimizer keeps for each weight."""
     if optim.name == "sgd":
         return ("momentum_buffer",) if optim.betas[0] else ()
     return ("exp_avg", "exp_avg_sq")
@@ -137,7 +140,7 @@ def _told(kind: str) -> str:
 
 
 def _pieces(checkpoint: Path) -> Iterator[PieceHead]:
-    """What the heads of the files of pieces say."""
+    """Yields the heads of the piece files."""
     for path in sorted((checkpoint / "engine").glob("rank_*.safetensors")):
         try:
             yield from read_head(path)

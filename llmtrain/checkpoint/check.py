@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: asked before any of it is loaded."""
+"""Checks that a checkpoint is what was written, before any of it is loaded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
 
 KINDS = (".safetensors", ".json")
-"""Suffixes of what a checkpoint has."""
+"""Suffixes of the files in a checkpoint."""
 THREADS = 8
-"""Files that a rank reads at once; hashing releases the interpreter lock."""
+"""Number of files that a rank reads in parallel; hashing releases the interpreter lock."""
 
 
 def verify(folder: Path) -> list[Manifest]:
-    """Checks all that lies in a folder, in one process; returns its manifests.
+    """Checks everything in a folder, in one process, and returns its manifests.
 
-    Raises CheckpointError naming each file that is missing or damaged, or that would run something when it
-    is unpickled, and each part that is not here.
+    Raises CheckpointError with each file that is missing, damaged, or a pickle that would run code when loaded, and
+    with each missing part.
     """
     manifests = read_manifests(folder)
     files = files_of(manifests)
@@ -37,11 +37,11 @@ def verify(folder: Path) -> list[Manifest]:
 
 
 def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], list[Problem]]:
-    """The same by all ranks, each of which reads its share; returns the manifests of all parts, and the problems.
+    """Does the same as `verify` on all ranks, each of which reads its share.
 
-    Nothing is raised, and every rank is told the same.
+    Returns the manifests of all parts and the problems, the same on every rank. Raises nothing.
     """
-    from llmtrain.checkpoint.agree import gather, united  # loads torch, which nobody else here needs
+    from llmtrain.checkpoint.agree import gather, united  # loads torch, which the rest of this module does not need
 
     manifests, problems = _read(folder)
     files = files_of(manifests)
@@ -59,12 +59,12 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
 
 
 def files_of(manifests: Iterable[Manifest]) -> dict[str, File]:
-    """The files of all these parts by their names."""
+    """Returns the files of all these parts by name."""
     return {name: file for manifest in manifests for name, file in manifest.files.items()}
 
 
 def damage(folder: Path, files: Iterable[tuple[str, File]]) -> list[Problem]:
-    """What is wrong with files: their size, their hash, or what their pickles name."""
+    """Returns what is wrong with files: their size or their hash."""
     with ThreadPoolExecutor(THREADS) as pool:
         problems = pool.map(lambda item: _compare(folder / item[0], item[1]), files)
         return [problem for problem in problems if problem]
@@ -89,7 +89,7 @@ def _compare(path: Path, expected: File) -> Problem | None:
 
 
 def _strange(folder: Path, files: Container[str]) -> list[Problem]:
-    """What a checkpoint of ours does not have: pickles, other kinds of files, and files that no manifest names."""
+    """Returns what does not belong in a checkpoint: pickles, other kinds of files, and files that no manifest lists."""
     problems = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -102,13 +102,13 @@ def _strange(folder: Path, files: Container[str]) -> list[Problem]:
                 fix = "move it out of the checkpoint"
                 problems.append(Problem("checkpoint.unlisted", str(path), "is not in the manifest", fix))
         elif path.suffix not in KINDS:
-            message = f"is neither of {' and '.join(KINDS)}, of which a checkpoint is made"
+            message = f"has none of the suffixes {' and '.join(KINDS)} of a checkpoint's files"
             problems.append(Problem("checkpoint.kind", str(path), message, "do not use this checkpoint"))
     return problems
 
 
 def _would_be_read(problem: Problem) -> bool:
-    """Whether a run that goes on from here meets it. Somebody's note beside a checkpoint is to cost no interval."""
+    """Whether the problem concerns a run that continues from here. A user's note in a checkpoint must not cost one."""
     return problem.rule != "checkpoint.unlisted" or problem.field.endswith(".safetensors")
 
 

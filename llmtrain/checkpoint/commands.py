@@ -1,4 +1,4 @@
-"""`llmtrain checkpoint`: what checkpoints there are, and whether they are whole.
+"""`llmtrain checkpoint`: lists, verifies and converts checkpoints.
 
 As in `cli`, a command imports what it needs when it runs; only conversion loads torch.
 """
@@ -32,7 +32,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 @app.command("list")
 def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
-    """List the checkpoints of a run in the order they were written, as their manifests describe them."""
+    """List the checkpoints of a run in the order they were written, as described by their manifests."""
     from llmtrain.checkpoint.folder import find, newest
 
     checkpoints = checkpoints_of(path)
@@ -47,9 +47,9 @@ def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
 
 @app.command("verify")
 def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Compare every file with the manifest, and refuse pickles without loading them; exit 4 on damage.
+    """Compare every file with the manifest, and report pickles without loading them; exit with 4 on damage.
 
-    Of a run, all checkpoints are verified.
+    For a run, all of its checkpoints are verified.
     """
     from llmtrain.checkpoint.folder import find
 
@@ -78,22 +78,24 @@ def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
 @app.command("convert")
 def convert_checkpoint(
     path: PathArgument,
-    out: Annotated[Path, typer.Argument(help="New folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder to create.")],
     assignments: Annotated[
-        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Of the new plan. May be given again.")
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the new plan. Repeatable.")
     ] = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[int | None, typer.Option(help="Workers of the new plan, on one machine.", min=1)] = None,
-    nodes: Annotated[int | None, typer.Option(help="Its machines; default those of the checkpoint.", min=1)] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Devices on each.", min=1)] = None,
+    nproc: Annotated[int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Number of machines of the new plan; default: as in the checkpoint.", min=1)
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)] = None,
 ) -> None:
-    """Cut a checkpoint for another plan, whose ranks then read their own files only; needs no GPU.
+    """Rewrite a checkpoint for another plan, so that its ranks only read their own files; needs no GPU.
 
-    Any plan goes on from any checkpoint without this. It helps where each rank's disk is its own, or slow.
+    Any plan can continue from any checkpoint without this. It helps if each rank has a disk of its own, or a slow one.
     """
     if nproc and (nodes or gpus_per_node):
-        message = "says workers of one machine, and --nodes and --gpus-per-node other machines"
+        message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"
         raise RecipeError(Problem("convert.cluster", "--nproc", message, "leave one of them out"))
-    # Before torch and DeepSpeed are loaded: no GPU is to be woken, and none to be asked for.
+    # Before torch and DeepSpeed are loaded, so that no GPU is initialised, and none is required.
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     checkpoint = one_checkpoint(path)
     from llmtrain.recipe import parse_assignments
@@ -105,11 +107,11 @@ def convert_checkpoint(
         from llmtrain.checkpoint.convert import convert, target_plan
 
         convert(checkpoint, out, target_plan(checkpoint, parse_assignments(assignments), resized))
-    print(f"converted {checkpoint} to {out}; go on with --resume {out}")
+    print(f"converted {checkpoint} to {out}; continue with --resume {out}")
 
 
 def is_one(path: Path) -> bool:
-    """Whether a path is a checkpoint, and not a run."""
+    """Whether a path is a checkpoint rather than a run."""
     from llmtrain.checkpoint.folder import is_checkpoint_name
     from llmtrain.checkpoint.manifest import manifest_files
 
@@ -117,7 +119,7 @@ def is_one(path: Path) -> bool:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """The folder of checkpoints that a user means. Raises CheckpointError where there is none."""
+    """Returns the folder of checkpoints that the user's path refers to. Raises CheckpointError if there is none."""
     try:
         names = [entry.name for entry in path.iterdir()]
     except UNREADABLE as error:
@@ -126,11 +128,11 @@ def checkpoints_of(path: Path) -> Path:
         return path / "checkpoints"
     if path.name == "checkpoints" or any(name.startswith("step_") for name in names):
         return path
-    raise CheckpointError(Problem("checkpoint.run", str(path), "is no run directory (it has no checkpoints/)"))
+    raise CheckpointError(Problem("checkpoint.run", str(path), "is not a run directory (it has no checkpoints/)"))
 
 
 def one_checkpoint(path: Path) -> Path:
-    """A checkpoint, or the newest one of a run; warns of those that cannot be read. Raises CheckpointError."""
+    """Returns a checkpoint, or the newest one of a run; warns about unreadable ones. Raises CheckpointError."""
     from llmtrain.checkpoint.folder import faults, newest
 
     if is_one(path):
@@ -141,7 +143,7 @@ def one_checkpoint(path: Path) -> Path:
         raise CheckpointError([*problems, Problem("checkpoint.none", str(path), "has no whole checkpoint")])
     _warn(problems)
     if problems:
-        print(f"taking {found}", file=sys.stderr)
+        print(f"using {found}", file=sys.stderr)
     return Path(os.path.realpath(found))
 
 
@@ -199,7 +201,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         name, latest = Path(row["folder"]).name, "latest" if row["latest"] else ""
         if "problem" in row:
-            table.add_row(name, *[""] * 6, "no manifest that can be read")
+            table.add_row(name, *[""] * 6, "no readable manifest")
             continue
         loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
         note = "; ".join([latest] * bool(latest) + [f"without the part of {host}" for host in row["missing_parts"]])

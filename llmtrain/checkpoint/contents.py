@@ -1,4 +1,4 @@
-"""The documents of a checkpoint that say what it is a state of: read without torch, and checked."""
+"""The documents of a checkpoint that describe its state, read without torch and validated."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 @dataclass
 class TrainerState:
-    """Position of a run; what `trainer.json` holds."""
+    """The position of a run; the content of `trainer.json`."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     step: Count = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     samples: Count = 0
-    """Sequences consumed: the cursor of the data, whatever the batch size was."""
+    """Number of sequences consumed: the position in the data, independent of the batch size."""
     tokens: Count = 0
-    """Target tokens consumed."""
+    """Number of target tokens consumed."""
     data: str = ""
-    """Key of the prepared data that `samples` counts in."""
+    """Key of the prepared data to which `samples` refers."""
     eval_loss: float | None = None
-    """Last evaluation, in nats per token."""
+    """Loss of the last evaluation, in nats per token."""
     eval_step: Count | None = None
     """Step of that evaluation."""
     rollbacks: Count = 0
-    """How often the run has gone back to a checkpoint after too many skipped updates."""
+    """How many times the run has rolled back to a checkpoint after too many skipped updates."""
     passed_over: Count = 0
-    """Sequences among `samples` that these weights were not trained on, since the run went back and on behind them."""
+    """Sequences among `samples` that these weights were not trained on: those skipped by rollbacks."""
     history: list[Segment] = field(default_factory=list)
-    """What the steps were taken with."""
+    """The values that the steps were taken with."""
 
     def text(self) -> str:
-        """The content of `trainer.json`."""
+        """Returns the content of `trainer.json`."""
         return json.dumps(asdict(self), indent=1)
 
 
 def read_state(folder: Path) -> TrainerState:
-    """The position that a checkpoint holds. Raises CheckpointError where it cannot be read."""
+    """Reads the position in a checkpoint. Raises CheckpointError if it cannot be read."""
     try:
         return read_json(folder / STATE_FILE, TrainerState)
     except UNREADABLE as error:
@@ -58,7 +58,7 @@ def read_state(folder: Path) -> TrainerState:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan that a checkpoint was written under. Raises CheckpointError where it cannot be read."""
+    """Reads the plan that a checkpoint was written under. Raises CheckpointError if it cannot be read."""
     try:
         return read_json(folder / PLAN_FILE, Plan)
     except UNREADABLE as error:

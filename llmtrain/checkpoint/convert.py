@@ -1,8 +1,8 @@
-"""Cuts a checkpoint anew, as the ranks of another plan would have written it, on one machine without a GPU.
+"""Rewrites a checkpoint as the ranks of another plan would have written it, on one machine without a GPU.
 
-Any plan goes on from any checkpoint; of one that was cut for it each rank reads its own files and no others. How a plan
-cuts is asked of its engine: one rank after the other is built, in a process of its own and without the others, takes
-what it needs from the checkpoint, and writes it. In memory is what that one rank holds.
+Any plan can continue from any checkpoint; from one that was converted for it, each rank reads only its own files. Which
+pieces a rank holds is determined by the plan's engine: one rank after the other is built, in a separate process and
+without the others, reads what it needs from the checkpoint, and writes it. Memory holds one rank at a time.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Files = dict[str, Written]
 
 
 def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[Cluster], Cluster]) -> Plan:
-    """The plan to cut for: that of the checkpoint with other fields, on another cluster.
+    """Returns the plan to convert to: that of the checkpoint with other fields, on another cluster.
 
-    Raises RecipeError with all faults: fields that a run may not change, and what is not legal.
+    Raises RecipeError with all faults: fields that a run may not change, and illegal combinations.
     """
     source = read_plan(checkpoint)
     recipe = source.recipe.with_(**fields)
@@ -56,11 +56,11 @@ def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[
 
 
 def convert(checkpoint: Path, out: Path, plan: Plan, told: Callable[[str], None] = print) -> None:
-    """Writes to `out` a checkpoint that `plan` goes on from: of the same run, step and samples.
+    """Writes to `out` a checkpoint from which `plan` can continue: of the same run, step and samples.
 
-    It has no random generators: what is drawn at random, is drawn as under any other plan. told: is given a line for
-    each rank. `out` is whole or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has content
-    or cannot be written, and RecipeError for a plan that is not run on CPUs.
+    It contains no random states; they are seeded anew, as under any other plan. told: receives a line for each rank.
+    `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if `out` has content or cannot be
+    written, and RecipeError for a plan that does not run on CPUs.
     """
     check_new(out)
     on_cpu = _on_cpus(plan)
@@ -98,14 +98,16 @@ def convert(checkpoint: Path, out: Path, plan: Plan, told: Callable[[str], None]
 
 
 def _on_cpus(plan: Plan) -> Plan:
-    """The same cut, by an engine that is built here."""
+    """Returns a plan that splits the state in the same way, with an engine that can be built on this machine."""
     recipe, cluster = plan.recipe, plan.cluster
     if recipe.parallel.backend == "horovod":
-        message = "horovod's ranks are found by its own launcher only, and all hold the whole model"
-        raise RecipeError(Problem("convert.backend", "parallel.backend", message, "go on from the checkpoint as it is"))
+        message = "horovod's ranks need its own launcher, and all of them hold the whole model"
+        raise RecipeError(
+            Problem("convert.backend", "parallel.backend", message, "continue from the checkpoint as it is")
+        )
     if recipe.parallel.precision == "fp16":
         message = "DeepSpeed does not run fp16 weights on CPUs, where a checkpoint is converted"
-        raise RecipeError(Problem("convert.precision", "parallel.precision", message, "go on from it as it is"))
+        raise RecipeError(Problem("convert.precision", "parallel.precision", message, "continue from it as it is"))
     host = {
         f"parallel.{name}": "cpu"
         for name in ("offload_optimizer", "offload_param")
@@ -122,7 +124,10 @@ def _without_path(recipe: Recipe) -> Recipe:
 
 
 def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
-    """What a rank writes. It is forked, since to import torch and DeepSpeed takes longer than the rest."""
+    """Returns what a rank writes.
+
+    The process is forked, since importing torch and DeepSpeed takes longer than the rest.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank, args=(plan, rank, checkpoint, folder, sender))
@@ -131,7 +136,7 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Fi
     try:
         result: Files | UserError | str = receiver.recv()
     except EOFError:
-        result = f"rank {rank} died without a word; was there memory enough for it?"
+        result = f"rank {rank} died without an error message; it may have run out of memory"
     process.join()
     if isinstance(result, UserError):
         raise result
@@ -143,7 +148,7 @@ def _in_own_process(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Fi
 def _rank(plan: Plan, rank: int, checkpoint: Path, folder: Path, pipe: Connection) -> None:
     try:
         with Path(os.devnull).open("w") as null:
-            os.dup2(null.fileno(), 1)  # DeepSpeed's chatter
+            os.dup2(null.fileno(), 1)  # DeepSpeed's log messages
         os.dup2(1, 2)
         pipe.send(_written(plan, rank, checkpoint, folder))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""On disks of the nodes' own: fetches what a rank reads and another node has."""
+"""Fetches the files that a rank reads from other nodes, if nodes have disks of their own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from llmtrain.durable import create, remove_tree
 from llmtrain.errors import CheckpointError, Problem
 
 CHUNK_BYTES = 16 << 20
-"""Sent at once: what each rank holds in memory meanwhile."""
+"""Size of a message: the memory that each rank needs meanwhile."""
 
 
 @contextmanager
 def complete(folder: Path, manifests: list[Manifest], storage: Storage, privately: bool) -> Iterator[Path]:
-    """A folder with all files that the ranks of this node read; called by all ranks, with a verified checkpoint.
+    """Yields a folder with all files that the ranks of this node read; called by all ranks, after verification.
 
-    privately: whether a private file is read by none but the rank that wrote it; under another plan any may be.
-    That is the checkpoint itself where nothing is missing on any node. Else it is one of links and copies beside
-    it, which is deleted when the context ends.
+    privately: whether private files are only read by the rank that wrote them; under another plan any rank may read
+    them. If no node lacks a file, the folder is the checkpoint itself. Otherwise it is a folder of links and copies
+    next to it, which is deleted when the context ends.
     """
     files = files_of(manifests)
     missing = gather(_missing(folder, files, storage, privately))
@@ -38,13 +38,13 @@ def complete(folder: Path, manifests: list[Manifest], storage: Storage, privatel
             _send(folder, view, name, files[name], storage)
         yield view
     finally:
-        gather(None)  # all have read
+        gather(None)  # every rank has read its files
         if storage.is_leader:
             remove_tree(view)
 
 
 def _missing(folder: Path, files: dict[str, File], storage: Storage, privately: bool) -> list[str]:
-    """What the ranks of this node read, and is not here."""
+    """Returns the files that the ranks of this node read and that are not here."""
     here = set(storage.ranks)
     return [
         name
@@ -64,9 +64,9 @@ def _link(folder: Path, view: Path) -> None:
 
 
 def _send(folder: Path, view: Path, name: str, file: File, storage: Storage) -> None:
-    """Sends a file from the first node that has it to those that lack it, chunk by chunk.
+    """Sends a file in chunks from the first node that has it to those that lack it.
 
-    Raises CheckpointError on a rank that cannot write, or where something else arrived than was written.
+    Raises CheckpointError on a rank that cannot write, or that received something else than was written.
     """
     has = gather((folder / name).is_file())
     source = has.index(True)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face folder, in one process, on the CPU, a tensor at a time."""
+"""Exports a checkpoint to a Hugging Face folder, in one process, on the CPU, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmtrain.untrusted import utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 * 10**9
-"""Of a file at most, as the hub recommends; a larger tensor has a file of its own."""
+"""Largest size of a file, as recommended by the hub; a larger tensor gets a file of its own."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 INDEX = "model.safetensors.index.json"
 
@@ -46,13 +46,13 @@ def export(
     most_bytes: int = SHARD_BYTES,
     replace: bool = False,
 ) -> None:
-    """Writes weights, configuration, tokenizer and a model card to `out`, as `from_pretrained` reads them.
+    """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
-    dtype: of the weights; by default what the forward pass read (bf16 of a bf16 run), so that the exported model
-    has the run's evaluation loss. most_bytes: of the tensors of one file. In memory is the largest weight, whole, in
-    fp32 and as it is written, never the model. replace: whether `out` may have content. Written under a temporary name
-    and renamed, so `out` is whole or not there. Raises CheckpointError for a damaged checkpoint, or where `out` has
-    content that is to stay or cannot be written.
+    dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
+    model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
+    fp32 and as it is written, never the model. replace: whether `out` may have content. The folder is written under a
+    temporary name and renamed, so `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if
+    `out` has content that must not be replaced, or cannot be written.
     """
     if not replace:
         check_new(out)
@@ -71,17 +71,17 @@ def export(
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes of a size as `5GB` or `512MiB`. Raises RecipeError for anything else."""
+    """Returns the bytes of a size such as `5GB` or `512MiB`. Raises RecipeError for anything else."""
     match = re.fullmatch(r"(\d{1,18})\s*([A-Za-z]*)", text.strip())
     unit = UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or int(match[1]) == 0:
-        message = f"'{text}' is no size"
+        message = f"'{text}' is not a size"
         raise RecipeError(Problem("export.size", "--max-shard-size", message, "--max-shard-size 5GB"))
     return int(match[1]) * unit
 
 
 def _model(plan: Plan, dtype: Dtype | None) -> PreTrainedModel:
-    """The model of a plan without memory, in the type that is written."""
+    """Returns the model of a plan without allocating its weights, in the data type to write."""
     weights = weight_dtype(plan.recipe.parallel.precision)
     if dtype is not None:
         weights = getattr(torch, dtype)
@@ -93,28 +93,31 @@ def _dtype_name(model: PreTrainedModel) -> str:
 
 
 def stored_names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str]:
-    """What a checkpoint calls the weights of a model, tied ones once. Raises CheckpointError where it lacks one."""
+    """Returns a checkpoint's names for the weights of a model, tied ones once.
+
+    Raises CheckpointError if one is missing.
+    """
     groups = aliases(model)
     stored = {groups[name][0]: name for name in reversed(source.all) if name in groups}
     lacking = [name for name, group in groups.items() if group[0] == name and name not in stored]
     if lacking:
-        message = f"lacks {len(lacking)} weights of its model, as '{lacking[0]}'"
+        message = f"lacks {len(lacking)} weights of its model, such as '{lacking[0]}'"
         raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))
     ignored = set(model._keys_to_ignore_on_save or ())
     return [name for name in model.state_dict() if stored[groups[name][0]] == name and name not in ignored]
 
 
 def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
-    """Configurations of model and generation, tokenizer, and the code of a model that brings its own."""
+    """Writes the configurations of model and generation, the tokenizer, and the code of a custom model."""
     if not tokenizer.is_dir():
-        message = "is not there, and an exported model needs it"
-        raise CheckpointError(Problem("export.tokenizer", str(tokenizer), message, "name it by --tokenizer FOLDER"))
+        message = "does not exist, but an exported model needs it"
+        raise CheckpointError(Problem("export.tokenizer", str(tokenizer), message, "name it with --tokenizer FOLDER"))
     with utf8_name(tokenizer) as named:
         text = AutoTokenizer.from_pretrained(named)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
-    with _no_progress():  # of shards that are none of its own
+    with _no_progress():  # of shards that it does not write
         model.save_pretrained(folder, state_dict={})
     text.save_pretrained(folder)
 
@@ -129,7 +132,7 @@ def _no_progress() -> Iterator[None]:
 
 
 def _write_weights(outgoing: Outgoing, source: Source, parameters: int, most_bytes: int, folder: Path) -> None:
-    """Files of safetensors, and an index where there are several."""
+    """Writes safetensors files, and an index if there are several."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,
         get_storage_size=size_of,

@@ -1,8 +1,8 @@
-"""A checkpoint as a folder: its name, and the renames that make it exist and vanish.
+"""A checkpoint as a folder: its name, and the renames that create and remove it.
 
-A checkpoint is built under a temporary name, flushed to the disk, and renamed once; `latest` is
-replaced by a rename as well. Deletion begins with a rename. So a folder with the name of a
-checkpoint is a whole one, unless somebody else has damaged it.
+A checkpoint is built under a temporary name, flushed to disk, and renamed once; `latest` is replaced by a rename too.
+Deletion begins with a rename. A folder with the name of a checkpoint is therefore complete, unless another program has
+damaged it.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ LATEST = "latest"
 STATE_FILE = "trainer.json"
 PLAN_FILE = "plan.json"
 EXPORTED_FILE = "llmtrain.json"
-"""In an exported folder: the checkpoint that it was made of."""
+"""In an exported folder: identifies the checkpoint that it was made from."""
 MOST_LATEST_BYTES = 4096
 _NAME = re.compile(r"step_([0-9]{8,100})")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A folder with the name of a checkpoint, and what its manifests say."""
+    """A folder with the name of a checkpoint, and its manifests."""
 
     folder: Path
     manifests: tuple[Manifest, ...]
-    """Empty where they are missing or cannot be read."""
+    """Empty if they are missing or cannot be read."""
     problems: tuple[Problem, ...] = ()
-    """Why they are empty."""
+    """Why `manifests` is empty."""
 
     @property
     def written(self) -> str:
-        """When it was written; what cannot be read comes first."""
+        """When it was written; an empty string, which sorts first, if that cannot be read."""
         return self.manifests[0].written if self.manifests else ""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step`."""
+    """Returns the folder of the checkpoint after `step`."""
     return checkpoints / f"step_{step:08d}"
 
 
 def step_of(name: str) -> int:
-    """The step that the name of a checkpoint tells."""
+    """Returns the step in the name of a checkpoint."""
     return int(name.removeprefix("step_"))
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint."""
+    """Whether a folder with this name is a checkpoint."""
     return _NAME.fullmatch(name) is not None
 
 
 def find(checkpoints: Path) -> list[Found]:
-    """Every folder with the name of a checkpoint, in the order they were written.
+    """Returns every folder with the name of a checkpoint, in the order they were written.
 
-    Not in the order of their steps: a run that was taken back to an older checkpoint writes on from there.
-    Raises CheckpointError where the folder cannot be read.
+    This may differ from the order of their steps: a run that was taken back to an older checkpoint continues from
+    there. Raises CheckpointError if the folder cannot be read.
     """
     try:
         folders = [path for path in checkpoints.iterdir() if is_checkpoint_name(path.name)]
@@ -76,19 +76,19 @@ def find(checkpoints: Path) -> list[Found]:
 
 
 def whole(checkpoints: Path) -> list[Path]:
-    """The checkpoints that have a manifest which can be read, in the order they were written."""
+    """Returns the checkpoints with a readable manifest, in the order they were written."""
     return [one.folder for one in find(checkpoints) if one.manifests]
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """The checkpoint that `latest` names, else the newest one, else None."""
+    """Returns the checkpoint that `latest` names, else the newest one, else None."""
     found = whole(checkpoints)
     named, _ = read_latest(checkpoints)
     return next((folder for folder in found if folder.name == named), found[-1] if found else None)
 
 
 def faults(checkpoints: Path) -> list[Problem]:
-    """What is wrong with `latest`, and with what has the name of a checkpoint: why `newest` may be another one."""
+    """Returns the problems of `latest` and of unreadable checkpoints, which explain the choice of `newest`."""
     found = find(checkpoints)
     named, problems = read_latest(checkpoints)
     if named is not None and named not in {one.folder.name for one in found}:
@@ -97,12 +97,12 @@ def faults(checkpoints: Path) -> list[Problem]:
 
 
 def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
-    """The name in `latest`, and what is wrong with that file; None where there is none, or none that can be read."""
+    """Returns the name in `latest`, or None if it is missing or unreadable, and what is wrong with the file."""
     path = checkpoints / LATEST
     try:
         name = read_text(path, MOST_LATEST_BYTES).strip()
         if not is_checkpoint_name(name):
-            raise ValueError(f"holds {name[:40]!r}, which is no name of a checkpoint")
+            raise ValueError(f"contains {name[:40]!r}, which is not the name of a checkpoint")
     except FileNotFoundError:
         return None, []
     except UNREADABLE as error:
@@ -111,26 +111,26 @@ def read_latest(checkpoints: Path) -> tuple[str | None, list[Problem]]:
 
 
 def latest_is_gone(checkpoints: Path, named: str) -> Problem:
-    """What is said where `latest` names nothing."""
-    return Problem("checkpoint.latest", str(checkpoints / LATEST), f"names {named}, which is not there")
+    """Returns the problem that `latest` names a checkpoint that does not exist."""
+    return Problem("checkpoint.latest", str(checkpoints / LATEST), f"names {named}, which does not exist")
 
 
 def point_latest(checkpoints: Path, name: str) -> None:
-    """Has `latest` name a checkpoint. Raises OSError."""
+    """Makes `latest` name a checkpoint. Raises OSError."""
     path = checkpoints / LATEST
-    if path.is_dir() and not path.is_symlink():  # somebody else's, which no file can replace
+    if path.is_dir() and not path.is_symlink():  # created by another program; a file cannot replace it
         rename(path, path.with_name(f"{LATEST}.replaced-{uuid.uuid4().hex[:8]}"))
     write_atomically(path, name + "\n")
 
 
 def write_exported(export: Path, checkpoint: Manifest) -> None:
-    """Notes in an exported folder which checkpoint it was made of."""
+    """Writes to an exported folder which checkpoint it was made from."""
     about = {"run": checkpoint.run, "step": checkpoint.step, "save": checkpoint.save}
     (export / EXPORTED_FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 def is_exported(export: Path, checkpoint: Manifest) -> bool:
-    """Whether a folder was made of this very checkpoint."""
+    """Whether a folder was exported from exactly this checkpoint."""
     try:
         return read_json(export / EXPORTED_FILE, dict[str, Any]).get("save") == checkpoint.save
     except UNREADABLE:
@@ -138,7 +138,7 @@ def is_exported(export: Path, checkpoint: Manifest) -> bool:
 
 
 class Building:
-    """A checkpoint while it is built. The methods are for one rank of each filesystem, in their order.
+    """A checkpoint that is being built. The methods are called in their order, by one rank of each file system.
 
     All of them raise OSError.
     """
@@ -147,11 +147,11 @@ class Building:
         self.checkpoints = checkpoints
         self.run = run
         self.final = step_folder(checkpoints, step)
-        # With the name of the run, so that what is left of a killed save is known as ours.
+        # The run's id in the name shows that the remains of a killed save are ours.
         self.folder = checkpoints / f".{self.final.name}.partial-{run}"
 
     def start(self) -> None:
-        """Makes the temporary folder, and removes what killed saves and deletions have left."""
+        """Creates the temporary folder, and removes the remains of killed saves and deletions."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         flush(self.checkpoints.parent)
         run = re.escape(self.run)
@@ -163,15 +163,15 @@ class Building:
         self.folder.mkdir()
 
     def seal(self, manifest: Manifest) -> None:
-        """Flushes the names of the files to the disk, then writes the manifest: the folder is whole."""
+        """Flushes the names of the files to disk, then writes the manifest, which makes the folder complete."""
         flush_folders(self.folder, manifest.files)
         manifest.write(self.folder)
 
     def publish(self) -> None:
-        """Gives the folder its name.
+        """Gives the folder its final name.
 
-        A run that was taken back finds an older checkpoint of the same step there, which is not what
-        `latest` names. It makes room and is deleted, or is kept beside it where it is not known as ours.
+        A run that was taken back may find an older checkpoint of the same step, which is not the one that `latest`
+        names. It is deleted, or renamed if it may belong to another run.
         """
         if not self.final.exists():
             rename(self.folder, self.final)
@@ -188,11 +188,11 @@ class Building:
             remove_tree(aside)
 
     def abandon(self) -> None:
-        """Removes what a failed save has written, as far as that can be done."""
+        """Removes what a failed save has written, as far as possible."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def prune(self, names: list[str]) -> None:
-        """Deletes checkpoints of this run: renamed first, so that no half of one is ever found."""
+        """Deletes checkpoints of this run. Each is renamed first, so that a partial one is never found."""
         for name in names:
             folder = self.checkpoints / name
             if folder.is_dir():

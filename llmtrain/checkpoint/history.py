@@ -1,4 +1,4 @@
-"""What a run was trained with, from which step on. Each checkpoint holds it, so it says what made these weights."""
+"""The values that a run was trained with, by step. Each checkpoint contains this history of its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.run_dir import MAY_CHANGE
 
 Values = dict[str, Any]
 WORKERS = "workers"
-"""Beside the fields of the recipe: how many there were."""
+"""The number of workers, which is recorded like a field of the recipe."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class Segment:
     """The steps that were taken with the same values."""
 
     step: int
-    """Steps taken before."""
+    """Number of steps taken before."""
     samples: int
-    """Sequences consumed before."""
+    """Number of sequences consumed before."""
     values: Values
-    """Of all fields that may change."""
+    """The values of all fields that may change."""
 
 
 def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> list[Segment]:
-    """The history of a run that goes on after `step` under a plan."""
+    """Returns the history of a run that continues after `step` under a plan."""
     fields = {name: value for name, value in plan.recipe.dotted().items() if MAY_CHANGE.fullmatch(name)}
     values = {**fields, WORKERS: plan.workers}
     if history and history[-1].values == values:
@@ -35,7 +35,7 @@ def with_plan(history: list[Segment], step: int, samples: int, plan: Plan) -> li
 
 
 def changes(before: Values, after: Values) -> list[str]:
-    """`FIELD OLD → NEW` for each value that differs."""
+    """Returns `FIELD OLD → NEW` for each value that differs."""
     fields = [*after, *(field for field in before if field not in after)]
     return [
         f"{field} {_told(before.get(field))} → {_told(after.get(field))}"
@@ -45,7 +45,7 @@ def changes(before: Values, after: Values) -> list[str]:
 
 
 def course(history: list[Segment], field: str) -> list[tuple[int, Any]]:
-    """The values of a field, each with the step after which it was taken."""
+    """Returns the values of a field, each with the step after which it applies."""
     found: list[tuple[int, Any]] = []
     for one in history:
         value = one.values.get(field)

@@ -1,4 +1,4 @@
-"""Copies of what a rank saves in the memory of its host, so that training goes on while they are written."""
+"""Copies what a rank saves to host memory, so that training continues while it is written."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llmtrain.engines.writer import Part, Writer, size_of
 class _Copied:
     name: str
     content: Tensor
-    """Bytes on the host."""
+    """The file's bytes, in host memory."""
     private: bool
 
 
 class HostCopies(Writer):
-    """Takes the files of one save after the other into the same memory.
+    """Receives the files of successive saves into the same memory.
 
-    That memory is kept: fresh pages are slow to touch, and pinned ones, which a device copies to at full speed,
-    slower still to get (PyTorch's DCP keeps its staging buffers for the same reason).
+    The memory is kept, since fresh pages are slow to touch, and pinned pages, to which a device copies at full speed,
+    are slower still to allocate (PyTorch's DCP keeps its staging buffers for the same reason).
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class HostCopies(Writer):
         self._copied: torch.cuda.Event | None = None
 
     def file(self, name: str, parts: Sequence[Part], private: bool = False) -> None:
-        """Copies a file; from a device in the order of its stream, without a wait."""
+        """Copies a file; from a device in the order of its stream, without waiting."""
         on_device = any(isinstance(part, Tensor) and part.is_cuda for part in parts)
         content = self._buffer(name, sum(map(size_of, parts)), on_device)
         offset = 0
@@ -50,11 +50,11 @@ class HostCopies(Writer):
         self._files.append(_Copied(name, content, private))
 
     def start_anew(self) -> None:
-        """Forgets the files of the save before; their memory is used again."""
+        """Forgets the files of the previous save; their memory is reused."""
         self._files = []
 
     def write(self, writer: Writer) -> None:
-        """Hands the copies on; waits for the device where they come from one."""
+        """Passes the copies on; waits for the device that they come from, if any."""
         if self._copied is not None:
             self._copied.synchronize()
         for file in self._files:

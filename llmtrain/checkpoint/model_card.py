@@ -1,4 +1,4 @@
-"""The README of an exported model: what was trained, on what, how, and what came of it."""
+"""The README of an exported model: what was trained, on which data, how, and the results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MOST_METRICS_BYTES = 1 << 34
 
 
 def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, metrics: Path) -> str:
-    """Markdown under a YAML head, as the hub reads it. Folders of this machine are left out, but for their last name.
+    """Returns Markdown with a YAML head, as the hub reads it. Local paths are reduced to their last component.
 
-    dtype: of the weights. metrics: `metrics.jsonl` of the run, which may not be there.
+    dtype: data type of the weights. metrics: `metrics.jsonl` of the run, which may not exist.
     """
     recipe = plan.recipe
     train, evaluation = _last_lines(metrics, state.step)
@@ -69,7 +69,7 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
 
 
 def portable(text: str) -> str:
-    """A name without the folders above a file, and a URL without user, password and query."""
+    """Returns a path without the folders above a file, and a URL without user, password and query."""
     parts = urlsplit(text)
     if parts.scheme and parts.netloc:
         return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
@@ -109,7 +109,7 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
     if train.get("loss") is not None:
         rows.append(("training loss", f"{train['loss']:.4f} nats per token in step {train['step']:,}"))
     if loss is not None:
-        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on text not trained on"))
+        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on held-out text"))
     for name, of_source in evaluation.get("eval_loss_by_source", {}).items():
         if of_source is not None:
             rows.append((f"evaluation loss, {portable(name)}", f"{of_source:.4f} nats per token"))
@@ -117,7 +117,7 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
 
 
 def _batches(plan: Plan, state: TrainerState) -> str:
-    """Of all steps: the size of the batch may change when a run goes on."""
+    """Describes the global batch size of all steps, which may change when a run continues."""
     sizes = course(state.history, BATCH) or [(0, plan.recipe.batch.global_batch_size)]
     return ", ".join(f"{_grouped(size)} sequences" + (f" after step {step:,}" if step else "") for step, size in sizes)
 
@@ -128,16 +128,16 @@ def _grouped(number: object) -> str:
 
 def _sequences(state: TrainerState) -> str:
     trained = f"{state.samples - state.passed_over:,} sequences"
-    return f"{trained} ({state.passed_over:,} more were passed over)" if state.passed_over else trained
+    return f"{trained} ({state.passed_over:,} more were skipped)" if state.passed_over else trained
 
 
 def _changes(state: TrainerState) -> list[str]:
-    """What was changed when the run went on."""
+    """Lists what was changed when the run was continued."""
     lines = []
     for before, now in itertools.pairwise(state.history):
         if changed := changes(_portable(before.values), _portable(now.values)):
             lines.append(f"- after step {now.step:,}: {', '.join(changed)}")
-    return ["\n## Changed on the way\n", *lines] if lines else []
+    return ["\n## Changes during the run\n", *lines] if lines else []
 
 
 def _since(state: TrainerState) -> str:
@@ -145,7 +145,7 @@ def _since(state: TrainerState) -> str:
 
 
 def _last_lines(metrics: Path, step: int) -> tuple[Line, Line]:
-    """The last training step and the last evaluation until a step; empty where nothing is known."""
+    """Returns the last training step and the last evaluation up to `step`; empty if unknown."""
     train: Line = {}
     evaluation: Line = {}
     try:
@@ -157,7 +157,7 @@ def _last_lines(metrics: Path, step: int) -> tuple[Line, Line]:
             line = json.loads(text)
             is_past = line["step"] <= step
         except (ValueError, TypeError, KeyError, RecursionError):
-            continue  # cut off by a kill
+            continue  # truncated by a kill
         if is_past and "eval_loss" in line:
             evaluation = line
         elif is_past:

@@ -1,4 +1,4 @@
-"""A folder that is made whole or not at all."""
+"""A folder that is created complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from llmtrain.untrusted import UNREADABLE, why
 
 
 def check_new(out: Path) -> None:
-    """Raises CheckpointError where there is something already, or nobody may look."""
+    """Raises CheckpointError if something exists there already, or the folder is not accessible."""
     try:
         is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
     except UNREADABLE as error:
-        raise CheckpointError(Problem("out.write", str(out), why(error), "name another folder")) from None
+        raise CheckpointError(Problem("out.write", str(out), why(error), "choose another folder")) from None
     if is_taken:
-        raise CheckpointError(Problem("out.exists", str(out), "is not empty", "name a new folder"))
+        raise CheckpointError(Problem("out.exists", str(out), "is not empty", "choose a new folder"))
 
 
 @contextmanager
 def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
-    """A folder under a temporary name, which becomes `out` when the context ends and is gone where it fails.
+    """Yields a folder under a temporary name, which is renamed to `out` at the end, and removed on failure.
 
-    replace: take the place of a folder with content; `out` is the old one, the new one, or not there, but never a part.
-    Raises CheckpointError for what the filesystem refuses.
+    replace: whether to replace a folder with content; `out` is the old folder, the new one, or absent, but never
+    partial. Raises CheckpointError for errors of the file system.
     """
     out = out.absolute()
     temporary, replaced = (out.with_name(f".{out.name}.{what}") for what in ("partial", "replaced"))
@@ -44,7 +44,7 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
         remove_tree(replaced)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
-        raise CheckpointError(Problem("out.write", str(out), message, "name another folder")) from error
+        raise CheckpointError(Problem("out.write", str(out), message, "choose another folder")) from error
     finally:
         if temporary.is_dir():
             remove_tree(temporary)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from."""
+"""Chooses the checkpoint that a run continues from."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from llmtrain.errors import CheckpointError, Problem
 
 @dataclass(frozen=True)
 class Choice:
-    """A verified checkpoint, and why it is not another one."""
+    """A verified checkpoint, and why newer ones were not chosen."""
 
     folder: Path
     manifests: list[Manifest]
     rejected: tuple[Problem, ...]
-    """What is wrong with newer ones."""
+    """What is wrong with newer checkpoints."""
 
 
 def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> Choice | None:
-    """The newest checkpoint of a run that is whole on all nodes; None where the run has never had one.
+    """Returns the newest checkpoint of a run that is complete on all nodes, or None if the run has never had one.
 
-    before: of those that were saved before this step, which are then the only ones that count.
-    Called by all ranks. Raises CheckpointError where there are checkpoints, or were, and none can be used:
-    a run must not start anew because of that.
+    before: only consider checkpoints saved before this step. Called by all ranks. Raises CheckpointError if there are
+    or were checkpoints and none is usable: the run must not start anew then.
     """
     names, rejected = _candidates(checkpoints, storage)
     if before is not None:
@@ -45,23 +44,23 @@ def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | N
     if rejected:
         fix = "restore one of them, or start anew with another --run-dir"
         raise CheckpointError(
-            [*rejected, Problem("checkpoint.none", str(checkpoints), "holds no whole checkpoint", fix)]
+            [*rejected, Problem("checkpoint.none", str(checkpoints), "contains no complete checkpoint", fix)]
         )
     return None
 
 
 def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Choice:
-    """The checkpoint that a user has named, of this run or of another one of the same recipe.
+    """Returns the checkpoint that a user has named, of this run or of another run with the same recipe.
 
-    recipe: digest of what a run may not change. Called by all ranks; raises CheckpointError where it cannot
-    be used.
+    recipe: digest of the fields that a run may not change. Called by all ranks. Raises CheckpointError if it is not
+    usable.
     """
     manifests, problems = verify_together(folder, storage)
     if not problems and manifests[0].run != run and manifests[0].recipe != recipe:
         problem = Problem(
             "checkpoint.recipe",
             str(folder),
-            "was written by a run of another recipe",
+            "was written by a run of a different recipe",
             "export it and start from its weights with model.pretrained, or use the recipe of that run",
         )
         problems = [problem]
@@ -71,9 +70,9 @@ def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Choic
 
 
 def go_on_from(choice: Choice, checkpoints: Path, storage: Storage) -> None:
-    """Has `latest` name the checkpoint that training goes on from, if it is one of the run's own.
+    """Makes `latest` name the checkpoint that training continues from, if it belongs to this run.
 
-    A later checkpoint that is written over, of a run that was taken back, then never is what it names.
+    A later checkpoint that is overwritten by a run that was taken back is then never the one that `latest` names.
     """
     if choice.folder.resolve().parent == checkpoints.resolve() and storage.is_leader:
         problems = attempt(partial(point_latest, checkpoints, choice.folder.name), "write latest")
@@ -83,7 +82,7 @@ def go_on_from(choice: Choice, checkpoints: Path, storage: Storage) -> None:
 
 
 def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Problem]]:
-    """Names of all checkpoints on any node, the most wanted first, and what is wrong with `latest`."""
+    """Returns the names of all checkpoints on any node, in order of preference, and what is wrong with `latest`."""
     order: dict[str, str] = {}
     problems: list[Problem] = []
     latest: tuple[str | None, list[Problem]] = (None, [])
@@ -98,7 +97,7 @@ def _candidates(checkpoints: Path, storage: Storage) -> tuple[list[str], list[Pr
     orders = {name: written for found, _, _ in seen for name, written in found.items()}
     named = next((name for _, name, _ in seen if name), None)
     unreadable = [problem for _, _, found in seen for problem in found]
-    # What has no manifest is asked early: it cannot be taken, but is told of.
+    # Folders without a manifest come early: they cannot be used, but are reported.
     names = sorted(orders, key=lambda name: (name == named, not orders[name], orders[name], name), reverse=True)
     if named and named not in orders:
         unreadable.append(latest_is_gone(checkpoints, named))

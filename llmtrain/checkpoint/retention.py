@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Decides which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from llmtrain.recipe import CheckpointConfig
 
 
 def superfluous(found: Sequence[Found], policy: CheckpointConfig, run: str, newest: str) -> list[str]:
-    """Names of the checkpoints of a run that `policy` does not keep.
+    """Returns the names of a run's checkpoints that `policy` does not keep.
 
-    found: in the order they were written. newest: the one that was just published; it is always kept, so
-    that there is a whole one whatever has happened to the others. What has no manifest of this run is not
-    ours, and neither counted nor deleted.
+    found: in the order they were written. newest: the one that was just published; it is always kept, so that one
+    complete checkpoint exists whatever happened to the others. A folder without a manifest of this run is not ours, and
+    neither counted nor deleted.
     """
     if policy.keep_last is None:
         return []

@@ -1,4 +1,4 @@
-"""Saving, by all ranks together, while training goes on."""
+"""Saves checkpoints with all ranks together, while training continues."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from llmtrain.run_dir import identity_of, versions
 Files = dict[str, File]
 
 PAUSES_S = (1.0, 5.0, 15.0)
-"""Before each further try of a save that failed: a filesystem over a network is often back by then."""
+"""Seconds before each retry of a failed save: a network file system has often recovered by then."""
 
 
 class Saver:
-    """Writes checkpoints of one run, one at a time. Made by all ranks, and each method is called by all of them."""
+    """Writes the checkpoints of one run, one at a time. Created by all ranks; all of them call each method."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Saver:
         warn: Callable[[str], None] = print,
         pauses: Sequence[float] = PAUSES_S,
     ) -> None:
-        """run: identity of the run. storage: who sees whose files; found out by all ranks where it is not given.
+        """run: the run's id. storage: which ranks share files; by default all ranks determine it together.
 
-        warn: is told of a try that failed. pauses: seconds before each further try.
+        warn: receives a message about each failed try. pauses: seconds before each retry.
         """
         self.checkpoints = checkpoints
         self.plan = plan
@@ -70,9 +70,9 @@ class Saver:
         self._error: Exception | None = None
 
     def start(self, state: TrainerState) -> None:
-        """Begins to save the run at `state`, which may change when this returns; the writing goes on in a thread.
+        """Starts saving the run at `state`, which may change after this returns; a thread writes the files.
 
-        Waits for the save before. That one may have failed: `warn` was told, and this one takes its place.
+        Waits for the previous save. If that one failed, `warn` has been called, and this one replaces it.
         """
         self.settle()
         if self._error is not None and not isinstance(self._error, CheckpointError):
@@ -89,28 +89,28 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits for the save that was started last; when it returns, `latest` names a whole checkpoint of it.
+        """Waits for the last save; afterwards `latest` names a complete checkpoint of it.
 
-        Raises CheckpointError on every rank where any of them could not write, after so many tries. What was
-        written is removed then, and `latest` names the checkpoint that it named before.
+        Raises CheckpointError on every rank if any of them still could not write after all retries. What was written is
+        then removed, and `latest` names the same checkpoint as before.
         """
         self.settle()
         if self._error is not None:
             raise self._error
 
     def save(self, state: TrainerState) -> None:
-        """`start` and `wait`."""
+        """Calls `start` and `wait`."""
         self.start(state)
         self.wait()
 
     def settle(self) -> None:
-        """Waits until nothing is being written, be it whole or not."""
+        """Waits until nothing is being written, whether it succeeded or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _contents(self, state: TrainerState, writer: Writer) -> None:
-        """What this rank saves."""
+        """Writes this rank's files."""
         self.engine.save(writer)
         save_random_state(writer)
         if self.storage.is_leader:
@@ -118,7 +118,7 @@ class Saver:
             writer.text(PLAN_FILE, self.plan.model_dump_json(indent=1))
 
     def _save(self, state: TrainerState, contents: Callable[[Writer], None]) -> None:
-        """Saves. An error is kept for the caller of `wait`: it may arise in a thread."""
+        """Saves. An error is stored for the caller of `wait`, since it may occur in a thread."""
         building = Building(self.checkpoints, state.step, self.run)
         try:
             self._persist(building, state, contents)
@@ -129,7 +129,7 @@ class Saver:
                 self.warn(f"the checkpoint of step {state.step} was not written: {error}")
 
     def _persist(self, building: Building, state: TrainerState, contents: Callable[[Writer], None]) -> None:
-        """Tries until it is written, or for so many times."""
+        """Writes the checkpoint, with retries."""
         for pause in self.pauses:
             try:
                 return self._write(building, state, contents)
@@ -139,12 +139,12 @@ class Saver:
         self._write(building, state, contents)
 
     def _write(self, building: Building, state: TrainerState, contents: Callable[[Writer], None]) -> None:
-        """One try. Raises CheckpointError on every rank."""
+        """Tries once. Raises CheckpointError on every rank."""
         try:
             self._leaders(building.start, "begin a checkpoint")
             files = self._write_files(building.folder, contents)
             self._leaders(partial(building.seal, self._manifest(state, files)), "finish a checkpoint")
-            # Every part is whole and on its disk before the first one gets its name.
+            # All parts are complete and on disk before the first one is renamed.
             self._leaders(building.publish, "rename a checkpoint")
             self._leaders(partial(point_latest, self.checkpoints, building.final.name), "write latest")
         except CheckpointError as error:
@@ -153,11 +153,11 @@ class Saver:
             raise CheckpointError([self._with_hint(problem) for problem in error.problems]) from None
 
     def _leaders(self, action: Callable[[], object], what: str) -> None:
-        """Has one rank of each filesystem do something, and the others wait for it."""
+        """Runs an action on one rank of each file system, while the others wait."""
         raise_together(attempt(action, what) if self.storage.is_leader else [], self._group)
 
     def _write_files(self, folder: Path, contents: Callable[[Writer], None]) -> Files:
-        """Has every rank write what it holds; returns the files that lie on this rank's filesystem."""
+        """Makes every rank write its files; returns the files on this rank's file system."""
         writer = DiskWriter(folder)
         contents(writer)
         raise_together([failed(writer.error, "write a checkpoint")] if writer.error else [], self._group)
@@ -188,9 +188,12 @@ class Saver:
         )
 
     def _prune(self, building: Building) -> None:
-        """Deletes what the recipe does not keep. A failure is noted; the next save tries again."""
+        """Deletes the checkpoints that the recipe does not keep.
+
+        A failure is reported, and the next save tries again.
+        """
         names: list[str] = []
-        if self.storage.rank == 0:  # decides for all nodes
+        if self.storage.rank == 0:  # rank 0 decides for all nodes
             policy = self.plan.recipe.checkpoint
             names = superfluous(find(self.checkpoints), policy, self.run, building.final.name)
         names = broadcast(names, group=self._group)
@@ -200,6 +203,6 @@ class Saver:
 
     def _with_hint(self, problem: Problem) -> Problem:
         last = newest(self.checkpoints)
-        kept = f"; {last.name} is the last whole checkpoint" if last else ""
-        fix = f"make room, or mend the filesystem, and run the same command again{kept}"
+        kept = f"; {last.name} is the last complete checkpoint" if last else ""
+        fix = f"free some space or repair the file system, and run the same command again{kept}"
         return Problem(problem.rule, problem.field, problem.message, fix)

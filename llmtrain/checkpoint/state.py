@@ -1,4 +1,4 @@
-"""Where a run stands, apart from the engine's own state."""
+"""The state of a run, apart from the engine's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmtrain.plan import Plan
 
 
 def save_random_state(writer: Writer) -> None:
-    """Writes the generators of this rank to `rng/rank_NNNNN.safetensors`."""
+    """Writes the random states of this rank to `rng/rank_NNNNN.safetensors`."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -31,22 +31,22 @@ def save_random_state(writer: Writer) -> None:
 
 
 def begin(plan: Plan, data: str) -> TrainerState:
-    """The state of a new run; seeds the generators of this rank.
+    """Returns the state of a new run, and seeds the random generators of this rank.
 
-    data: key of the prepared data. Tensor parallel ranks, which are neighbours, draw alike: what they hold
-    whole they drop alike. All others draw apart.
+    data: key of the prepared data. Tensor parallel ranks, which are adjacent, get the same seed, so that they apply the
+    same dropout to what they all hold. All other ranks get different seeds.
     """
     _seed(plan, 0)
     return TrainerState(data=data, history=with_plan([], 0, 0, plan))
 
 
 def _seed(plan: Plan, samples: int) -> None:
-    """Each place of a run has numbers of its own: after another number of samples nothing is drawn again."""
+    """Seeds by the number of samples, so that a run which continues does not repeat its random numbers."""
     torch.manual_seed(plan.recipe.train.seed + rank() // plan.layout.tp + (samples << 20))
 
 
 def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
-    """Checks a checkpoint and continues from it; called by all ranks.
+    """Verifies a checkpoint and continues from it; called by all ranks.
 
     Raises CheckpointError as `check.verify` and `restore` do.
     """
@@ -60,10 +60,10 @@ def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
 def restore(
     folder: Path, manifests: list[Manifest], storage: Storage, engine: Engine, plan: Plan, data: str
 ) -> TrainerState:
-    """Continues from a checkpoint that has been verified; called by all ranks.
+    """Continues from a verified checkpoint; called by all ranks.
 
-    data: key of the prepared data. The plan may be another one than it was written under; its ranks then draw
-    other random numbers. Raises CheckpointError where the data differ, before anything is loaded.
+    data: key of the prepared data. The plan may differ from the one that it was written under; its ranks then draw
+    other random numbers. Raises CheckpointError if the data differ, before anything is loaded.
     """
     state = read_state(folder)
     if state.data != data:
@@ -71,7 +71,7 @@ def restore(
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:
         engine.load(files)
-        if is_same and (files / _random_state_file()).exists():  # what was converted has none
+        if is_same and (files / _random_state_file()).exists():  # a converted checkpoint has none
             _load_random_state(files)
         else:
             _seed(plan, state.samples)
@@ -80,7 +80,7 @@ def restore(
 
 
 def layout_of(plan: Plan) -> dict[str, int | str | bool]:
-    """What decides which pieces each rank of a plan holds, and what it draws."""
+    """Returns what determines the pieces that each rank of a plan holds, and its random numbers."""
     parallel = plan.recipe.parallel
     return {
         **plan.layout.model_dump(),
@@ -104,5 +104,5 @@ def _load_random_state(folder: Path) -> None:
             torch.cuda.set_rng_state(states["cuda"])
     except (RuntimeError, TypeError) as error:
         raise CheckpointError(
-            Problem("checkpoint.random", str(file), f"holds no state of a generator: {error}")
+            Problem("checkpoint.random", str(file), f"contains no state of a random generator: {error}")
         ) from None

@@ -1,4 +1,4 @@
-"""Which ranks see the same files: a shared filesystem, or disks of the nodes' own."""
+"""Determines which ranks see the same files: a shared file system, or separate disks of the nodes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmtrain.engines.distributed import rank
 
 @dataclass(frozen=True)
 class Storage:
-    """The filesystems that hold the checkpoints of a run. Each of them has one part of each checkpoint."""
+    """The file systems that hold the checkpoints of a run. Each of them has one part of each checkpoint."""
 
     leaders: tuple[int, ...]
-    """Of each part, the rank that makes, renames and deletes folders there."""
+    """For each part, the rank that creates, renames and deletes folders there."""
     hosts: tuple[str, ...]
-    """Of each part, the machine of its leader."""
+    """For each part, the machine of its leader."""
     part: int
     """The part that this rank sees."""
     ranks: tuple[int, ...]
-    """The ranks that see the same one."""
+    """The ranks that see the same part."""
     rank: int
     """This rank."""
 
@@ -32,16 +32,16 @@ class Storage:
         return self.rank == self.leaders[self.part]
 
     def reader_of(self, writer: int) -> int:
-        """Which of `ranks` checks the files of a rank: that rank, which may have them cached, or another."""
+        """Returns which of `ranks` checks the files of a rank: that rank, which may have them cached, or another."""
         return writer if writer in self.ranks else self.ranks[writer % len(self.ranks)]
 
 
 def probe(checkpoints: Path) -> Storage:
-    """Finds out who sees whose files; called by all ranks, and makes the folder where it is not there.
+    """Determines which ranks see the same files; called by all ranks. Creates the folder if it does not exist.
 
-    Each rank makes a file, and looks for those of the others by their names: a listing may come from a cache
-    of the network filesystem, a name that was never asked for cannot. Raises CheckpointError where a rank
-    cannot write there.
+    Each rank creates a file and looks for those of the others by name: a directory listing may come from a cache of the
+    network file system, but a name that was never looked up cannot. Raises CheckpointError if a rank cannot write
+    there.
     """
     token, own = broadcast(uuid.uuid4().hex[:8]), rank()
 
@@ -55,7 +55,7 @@ def probe(checkpoints: Path) -> Storage:
     raise_together(attempt(make, "write into the folder of the checkpoints"))
     first = next(other for other in range(world_size()) if file_of(other).exists())
     seen = gather((first, socket.gethostname()))
-    file_of(own).unlink(missing_ok=True)  # the next save of a faster rank clears such files away
+    file_of(own).unlink(missing_ok=True)  # a faster rank's next save may have removed it already
     leaders = tuple(sorted({leader for leader, _ in seen}))
     return Storage(
         leaders=leaders,

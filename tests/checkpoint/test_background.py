@@ -100,7 +100,7 @@ def test_what_fails_for_good_is_told_and_costs_one_save(tmp_path, monkeypatch):
         _start(saver, 2)
         saver.settle()
     assert "the checkpoint of step 2 was not written" in said[0]
-    assert "step_00000001 is the last whole checkpoint" in said[0]
+    assert "step_00000001 is the last complete checkpoint" in said[0]
     _start(saver, 3)  # the run has gone on
     saver.wait()
     assert read_latest(tmp_path)[0] == "step_00000003"

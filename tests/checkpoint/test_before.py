@@ -78,10 +78,10 @@ def test_a_missing_or_shortened_file_is_named(run, plan):
     first.unlink()
     second.write_bytes(second.read_bytes()[:-1])
     told = _refusal(run, plan)
-    assert f"{first}: is in the manifest but not there" in told
+    assert f"{first}: is in the manifest but does not exist" in told
     assert f"{second}: has " in told
     assert "start anew with another --run-dir" in told
-    assert f"{first}: is in the manifest but not there" in _refusal(run, plan, str(_of(run)))
+    assert f"{first}: is in the manifest but does not exist" in _refusal(run, plan, str(_of(run)))
 
 
 def test_the_one_before_is_taken(run, plan):
@@ -109,7 +109,7 @@ def test_another_recipe_is_refused_by_its_fields(run):
     other = _plan({}, 1, **{"model.config.hidden_size": 128, "optim.lr": 0.5, "batch.global_batch_size": 16})
     told = _refusal(run, other, str(_of(run)))
     assert "model.config.hidden_size: the run that wrote" in told
-    assert "was started with 64, the recipe now says 128" in told
+    assert "was started with 64, but the recipe now has 128" in told
     assert "optim.lr: " in told
     assert "global_batch_size" not in told  # that may change
     assert "model.pretrained" in told
@@ -120,7 +120,8 @@ def test_a_checkpoint_without_the_optimizers_state_is_refused(run, plan):
     _without(_of(run), ("exp_avg", "exp_avg_sq"))
     told = _refusal(run, plan)
     assert (
-        "does not hold 'exp_avg' of the optimizer and 'exp_avg_sq' of the optimizer, which adamw goes on with" in told
+        "does not contain 'exp_avg' of the optimizer and 'exp_avg_sq' of the optimizer, which adamw needs to continue"
+        in told
     )
     assert "export it" in told
 
@@ -133,7 +134,7 @@ def test_a_checkpoint_without_a_rank_is_refused(run, plan):
     for file in (_of(run) / "engine").glob("rank_00001.*"):
         file.unlink()
     verify(_of(run))
-    assert "does not hold all of the weight for 'model." in _refusal(run, plan)
+    assert "does not contain all of the weight for 'model." in _refusal(run, plan)
 
 
 def _without(folder: Path, kinds: tuple[str, ...]) -> None:

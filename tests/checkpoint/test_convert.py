@@ -99,7 +99,7 @@ def test_the_new_plan_is_the_old_one_with_other_fields(sources):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"optim.lr": 0.5}, "optim.lr: .* was started with 0.001, the recipe now says 0.5"),
+        ({"optim.lr": 0.5}, "optim.lr: .* was started with 0.001, but the recipe now has 0.5"),
         ({"model.config.hidden_size": 128}, "model.config.hidden_size"),
         ({"parallel.pipeline": 2, "parallel.zero_stage": 3}, "parallel.zero_stage"),
         ({"parallel.pipelin": 2}, "did you mean 'pipeline'"),
@@ -128,7 +128,7 @@ def test_what_is_damaged_or_in_the_way_leaves_nothing(sources, tmp_path):
 def test_half_precision_is_refused_with_what_to_do(sources, tmp_path):
     fields = {"parallel.precision": "fp16", "parallel.zero_stage": 2, "batch.micro_batch_size": 4}
     plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="h100"))
-    with pytest.raises(RecipeError, match="go on from it as it is"):
+    with pytest.raises(RecipeError, match="continue from it as it is"):
         convert(_source(sources, "dp2-pp2-tp1-zero1"), tmp_path / "out", plan)
     assert not (tmp_path / "out").exists()
 

@@ -162,7 +162,7 @@ def test_a_named_checkpoint_of_another_run_needs_the_same_recipe(tmp_path):
     made = save(saver_of(tmp_path, run="other"), 1)
     storage, recipe = probe(tmp_path), read_manifests(made)[0].recipe
     assert choose_named(made, RUN, recipe, storage).folder == made
-    with pytest.raises(CheckpointError, match="another recipe"):
+    with pytest.raises(CheckpointError, match="a different recipe"):
         choose_named(made, RUN, "0" * 16, storage)
 
 

@@ -230,7 +230,7 @@ def test_the_card_says_what_was_trained_and_what_came_of_it(families, tokenizer,
         "tags": ["llmtrain", "llama"],
     }
     assert "| training loss | 5.5000 nats per token in step 1 |" in body
-    assert "| evaluation loss | 5.1250 nats per token after step 1, on text not trained on |" in body
+    assert "| evaluation loss | 5.1250 nats per token after step 1, on held-out text |" in body
     assert "| evaluation loss, a.txt | 5.0000 nats per token |" in body
     assert "1 steps, 8 sequences, 200 target tokens" in body
     assert '"zero_stage": 3' in body

@@ -38,7 +38,7 @@ def test_a_half_made_checkpoint_is_never_found(tmp_path):
     unfinished = folder.step_folder(tmp_path, 7)
     unfinished.mkdir()
     assert folder.newest(tmp_path) == made
-    with pytest.raises(CheckpointError, match="not whole"):
+    with pytest.raises(CheckpointError, match="incomplete"):
         verify(unfinished)
 
 

@@ -83,9 +83,9 @@ def test_takes_a_later_one_where_no_earlier_one_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("rollbacks", "fields", "saved", "told"),
     [
-        (0, {"guard.then": "stop"}, (4,), "the same command goes on from step_00000004"),
+        (0, {"guard.then": "stop"}, (4,), "the same command continues from step_00000004"),
         (3, {}, (4,), "after 3 of 3 times"),
-        (0, {}, (), "no checkpoint was saved to go back to"),
+        (0, {}, (), "no checkpoint was saved to roll back to"),
     ],
 )
 def test_stops_where_it_may_not_go_back(tmp_path, rollbacks, fields, saved, told):

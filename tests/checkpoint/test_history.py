@@ -69,7 +69,7 @@ def test_the_card_tells_what_happened_and_not_what_is_now(tmp_path):
     state = TrainerState(step=8, samples=80, tokens=5600, passed_over=24, rollbacks=1, history=history)
     card = model_card(plan, state, MANIFEST, "float32", tmp_path / "metrics.jsonl")
     assert "| global batch | 8 sequences, 4 sequences after step 6 |" in card
-    assert "| trained | 8 steps, 56 sequences (24 more were passed over), 5,600 target tokens |" in card
+    assert "| trained | 8 steps, 56 sequences (24 more were skipped), 5,600 target tokens |" in card
     assert f"- after step 6: data.cache_dir none → cache, {BATCH} 8 → 4, train.max_steps 6 → 9" in card
     assert "## Recipe after step 6" in card
     assert "somebody" not in card

@@ -180,9 +180,9 @@ def test_a_damaged_run_directory_is_exit_code_4(run, name, content, words):
         ({"step": "1"}, "step"),
         ({"step": -1}, "step"),
         ({"written": "\x1b[2J"}, "written"),
-        ({"files": {"a\0b": None}}, "no path of a file within"),
-        ({"files": {"../a": None}}, "no path of a file within"),
-        ({"files": {"/etc/passwd": None}}, "no path of a file within"),
+        ({"files": {"a\0b": None}}, "not the path of a file within"),
+        ({"files": {"../a": None}}, "not the path of a file within"),
+        ({"files": {"/etc/passwd": None}}, "not the path of a file within"),
     ],
 )
 def test_what_a_manifest_may_not_say(run, fields, words):
@@ -235,9 +235,9 @@ def _too_long(head, listed):
     ("edit", "words"),
     [
         (_without_pieces, "no list of pieces"),
-        (_integers, "is I32, and what is trained is floating point"),
+        (_integers, "is I32, but trained tensors are floating point"),
         (_other_shape, r"has the shape \[2, 3\], not \[6\]"),
-        (_gap, "does not lie where"),
+        (_gap, "is not at the offset that"),
         (_beyond, "not within the weight"),
         (_too_long, "elements 1 to 7 of 6"),
     ],
@@ -316,7 +316,7 @@ def test_a_damaged_latest_costs_nothing(two, how):
     (problem,) = faults(two.checkpoints)
     assert problem.field == str(latest)
     if how in ("binary", "empty"):
-        assert "is no name of a checkpoint" in problem.message
+        assert "is not the name of a checkpoint" in problem.message
 
 
 @pytest.mark.parametrize("how", ["file", "fifo", "dangling", "loop", "closed"])
@@ -351,7 +351,7 @@ def test_what_is_no_file_is_never_opened(run, name, kind):
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=f"is a {'FIFO' if kind == 'fifo' else 'device'} and no file"):
+    with pytest.raises(UserError, match=f"is a {'FIFO' if kind == 'fifo' else 'device'}, not a file"):
         check_resume(small_plan(), run, "auto", is_local=True)
 
 

@@ -113,4 +113,4 @@ def test_a_node_that_was_replaced_does_not_start_the_run_anew(nodes, tmp_path):
     stage, folder, _ = nodes
     shutil.copytree(_disk(folder, 1), _disk(tmp_path, 1))  # node 0 is new
     for said in run_ranks(2, _continued, tmp_path, stage, (0, 1)):
-        assert "holds no whole checkpoint" in said
+        assert "contains no complete checkpoint" in said

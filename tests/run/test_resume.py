@@ -178,7 +178,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_anew(small_recipe
         _damage(folder)
     result = llmtrain("train", small_recipe, "--run-dir", interrupted, *ZERO, *TENSORBOARD)
     assert result.returncode == 4
-    assert "holds no whole checkpoint" in result.stderr
+    assert "contains no complete checkpoint" in result.stderr
     assert result.stderr.count("its hash differs") == 3
     assert "Traceback" not in result.stderr
     assert losses(interrupted) == before
