@@ -1,6 +1,6 @@
-"""Text to training batches: corpora, tokenizer, token store, packing, sampling.
+"""From text to training batches: corpora, tokenizer, token store, packing and sampling.
 
-Importing it loads neither `torch`, `transformers` nor `datasets`; each is imported where it is used.
+Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
 from llmtrain.data.documents import Documents

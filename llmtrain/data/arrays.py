@@ -1,4 +1,4 @@
-"""Flat arrays on disk: appended to while they are made, memory-mapped afterwards."""
+"""Flat arrays on disk: appended to while they are built, memory-mapped afterwards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmtrain.errors import DataError, Problem
 
 BUFFER_BYTES = 1 << 20
 ADVICE_PAGES = (128 << 10) // mmap.PAGESIZE
-"""Of one advice: Linux reads no more than the readahead of the device, which is 128 KiB where nobody has set it."""
+"""Size of one advice: Linux reads no more than the device's readahead, which is 128 KiB by default."""
 
 
 class ArrayWriter:
     """Appends to `FOLDER/NAME.bin`.
 
-    Plain writes, not a memory map: on a full disk a write raises OSError, where a store into a
-    mapped page ends the process with SIGBUS.
+    Uses plain writes and not a memory map: on a full disk a write raises OSError, while a store into a mapped page
+    kills the process with SIGBUS.
     """
 
     def __init__(self, folder: Path, name: str, dtype: DTypeLike) -> None:
@@ -30,7 +30,7 @@ class ArrayWriter:
         self._file = (folder / f"{name}.bin").open("wb", buffering=BUFFER_BYTES)
 
     def append(self, values: NDArray[Any]) -> None:
-        """Appends `values`, converted to the type of the file. Raises OSError on a full disk."""
+        """Appends `values`, converted to the data type of the file. Raises OSError on a full disk."""
         data = np.ascontiguousarray(values, dtype=self.dtype)
         self._file.write(data.tobytes())
         self.length += len(data)
@@ -43,12 +43,12 @@ class ArrayWriter:
 
 
 def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArray[Any]:
-    """`FOLDER/NAME.bin`, memory-mapped and read-only. Raises DataError if it is not `length` long."""
+    """Memory-maps `FOLDER/NAME.bin` read-only. Raises DataError if it does not have `length` items."""
     path = folder / f"{name}.bin"
     expected = np.dtype(dtype).itemsize * length
     found = path.stat().st_size if path.exists() else -1
     if found != expected:
-        state = "is missing" if found < 0 else f"has {found:,} bytes where {expected:,} were written"
+        state = "is missing" if found < 0 else f"has {found:,} bytes, but {expected:,} were written"
         raise DataError(Problem("data.store", str(path), state, f"remove {folder} and prepare again"))
     if length == 0:
         return np.empty(0, dtype)  # an empty file cannot be mapped
@@ -58,11 +58,11 @@ def open_array(folder: Path, name: str, dtype: DTypeLike, length: int) -> NDArra
 
 
 def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-    """Has the disk read the ranges starts[i] to ends[i] (items, none of them empty) of an array, and does not wait.
+    """Starts reading the ranges starts[i] to ends[i] (items, none empty) of an array from disk, without waiting.
 
-    All are read at once, and nothing else. A page that was not asked for is read when it is touched: each after the
-    one before, and with it as much as the disk's readahead says, often megabytes for a sequence of 4 KiB. Nothing
-    happens for what is in memory, and for arrays that `open_array` has not opened.
+    All ranges are read in parallel, and nothing else. Other pages are read one after another when they are touched,
+    each with the disk's readahead: often megabytes for a sequence of 4 KiB. Does nothing for ranges in memory, and for
+    arrays that `open_array` has not opened.
     """
     mapped = _mapping(array)
     if mapped is None or not len(starts):
@@ -70,7 +70,7 @@ def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.i
     first, end = starts * array.itemsize // mmap.PAGESIZE, (ends * array.itemsize - 1) // mmap.PAGESIZE + 1
     order = np.argsort(first, kind="stable")
     first, end = first[order], np.maximum.accumulate(end[order])
-    # Neighbours in one advice: another one begins, and the one before ends, where a page is left out.
+    # Adjacent ranges share an advice: one ends, and another begins, where a page is left out.
     begins = np.ones(len(first) + 1, bool)
     begins[1:-1] = first[1:] > end[:-1]
     for begin, stop in zip(first[begins[:-1]].tolist(), end[begins[1:]].tolist(), strict=True):
@@ -80,13 +80,13 @@ def will_need(array: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.i
 
 
 def will_search(array: NDArray[Any]) -> None:
-    """Has a page of an array that `open_array` opened read alone when it is touched, for searches from end to end."""
+    """Disables readahead for an array that `open_array` opened, for searches across all of it."""
     mapped = _mapping(array)
     if mapped is not None:
         mapped.madvise(mmap.MADV_RANDOM)
 
 
 def _mapping(array: NDArray[Any]) -> mmap.mmap | None:
-    """What a whole array of `open_array` lies in; None of parts of it, and of others."""
+    """Returns the memory map of a whole array of `open_array`, or None for parts of it and for other arrays."""
     mapped = getattr(array.base, "obj", None)
     return mapped if isinstance(mapped, mmap.mmap) else None

@@ -1,4 +1,4 @@
-"""Content-addressed folders: each made once, under a lock, whole or not at all."""
+"""Content-addressed folders: each is created once, under a lock, and is complete or absent."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ META = "meta.json"
 
 
 def cache_folder(data: DataConfig) -> Path:
-    """`data.cache_dir`, else `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+    """Returns `data.cache_dir`, else `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
     chosen = data.cache_dir or os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain"
     folder = expanded(chosen)
     if folder.parts[0].startswith("~"):
-        message = "nobody knows this home folder"
+        message = "this home directory is unknown"
         raise DataError(Problem("data.cache", chosen, message, "set $HOME, $LLMTRAIN_CACHE or data.cache_dir"))
     return folder.absolute()
 
 
 def key_of(*parts: Any) -> str:
-    """A name for content: the hash of its parts, which are JSON data."""
+    """Returns a name for content: the hash of its parts, which are JSON data."""
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
 class NotPreparedError(Exception):
-    """Something is not in a cache that is only looked into."""
+    """Something is missing from a cache that is opened read-only."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Entry:
     meta: dict[str, Any]
     """What its builder returned."""
     made: bool
-    """Whether this call made it; False where it was there or another process made it."""
+    """Whether this call created it; False if it existed or another process created it."""
 
 
 class Cache:
-    """Folders `KIND/KEY` below one folder, which any number of processes share.
+    """Folders `KIND/KEY` below one folder, shared by any number of processes.
 
-    read_only: only look; whatever would have to be made or hashed first raises NotPreparedError.
+    read_only: raise NotPreparedError if something would have to be created, or hashed first.
     """
 
     def __init__(self, folder: Path, progress: Progress, *, read_only: bool = False) -> None:
@@ -66,13 +66,12 @@ class Cache:
         self.read_only = read_only
 
     def entry(self, kind: str, key: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
-        """The entry of a key, made by `build(folder) -> meta` if it is not there.
+        """Returns the entry of a key, created by `build(folder) -> meta` if it does not exist.
 
-        `build` fills a temporary folder, which is renamed once, after everything in it has
-        reached the disk: an entry that exists is whole. Whoever asks for an entry that another
-        process is making waits for it.
+        `build` fills a temporary folder, which is renamed once everything in it has reached the disk: an entry that
+        exists is complete. A process that needs an entry which another one is creating waits for it.
 
-        Raises DataError where the folder cannot be written or the disk is full.
+        Raises DataError if the folder cannot be written or the disk is full.
         """
         final = self.folder / kind / key
         if not (final / META).exists():
@@ -84,13 +83,13 @@ class Cache:
         return Entry(final, _meta_of(final / META), made=False)
 
     def require_making(self, what: str) -> None:
-        """Raises NotPreparedError in a cache that is only looked into."""
+        """Raises NotPreparedError if the cache is read-only."""
         if self.read_only:
             raise NotPreparedError(what)
 
     def _make(self, final: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         partial = _partial(final)
-        # Under the lock nobody else writes here: what lies there is of a process that died.
+        # Under the lock no other process writes here: existing files are left from a process that died.
         _remove(partial)
         partial.mkdir()
         try:
@@ -111,13 +110,13 @@ class Cache:
         written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         fraction = self.progress.fraction
         needed = f"about {_size(int(written / fraction))}" if fraction and fraction < 1 else f"over {_size(written)}"
-        free = shutil.disk_usage(self.folder).free + written  # what is written now is removed
-        message = f"the disk is full: {needed} needed for one store, {_size(free)} free; what was there before is kept"
+        free = shutil.disk_usage(self.folder).free + written  # what is written so far will be removed
+        message = f"the disk is full: one store needs {needed}, {_size(free)} are free; existing data are kept"
         return DataError(Problem("data.disk", str(self.folder), message, "free some space, or set data.cache_dir"))
 
     @contextmanager
     def _writing(self, folder: Path) -> Iterator[None]:
-        """Makes a folder for entries; says plainly where that, or writing in it, is not possible."""
+        """Creates a folder for entries, and converts errors of this and of writing in it to DataError."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             yield
@@ -125,7 +124,7 @@ class Cache:
             if error.errno in DISK_FULL:
                 raise self._disk_full(folder / "none") from None
             message = f"cannot be written: {error.strerror or error}"
-            fix = "set data.cache_dir or $LLMTRAIN_CACHE to a folder that can"
+            fix = "set data.cache_dir or $LLMTRAIN_CACHE to a writable folder"
             raise DataError(Problem("data.cache", str(self.folder), message, fix)) from error
 
     @contextmanager
@@ -136,7 +135,7 @@ class Cache:
         except Timeout:
             self.progress.say(f"Another process is preparing {final}; waiting for it")
             lock.acquire()
-        except NotImplementedError:  # what filelock makes of ENOSYS
+        except NotImplementedError:  # raised by filelock for ENOSYS
             raise OSError(errno.ENOSYS, "its file system has no file locks") from None
         try:
             yield
@@ -144,7 +143,7 @@ class Cache:
             lock.release()
 
     def _sweep(self, folder: Path, keep: Path) -> None:
-        """Removes what died half-made: temporary folders whose lock nobody holds."""
+        """Removes incomplete temporary folders whose lock is not held by any process."""
         for partial in folder.glob("*.partial"):
             final = partial.with_suffix("")
             if final == keep:
@@ -161,7 +160,9 @@ def _meta_of(file: Path) -> dict[str, Any]:
         return read_json(file, dict[str, Any])
     except UNREADABLE as error:
         raise DataError(
-            Problem("data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it is made anew")
+            Problem(
+                "data.cache", str(file), f"cannot be read: {why(error)}", "delete its folder; it will be created again"
+            )
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a `Source` of a recipe means: its documents and the name of their content."""
+"""Turns a `Source` of a recipe into its documents and an identity of their content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.recipe import Source
 from llmtrain.untrusted import expanded
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-"""NAME or OWNER/NAME."""
+"""Matches NAME or OWNER/NAME."""
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 WORD_START = re.compile(r"(?<=\S)(?= \S)")
 
@@ -27,31 +27,34 @@ class Corpus(Protocol):
 
     @property
     def name(self) -> str:
-        """As the recipe names it."""
+        """The name in the recipe."""
 
     @property
     def identity(self) -> str:
-        """Names the content: equal for equal documents in equal order, read in the same way."""
+        """Identifies the content: equal for equal documents in equal order, read in the same way."""
 
     @property
     def is_one_document(self) -> bool:
-        """Whether it is known, without reading it, to be a single document."""
+        """Whether the corpus is known to be a single document without reading it."""
 
     def documents(self) -> Iterator[Document]:
-        """The documents, from the first one. Raises DataError where they cannot be read."""
+        """Yields the documents from the beginning. Raises DataError if they cannot be read."""
 
 
 class Part(NamedTuple):
-    """A document of a split, or the part of a single document that is in it."""
+    """A document of a split, or the part of a single document that belongs to it."""
 
     text: str
     fraction: float
-    """Share of the corpus that has been read with it."""
+    """Fraction of the corpus that has been read, including this part."""
     is_held_out: bool
 
 
 def open_corpora(sources: Sequence[Source], cache: Cache, field: str = "data.sources") -> list[Corpus]:
-    """The corpus of each source; `field` holds them. Raises DataError with the faults of all of them."""
+    """Opens the corpus of each source; `field` is the recipe field that lists them.
+
+    Raises DataError with all faults.
+    """
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for number, source in enumerate(sources):
@@ -67,8 +70,8 @@ def open_corpora(sources: Sequence[Source], cache: Cache, field: str = "data.sou
 def held_out(text: str, eval_fraction: float) -> bool:
     """Whether a document belongs to the evaluation split.
 
-    It depends on nothing but the text, so neither the order of the documents nor new ones move a
-    document to the other split, and copies of a document are never on both sides.
+    This depends only on the text, so neither the order of the documents nor new ones move a document to the other
+    split, and copies of a document are always in the same split.
     """
     return xxhash.xxh3_64_intdigest(text.encode()) < eval_fraction * 2**64
 
@@ -76,7 +79,10 @@ def held_out(text: str, eval_fraction: float) -> bool:
 def split_documents(
     corpus: Corpus, eval_fraction: float, look: Callable[[str], None] = lambda _: None
 ) -> Iterator[Part]:
-    """The documents, each with its split; a single one is cut, and its end is held out. `look` is called with each."""
+    """Yields the documents with their split. A single document is cut, and its end held out.
+
+    `look` is called with each document.
+    """
     for text, fraction in corpus.documents():
         look(text)
         if _holds_out_the_end(corpus, eval_fraction):
@@ -88,12 +94,12 @@ def split_documents(
 
 
 def split_identity(corpus: Corpus, eval_fraction: float) -> str:
-    """Names what `split_documents` gives, together with the fraction."""
+    """Identifies the result of `split_documents`, together with the fraction."""
     return key_of(corpus.identity, "end") if _holds_out_the_end(corpus, eval_fraction) else corpus.identity
 
 
 def first_break(text: str, lowest: int, highest: int) -> int | None:
-    """Where byte-level tokenizers split a text anyway: after a line end, else before a space; None if nowhere."""
+    """Returns where byte-level tokenizers split a text anyway: after a line end, else before a space, else None."""
     found = LINE_END.search(text, lowest, highest) or WORD_START.search(text, lowest, highest)
     return found.end() if found else None
 
@@ -103,7 +109,7 @@ def _holds_out_the_end(corpus: Corpus, eval_fraction: float) -> bool:
 
 
 def _cut_before_the_end(text: str, fraction: float) -> int:
-    """Where the last `fraction` of a text begins, or a line or a word soon after that."""
+    """Returns where the last `fraction` of a text begins, moved to the next start of a line or word if one is near."""
     exact = int(len(text) * (1 - fraction))
     return first_break(text, exact, (exact + len(text)) // 2) or exact
 
@@ -117,5 +123,8 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
         return hub_corpus(source, field, cache)
     here = expanded(source.name).absolute()
-    message = f"'{source.name}' was not found: no file, folder or match of a glob at {here}, and not a hub dataset name"
+    message = (
+        f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
+        "name of a hub dataset"
+    )
     raise DataError(Problem("data.missing", f"{field}.name", message))

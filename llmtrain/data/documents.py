@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch begin and end."""
+"""The boundaries of the documents in a micro-batch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a micro-batch begin and end, its rows joined to one; on the host."""
+    """The boundaries of the documents in a micro-batch, with its rows concatenated; in host memory."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    """Of the arguments, as `transformers` hands them through its models."""
+    """Names of the arguments that `transformers` passes through its models."""
 
     bounds: torch.Tensor
-    """int32 [documents + 1]: 0, the end of each document, and so the number of all tokens at last."""
+    """int32 [documents + 1]: 0, then the end of each document; the last one is the total number of tokens."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
     several: bool
-    """Whether any row has more than one."""
+    """Whether any row contains several documents."""
 
     @classmethod
     def of(cls, position_ids: torch.Tensor) -> Documents:
-        """position_ids: [batch, T], of whole sequences, on the host; within a document each is one more."""
-        import torch  # not above: preparing data, in a launcher, must not load it
+        """Finds the documents.
+
+        position_ids: [batch, T], of whole sequences, on the host; each document counts by one.
+        """
+        import torch  # imported here, since preparing data in a launcher must not load it
 
         positions = position_ids.numpy()
         begins = np.ones(positions.shape, dtype=bool)
@@ -37,6 +40,6 @@ class Documents:
         return cls(torch.from_numpy(bounds), int(np.diff(bounds).max()), several=len(bounds) - 1 > len(positions))
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of a model's forward pass."""
+        """Returns arguments for a model's forward pass."""
         bounds = self.bounds.to(device, non_blocking=True)
         return dict(zip(self.NAMES, (bounds, bounds, self.longest, self.longest), strict=True))

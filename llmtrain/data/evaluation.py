@@ -1,4 +1,4 @@
-"""The fixed order of the sequences that are evaluated on."""
+"""The fixed order of the evaluation sequences."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ READ_ROWS = 64
 
 
 class EvalOrder:
-    """All sequences of all sources that are evaluated on, in an order of which every beginning is a fair sample.
+    """All evaluation sequences of all sources, in an order in which every prefix is a fair sample.
 
-    Sources alternate in proportion to their sequences, and those of a source are permuted by its
-    key (packing puts long documents first). No seed takes part: every run of a recipe evaluates
-    on the same sequences.
+    Sources alternate in proportion to their sequences, and the sequences of a source are permuted by its key (packing
+    puts long documents first). No seed is involved: every run of a recipe evaluates on the same sequences.
     """
 
     def __init__(self, views: Sequence[Samples], keys: Sequence[str]) -> None:
@@ -33,15 +32,15 @@ class EvalOrder:
         ]
         order = np.argsort(place, kind="stable")
         self.sources: NDArray[np.int64] = source[order]
-        """Source of each sequence."""
+        """[sequences]: the source of each sequence."""
         self.index: NDArray[np.int64] = np.concatenate([*index, np.empty(0, np.int64)])[order]
-        """Sequence within its source."""
+        """[sequences]: the index of each sequence within its source."""
 
     def __len__(self) -> int:
         return len(self.sources)
 
     def by_source(self, max_sequences: int | None = None) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The first `max_sequences` (default all): each source, and those of its sequences that are among them."""
+        """Yields each source with the indices of its sequences among the first `max_sequences` (default all)."""
         sources, index = self.sources[:max_sequences], self.index[:max_sequences]
         for number in range(len(self._views)):
             mine = index[sources == number]
@@ -49,7 +48,7 @@ class EvalOrder:
                 yield number, mine
 
     def read(self, max_sequences: int | None = None) -> Iterator[Rows]:
-        """The first `max_sequences` (default all), some at a time, a source at a time."""
+        """Reads the first `max_sequences` sequences (default all), in batches of one source at a time."""
         for number, mine in self.by_source(max_sequences):
             for start in range(0, len(mine), READ_ROWS):
                 yield self._views[number].read(mine[start : start + READ_ROWS])

@@ -1,4 +1,4 @@
-"""Local corpora: which files a name means, what they hold, and the built-in corpus `stdlib`."""
+"""Local corpora: finds the files of a source, reads them, and provides the built-in corpus `stdlib`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from llmtrain.untrusted import UNREADABLE, expanded, open_regular, read_json
 
 STDLIB = "stdlib"
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-"""Folders of the standard library that hold tests, or are not of the library."""
+"""Folders in the standard library that contain tests, or do not belong to it."""
 READ_BYTES = 1 << 22
 
 
 class Fingerprint(NamedTuple):
-    """What a file is: its content, and what tells cheaply that it is still the same."""
+    """Identifies a file's content, with attributes that show cheaply whether it has changed."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     modified: int
-    """Nanoseconds since the epoch."""
+    """Modification time in nanoseconds since the epoch."""
     hash: str
 
 
@@ -42,27 +42,27 @@ class FileCorpus:
 
     name: str
     kind: str
-    """Suffix that says how the files are read."""
+    """Suffix that determines how the files are read."""
     column: str
     files: tuple[Path, ...]
     prints: tuple[Fingerprint, ...]
-    """What each file was when it was hashed."""
+    """The fingerprint of each file when it was hashed."""
     lenient: bool = False
-    """Pass over a file that is not UTF-8 instead of refusing it."""
+    """Whether to skip a file that is not UTF-8 instead of refusing it."""
 
     @property
     def identity(self) -> str:
-        """Names the content: equal documents in equal order, wherever the files lie."""
+        """Identifies the content: equal for equal documents in equal order, independent of the files' location."""
         column = self.column if READERS.get(self.kind, read_text) is not read_text else None
         return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
 
     @property
     def is_one_document(self) -> bool:
-        """A text file is one."""
+        """Whether it is a single text file."""
         return len(self.files) == 1 and READERS.get(self.kind, read_text) is read_text
 
     def documents(self) -> Iterator[Document]:
-        """The documents, with the share of the bytes read so far. Raises DataError for a file it cannot read."""
+        """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
         reader = READERS.get(self.kind, read_text)
         total = max(1, sum(known.size for known in self.prints))
         done = 0
@@ -74,16 +74,16 @@ class FileCorpus:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
             if _stamp(path) != (known.size, known.modified):
-                # Its store would bear the name of what the file held before.
+                # Otherwise its store would be filed under the identity of the old content.
                 raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
             done += known.size
 
 
 def find_files(name: str, split: str, field: str) -> list[Path]:
-    """The files that a path, folder or glob means, sorted; empty if nothing of that name is here.
+    """Returns the files that a path, folder or glob refers to, sorted; empty if there are none with that name.
 
-    A folder stands for the data files below it, which must be of one kind. In a folder that
-    `datasets` saved several splits to, it is the split's.
+    A folder means the data files below it, which must be of one kind. If `datasets` saved several splits to a folder,
+    it means those of the given split.
 
     Raises DataError for a folder or glob without data files, or with files of several kinds.
     """
@@ -99,15 +99,15 @@ def find_files(name: str, split: str, field: str) -> list[Path]:
 
 
 def file_corpus(source: Source, files: Sequence[Path], cache: Cache) -> FileCorpus:
-    """The corpus of files that `find_files` found. Raises DataError for one that cannot be read."""
+    """Returns the corpus of files that `find_files` found. Raises DataError for an unreadable file."""
     kind = kind_of(files[0])
-    assert kind is not None  # find_files returns no other
+    assert kind is not None  # find_files returns no other files
     prints = Fingerprints(cache, source.name).of(files)
     return FileCorpus(source.name, kind, source.text_column, tuple(files), prints)
 
 
 def stdlib_corpus(cache: Cache) -> FileCorpus:
-    """The source text of the running interpreter's standard library, without its tests: a file, a document."""
+    """Returns the source code of this Python's standard library, without its tests; each file is a document."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
@@ -119,14 +119,14 @@ def stdlib_corpus(cache: Cache) -> FileCorpus:
 
 
 class Fingerprints:
-    """Content hashes of files, remembered by size and modification time so that each is read once."""
+    """Content hashes of files, cached by size and modification time so that each file is read once."""
 
     def __init__(self, cache: Cache, name: str) -> None:
         self._cache = cache
         self._path = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(name))}.json"  # noqa: PTH100 - globs
 
     def of(self, files: Sequence[Path]) -> tuple[Fingerprint, ...]:
-        """The fingerprint of each file. Raises DataError for one that cannot be read."""
+        """Returns the fingerprint of each file. Raises DataError for an unreadable file."""
         known = self._known()
         stamps = {str(path.absolute()): _stamp(path) for path in files}
         found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
@@ -147,8 +147,8 @@ class Fingerprints:
             return {}
 
     def _remember(self, found: dict[str, Fingerprint]) -> None:
-        # Nothing is lost where this cannot be written: the files are hashed again next time, and
-        # a folder that cannot be written is reported by whoever has to write a store.
+        # A failure loses nothing: the files are hashed again next time, and an unwritable folder is reported when a
+        # store is written.
         partial = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ class Fingerprints:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size and modification time of a file. Raises DataError if it is gone."""
+    """Returns size and modification time of a file. Raises DataError if it does not exist."""
     try:
         status = path.stat()
     except OSError as error:
@@ -180,13 +180,13 @@ def _hash(path: Path) -> str:
 
 
 def _below(folder: Path) -> list[Path]:
-    """The data files below a folder; hidden files and folders are left out, as shells do."""
+    """Returns the data files below a folder, without hidden files and folders."""
     files = (path for path in folder.rglob("*") if path.is_file() and kind_of(path))
     return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _split_folder(folder: Path, split: str, field: str) -> Path:
-    """The folder of a split where `DatasetDict.save_to_disk` wrote one for each; else the folder itself."""
+    """Returns the folder of a split if `DatasetDict.save_to_disk` wrote several, else the folder itself."""
     index = folder / "dataset_dict.json"
     if not index.exists():
         return folder
@@ -198,11 +198,11 @@ def _split_folder(folder: Path, split: str, field: str) -> Path:
 
 
 def _splits(index: Path) -> list[str]:
-    """The names of splits in a `dataset_dict.json`. Raises DataError for one that does not hold them."""
+    """Returns the names of the splits in a `dataset_dict.json`. Raises DataError if it does not list them."""
     try:
         return read_json(index, dict[str, list[str]])["splits"]
     except (*UNREADABLE, KeyError):
-        reason = 'holds no {"splits": [NAME, ...]}'
+        reason = 'does not contain {"splits": [NAME, ...]}'
     fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
     raise DataError(Problem("data.format", str(index), reason, fix))
 
@@ -217,9 +217,9 @@ def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
         raise DataError(Problem("data.missing", f"{field}.name", message))
     if None in kinds:
         stranger = next(path for path in files if kind_of(path) is None)
-        raise DataError(Problem("data.format", f"{field}.name", f"'{stranger}' is not of a known kind ({readable})"))
+        raise DataError(Problem("data.format", f"{field}.name", f"'{stranger}' has an unknown format ({readable})"))
     if len(kinds) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
         message = f"'{name}' has files of several kinds ({found})"
-        raise DataError(Problem("data.mixed", f"{field}.name", message, "name one kind by a glob: FOLDER/**/*.jsonl"))
+        raise DataError(Problem("data.mixed", f"{field}.name", message, "name one kind with a glob: FOLDER/**/*.jsonl"))
     return sorted(files)

@@ -1,7 +1,7 @@
-"""Reads documents out of one file: plain text, JSON lines, Parquet, Arrow.
+"""Reads documents from one file: plain text, JSON lines, Parquet, Arrow.
 
-Files are read directly, a batch at a time, and not through `datasets`: memory stays bounded, no
-second copy is written beside the token store, and a fault is named by its file and place.
+Files are read directly, one batch at a time, and not through `datasets`: memory use stays bounded, no second copy is
+written besides the token store, and an error names its file and position.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 class Document(NamedTuple):
-    """A text, and how much has been read with it."""
+    """A text, and the fraction read so far."""
 
     text: str
     fraction: float
-    """Share of the whole that has been read, 0 to 1."""
+    """Fraction of the whole that has been read, 0 to 1."""
 
 
 Reader = Callable[[Path, str], Iterator[Document]]
 
 
 def read_text(path: Path, column: str) -> Iterator[Document]:
-    """The whole file as one document; a byte order mark is dropped, line ends stay. `column` is not used."""
+    """Reads the file as one document; removes a byte order mark, keeps line ends. `column` is not used."""
     with opened(path) as (file, _):
         yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
 
 
 def read_json_lines(path: Path, column: str) -> Iterator[Document]:
-    """A document per line, the text in field `column`; blank lines and null texts are passed over."""
+    """Yields a document per line, from the field `column`; skips blank lines and null texts."""
     size = max(1, path.stat().st_size)
     offset = 0
     with opened(path) as (file, raw):
@@ -58,7 +58,7 @@ def read_json_lines(path: Path, column: str) -> Iterator[Document]:
 
 
 def read_parquet(path: Path, column: str) -> Iterator[Document]:
-    """A document per row."""
+    """Yields a document per row."""
     import pyarrow
     import pyarrow.parquet
 
@@ -70,7 +70,7 @@ def read_parquet(path: Path, column: str) -> Iterator[Document]:
 
 
 def read_arrow(path: Path, column: str) -> Iterator[Document]:
-    """A document per row, of an Arrow IPC file or stream (`datasets` writes streams)."""
+    """Yields a document per row of an Arrow IPC file or stream (`datasets` writes streams)."""
     import pyarrow
 
     with _arrow_errors(path), pyarrow.memory_map(os.fsencode(path)) as source:
@@ -85,7 +85,7 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
 
 
 def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
-    """Each record batch with the share of all `rows` that has been read with it."""
+    """Yields each record batch with the fraction of `rows` read, including it."""
     done = 0
     for batch in batches:
         done += batch.num_rows
@@ -93,7 +93,7 @@ def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator
 
 
 def read_batches(batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str, place: str) -> Iterator[Document]:
-    """The documents of Arrow record batches, each with the share read; `place` names them in errors."""
+    """Yields the documents of Arrow record batches, each with the fraction read; `place` names them in errors."""
     row = 0
     for batch, fraction in batches:
         for value in batch.column(batch.schema.get_field_index(column)):
@@ -116,20 +116,23 @@ COMPRESSIONS = (".gz", ".zst")
 
 
 def kind_of(path: Path) -> str | None:
-    """The suffix in `READERS` that a file is read by, its compression left out; None for any other file."""
+    """Returns the suffix in `READERS` that determines how a file is read, ignoring compression, or None."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compressed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
     if compressed:
         suffixes.pop()
     kind = suffixes[-1] if suffixes else ""
     if compressed and READERS.get(kind) not in (read_text, read_json_lines):
-        return None  # Parquet and Arrow compress inside
+        return None  # Parquet and Arrow have compression of their own
     return kind if kind in READERS else None
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file's bytes, decompressed, and the file below, whose position tells how much has been read."""
+    """Opens a file for decompressed reading.
+
+    Yields the stream and the underlying file, whose position shows how much has been read.
+    """
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as raw:
@@ -148,14 +151,14 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _zstandard(raw: IO[bytes]) -> IO[bytes]:
     import io
 
-    import pyarrow  # brings the codec along
+    import pyarrow  # provides the codec
 
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
     return io.BufferedReader(stream)
 
 
 def decode(data: bytes, path: Path, offset: int = 0) -> str:
-    """UTF-8 text. Raises DataError with the file and the byte, counted from `offset`, that is not."""
+    """Decodes UTF-8 text. Raises DataError with the file and the offset of an invalid byte, counted from `offset`."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -163,10 +166,10 @@ def decode(data: bytes, path: Path, offset: int = 0) -> str:
 
 
 def column_problem(place: str, column: str, known: Any) -> Problem:
-    """A text column that is not there, with those that are."""
+    """Returns the problem of a missing text column, with the existing ones."""
     names = [str(name) for name in known]
-    message = f"there is no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
-    return Problem("data.column", place, message, "set text_column of the source to the column that holds the text")
+    message = f"has no column '{column}'{nearest(column, names)} (columns: {', '.join(names) or 'none'})"
+    return Problem("data.column", place, message, "set text_column of the source to the column that contains the text")
 
 
 def _not_utf8(place: str, error: UnicodeDecodeError, offset: int) -> Problem:
@@ -187,20 +190,20 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
         if isinstance(row, dict):
             return row
         reason = f"a {type(row).__name__}, not an object"
-    fix = 'JSON lines hold one {"text": ...} per line'
+    fix = 'each line must be a JSON object {"text": ...}'
     raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
 
 
 def _document(value: Any, place: str, column: str, fraction: float) -> Iterator[Document]:
-    """The document of a cell; none for a null."""
+    """Yields the document of a cell; nothing for null."""
     if value is None:
         return
     if not isinstance(value, str):
-        message = f"column '{column}' holds a {type(value).__name__}, not text"
+        message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
     if not value.isascii() and not _encodable(value):
-        # JSON can spell half of a surrogate pair, "\ud800", which no UTF-8 text contains.
-        raise DataError(Problem("data.utf8", place, "holds a lone surrogate, which is not a character"))
+        # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
+        raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
     yield Document(value, fraction)
 
 

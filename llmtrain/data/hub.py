@@ -1,4 +1,4 @@
-"""Corpora of the Hugging Face hub, through `datasets`."""
+"""Corpora from the Hugging Face hub, read through `datasets`."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from llmtrain.recipe import Source
 
 @dataclass(frozen=True)
 class HubCorpus:
-    """The documents of a split of a dataset that `datasets.load_dataset_builder` finds."""
+    """The documents of one split of a dataset that `datasets.load_dataset_builder` finds."""
 
     source: Source
     field: str
-    """Recipe field of the source, for errors."""
+    """Recipe field of the source, for error messages."""
     version: str
-    """What the dataset's name meant when it was first used: the commit, for a hub dataset."""
+    """The version that the name referred to when it was first used; for a hub dataset, the commit."""
 
     @property
     def name(self) -> str:
-        """As the recipe names it."""
+        """The name in the recipe."""
         return self.source.name
 
     @property
     def is_one_document(self) -> bool:
-        """Nobody knows before it is read."""
+        """False, since this is unknown before the dataset is read."""
         return False
 
     @property
     def identity(self) -> str:
-        """Names the content."""
+        """Identifies the content."""
         source = self.source
         return key_of("hub", source.name, source.subset, source.split, source.text_column, self.version)
 
     def documents(self) -> Iterator[Document]:
-        """The documents, downloaded if they are not here. Raises DataError as `hub_corpus` does."""
+        """Yields the documents, which are downloaded if necessary. Raises DataError as `hub_corpus` does."""
         source = self.source
         builder = _builder(source, self.field)
         if builder.hash != self.version:
-            message = f"'{source.name}' is at {builder.hash} now, and was at {self.version} when it was first prepared"
-            fix = f'set {self.field}.revision, to "{self.version}" or the new one'
+            message = f"'{source.name}' is now at {builder.hash}, but was at {self.version} when it was first prepared"
+            fix = f'set {self.field}.revision to "{self.version}" or to the new version'
             raise DataError(Problem("data.hub", f"{self.field}.revision", message, fix))
         import datasets
 
@@ -62,12 +62,12 @@ class HubCorpus:
 
 
 def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:
-    """A dataset by its name.
+    """Returns a dataset by name.
 
-    What a name without a revision means is asked once per cache folder and kept there, so that a
-    later run neither needs the hub nor silently trains on something else.
+    The version of a name without a revision is looked up once per cache folder and stored there, so that a later run
+    does not need the hub and does not silently train on other data.
 
-    Raises DataError where `datasets` does not find it.
+    Raises DataError if `datasets` does not find it.
     """
     key = key_of(source.name, source.subset, source.revision)
     pin = cache.entry("pins", key, lambda _: {"name": source.name, "version": _builder(source, field).hash})
@@ -78,16 +78,21 @@ def _builder(source: Source, field: str) -> Any:
     import datasets
 
     if hub_has(source.name, source.revision, "dataset") is False:
-        message = f"'{source.name}' is neither a file, folder or glob here, nor a data set of the hub, or it is private"
-        raise DataError(Problem("data.missing", f"{field}.name", message, "check the name; log in (hf auth login)"))
+        message = (
+            f"'{source.name}' is not a file, folder or glob on this machine, nor a dataset on the hub, "
+            "unless it is private"
+        )
+        raise DataError(Problem("data.missing", f"{field}.name", message, "check the name, or log in (hf auth login)"))
     try:
         return datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        # Not found, not allowed, no network, no such subset: `datasets` says which.
+        # Not found, not permitted, no network, no such subset: the message of `datasets` says which.
         raise DataError(_problem(source, field, error)) from error
 
 
 def _problem(source: Source, field: str, error: Exception) -> Problem:
     reason = str(error).strip().partition("\n")[0]
-    message = f"'{source.name}' is neither a file, folder or glob here, nor a dataset that can be loaded: {reason}"
+    message = (
+        f"'{source.name}' is not a file, folder or glob on this machine, nor a dataset that can be loaded: {reason}"
+    )
     return Problem("data.missing", f"{field}.name", message, "check the name, the subset, the split and the network")

@@ -1,4 +1,4 @@
-"""Which source the i-th sample of training comes from: by weight, exact, without state."""
+"""Determines the source of the i-th training sample: by weight, exact, without state."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST_PERIOD = 2**31
-"""Keeps `remainder * weight` within 63 bits."""
+"""Upper bound that keeps `remainder * weight` within 63 bits."""
 
 
 class Mixture:
-    """Deals samples to sources so that each prefix holds each source in its proportion.
+    """Distributes samples over sources so that each prefix contains every source in proportion.
 
-    The first source takes floor(n * w / W) of the first n samples; the next takes its share of
-    what is left in the same way, and so on. Each step takes 0 or 1 of each further sample, so a
-    sample has exactly one source, and its number within that source is a count known by
-    arithmetic. After each W samples (W the sum of the integer weights) the shares are exact.
+    The first source takes floor(n * w / W) of the first n samples; the next one takes its share of the remaining
+    samples in the same way, and so on. Each source takes 0 or 1 of each further sample, so a sample has exactly one
+    source, and its index within that source is computed arithmetically. After every W samples (W is the sum of the
+    integer weights) the shares are exact.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = integer_weights(weights)
 
     def locate(self, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each sample of `index`, and the sample's number within its source; same shape."""
+        """Returns the source of each sample of `index`, and the sample's index within its source, in the same shape."""
         source = np.full(index.shape, -1, np.int64)
         number = np.zeros(index.shape, np.int64)
         left, total = index, sum(self.weights)
@@ -39,12 +39,12 @@ class Mixture:
         return source, number
 
     def share(self, source: int, samples: int) -> int:
-        """How many of `samples` consecutive ones are of a source, rounded up."""
+        """Returns how many of `samples` consecutive samples come from a source, rounded up."""
         return -(-samples * self.weights[source] // sum(self.weights))
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the proportion of the decimal `weights`; rounded only if they are huge."""
+    """Returns the smallest integers proportional to the decimal `weights`; rounded only if they are huge."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in fractions))
     scaled = [int(fraction * scale) for fraction in fractions]
@@ -58,5 +58,5 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 
 
 def _share(count: NDArray[np.int64], weight: int, total: int) -> NDArray[np.int64]:
-    """floor(count * weight / total), without leaving 63 bits."""
+    """Returns floor(count * weight / total), computed within 63 bits."""
     return count // total * weight + count % total * weight // total

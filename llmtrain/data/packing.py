@@ -1,8 +1,8 @@
-"""Best-fit packing: no document of at most T tokens is split, and hardly a slot stays empty.
+"""Best-fit packing: no document of at most T tokens is split, and almost no slot stays empty.
 
-Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of n + 1
-tokens has n inputs with a target each. Documents of more than T inputs are cut every T; the pieces
-are placed by decreasing length, each in the fullest sequence that still has room for it.
+Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of n + 1 tokens has n inputs,
+each with a target. Documents of more than T inputs are cut into pieces of T; the pieces are placed by decreasing
+length, each in the fullest sequence in which it fits.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.store import SPLITS, Stream, TokenStore
 
 FORMAT = 1
-"""Version of the index; part of its key."""
+"""Version of the index format; part of its key."""
 CHUNK_DOCUMENTS = 1_000_000
-"""Documents that are packed together; bounds the memory."""
+"""Number of documents that are packed together, which bounds the memory."""
 
 
 class Pieces(NamedTuple):
-    """Runs of inputs of a stream: piece i reads tokens[starts[i] : starts[i] + lengths[i]]."""
+    """Pieces of a token stream: piece i has the inputs tokens[starts[i] : starts[i] + lengths[i]]."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
 def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any]:
-    """Writes the index of both splits of a store; returns how many sequences and pieces each has."""
+    """Writes the index of both splits of a store; returns the numbers of sequences and pieces of each."""
     meta: dict[str, Any] = {}
     for split in SPLITS:
         with ExitStack() as stack:
             starts = stack.enter_context(ArrayWriter(folder, f"{split}_starts", np.uint64))
             lengths = stack.enter_context(ArrayWriter(folder, f"{split}_lengths", np.uint32))
-            # Sequence i is made of the pieces offsets[i] to offsets[i + 1].
+            # Sequence i consists of the pieces offsets[i] to offsets[i + 1].
             offsets = stack.enter_context(ArrayWriter(folder, f"{split}_offsets", np.uint64))
             targets = stack.enter_context(ArrayWriter(folder, f"{split}_targets", np.uint32))
             offsets.append(np.zeros(1, np.uint64))
@@ -63,9 +63,9 @@ def _chunks(stream: Stream, sequence_length: int) -> Iterator[Pieces]:
 
 
 def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
-    """The pieces of the documents between `bounds`, in order.
+    """Returns the pieces of the documents between `bounds`, in order.
 
-    Two pieces of a document overlap by one token, the last target of the first of them.
+    Consecutive pieces of a document overlap by one token, the last target of the first piece.
     """
     inputs = np.diff(bounds) - 1
     pieces = -(-inputs // sequence_length)
@@ -76,9 +76,9 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Best-fit decreasing bin packing of pieces of 1 to `capacity`.
+    """Packs pieces of lengths 1 to `capacity` into bins, best-fit decreasing.
 
-    Returns the pieces ordered by bin, and how many pieces each bin has.
+    Returns the pieces ordered by bin, and the number of pieces in each bin.
     """
     full = np.flatnonzero(lengths == capacity)
     partial = np.flatnonzero(lengths < capacity)
@@ -90,9 +90,9 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int6
 
 
 def _place(pieces: list[int], lengths: list[int], capacity: int) -> list[list[int]]:
-    """The bins of pieces given by decreasing length."""
+    """Returns the bins of pieces that are given by decreasing length."""
     bins: list[list[int]] = []
-    with_room: dict[int, list[int]] = defaultdict(list)  # bins by the room left in them
+    with_room: dict[int, list[int]] = defaultdict(list)  # remaining room → bins
     rooms: list[int] = []  # the keys of `with_room`, sorted
     for piece, length in zip(pieces, lengths, strict=True):
         place = bisect_left(rooms, length)

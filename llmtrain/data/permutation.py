@@ -1,8 +1,8 @@
-"""A keyed permutation of [0, n) that is evaluated, not stored.
+"""A keyed permutation of [0, n) that is computed, not stored.
 
-A Feistel network is a bijection of 2b-bit numbers whatever its round function; numbers that it
-takes out of [0, n) are sent through it again until they fall inside ("cycle walking", Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002), fewer than four times on average.
+A Feistel network is a bijection on 2b-bit numbers for any round function; numbers that it maps outside [0, n) are
+mapped again until they fall inside ("cycle walking", Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002),
+fewer than four times on average.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def permutation_key(*parts: int | str) -> int:
-    """A 64-bit key, the hash of its parts."""
+    """Returns a 64-bit key, the hash of its parts."""
     return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode())
 
 
 def permute(index: NDArray[np.int64], size: int, key: int) -> NDArray[np.int64]:
-    """Where the permutation of [0, size) chosen by `key` takes each of `index`; any shape, O(1) each."""
+    """Maps each of `index` with the permutation of [0, size) chosen by `key`; any shape, O(1) per element."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = [np.uint64((key + (number + 1) * _GOLDEN) % _WORD) for number in range(ROUNDS)]
     values = _feistel(index.astype(np.uint64).ravel(), half, keys)
@@ -47,7 +47,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: Sequence[np.uint
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), in place: arrays are short and calls many."""
+    """Applies the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) in place, since arrays are short."""
     words ^= words >> _SHIFTS[0]
     words *= _FACTORS[0]
     words ^= words >> _SHIFTS[1]

@@ -1,4 +1,4 @@
-"""Runs an iterator ahead of its consumer, in a thread."""
+"""Runs an iterator ahead of its consumer in a thread."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ T = TypeVar("T")
 
 
 class _End:
-    """The iterator is done, or raised `error`."""
+    """Marks that the iterator has finished, or raised `error`."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
-    """`items`, made up to `depth` ahead in a thread.
+    """Yields `items`, produced up to `depth` ahead in a thread.
 
-    What `items` raises is raised here. Closing the generator stops the thread and waits for it.
+    Errors of `items` are raised here. Closing the generator stops the thread and waits for it.
     """
     ready: queue.Queue[T | _End] = queue.Queue(depth)
     stop = threading.Event()
 
     def work() -> None:
-        # Signals are the main thread's: two threads of a stopped rank would take its dump and its end at once.
+        # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         error: BaseException | None = None
         try:
@@ -35,7 +35,7 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
                 if stop.is_set():
                     return
                 ready.put(item)
-        except BaseException as caught:  # handed to the consumer, whatever it is
+        except BaseException as caught:  # passed to the consumer, whatever it is
             error = caught
         ready.put(_End(error))
 
@@ -48,7 +48,7 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
             raise item.error
     finally:
         stop.set()
-        while thread.is_alive():  # it may be waiting for room
+        while thread.is_alive():  # the thread may be waiting for room in the queue
             try:
                 ready.get(timeout=0.02)
             except queue.Empty:

@@ -1,4 +1,4 @@
-"""From a recipe to sequences on disk: tokenizer, tokens, packing, each made once."""
+"""Turns a recipe into sequences on disk: tokenizer, tokens and packing, each made once."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class PreparedSource:
     """The sequences of one source."""
 
     name: str
-    """As the recipe names it, with what tells it apart where it names several so."""
+    """The name in the recipe, extended if several sources have the same name."""
     weight: float
-    """Its share of training, relative to the other sources."""
+    """Weight in training, relative to the other sources."""
     key: str
-    """Names the content: corpus, tokenizer, split, packing, sequence length."""
+    """Identifies the content: corpus, tokenizer, split, packing and sequence length."""
     store: TokenStore
     train: Samples
     eval: Samples
@@ -50,25 +50,28 @@ class Prepared:
 
     tokenizer: PreparedTokenizer
     sources: tuple[PreparedSource, ...]
-    """What is trained on."""
+    """The training sources."""
     evaluation_sources: tuple[PreparedSource, ...]
-    """Sources that are only evaluated on; where there are any, nothing of the others is held out."""
+    """Sources for evaluation only; if there are any, no training data are held out."""
     sequence_length: int
-    """T."""
+    """T, the length of a sequence in tokens."""
     made: bool
-    """Whether this call made anything; False where all of it was in the cache."""
+    """Whether this call made anything; False if everything was in the cache."""
     seconds: float
-    """What this call took, waiting for another process included."""
+    """Duration of this call, including the time spent waiting for another process."""
 
     @property
     def key(self) -> str:
-        """Names all that is read and its proportions: equal keys and seeds give equal batches at equal cursors."""
+        """Identifies all that is read and its proportions.
+
+        Equal keys and seeds give equal batches at equal positions.
+        """
         weights = integer_weights([source.weight for source in self.sources])
         return key_of([source.key for source in self.sources], weights)
 
     @property
     def tokenizer_dir(self) -> Path:
-        """Folder that `AutoTokenizer.from_pretrained` loads."""
+        """Folder for `AutoTokenizer.from_pretrained`."""
         return self.tokenizer.folder
 
     @property
@@ -78,33 +81,33 @@ class Prepared:
 
     @property
     def eos_id(self) -> int:
-        """Token that ends each document, and pads."""
+        """The token that ends each document, and pads."""
         return self.tokenizer.eos_id
 
     @property
     def train_sequences(self) -> int:
-        """Training sequences, each counted once."""
+        """Number of training sequences in one pass over the data."""
         return sum(len(source.train) for source in self.sources)
 
     @property
     def evaluated(self) -> tuple[PreparedSource, ...]:
-        """The sources that have something to evaluate on, their `eval`."""
+        """The sources whose `eval` has sequences to evaluate on."""
         return tuple(source for source in (self.evaluation_sources or self.sources) if len(source.eval))
 
     @property
     def eval_sequences(self) -> int:
-        """Sequences to evaluate on."""
+        """Number of evaluation sequences."""
         return sum(len(source.eval) for source in self.evaluated)
 
     def eval_order(self) -> EvalOrder:
-        """The order of the sequences of `evaluated`."""
+        """Returns the order of the sequences of `evaluated`."""
         return EvalOrder([source.eval for source in self.evaluated], [source.key for source in self.evaluated])
 
     def unigram_loss(self, max_sequences: int | None = None) -> float:
-        """Mean cross-entropy (nats per token) of a unigram model on the targets of the evaluation.
+        """Returns the mean cross-entropy (nats per token) of a unigram model on the evaluation targets.
 
-        Its probabilities are the token counts of the training split, each plus one. What a model
-        that has learned anything stays below. NaN without sequences to evaluate on.
+        Its probabilities are the token counts of the training split, each plus one. Any model that has learned
+        something is better. NaN without evaluation sequences.
         """
         counts = np.add.reduce([source.store.counts() for source in self.sources]) + 1
         loss = -np.log(counts / counts.sum())
@@ -119,17 +122,17 @@ class Prepared:
 def prepare(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     """Makes what the recipe's data needs, or finds it in the cache.
 
-    Any number of processes may call this at once: one makes a part, the others wait and open it.
-    A call that finds everything reads no corpus, and imports neither `datasets` nor `torch`.
+    Any number of processes may call this at the same time: one makes each part, the others wait and open it. A call
+    that finds everything reads no corpus, and imports neither `datasets` nor `torch`.
 
-    Raises DataError for sources or a tokenizer that cannot be used, texts of special tokens, a tokenizer larger
-    than the model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
+    Raises DataError for sources or a tokenizer that cannot be used, texts of special tokens, a tokenizer larger than
+    the model's vocabulary, an empty corpus, and a cache that is full or cannot be written.
     """
     return _prepare(recipe, Cache(cache_folder(recipe.data), progress or Progress()))
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """What `prepare` would open, where all of it is in the cache; else None. Makes nothing."""
+    """Returns what `prepare` would open if all of it is in the cache, else None. Makes nothing."""
     try:
         return _prepare(recipe, Cache(cache_folder(recipe.data), Progress(), read_only=True))
     except (NotPreparedError, DataError):
@@ -139,7 +142,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
     try:
         return _made(recipe, cache)
-    except OSError as error:  # as where a folder on the way to a file is closed
+    except OSError as error:  # for example, a folder on the path to a file is not accessible
         raise DataError(Problem("data.read", str(error.filename or "data"), f"cannot be used: {why(error)}")) from error
 
 
@@ -163,7 +166,7 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
 def _prepare_sources(
     data: DataConfig, field: str, declared: Sequence[Source], corpora: Sequence[Corpus], reading: Reading, cache: Cache
 ) -> tuple[PreparedSource, ...]:
-    """Every source of a field; the faults of all of them are raised together."""
+    """Prepares every source of a field, and raises all faults together."""
     sources: list[PreparedSource] = []
     problems: list[Problem] = []
     names = unique_names(declared)
@@ -174,14 +177,14 @@ def _prepare_sources(
         except DataError as error:
             problems += error.problems
             if any(problem.rule in ("data.disk", "data.cache") for problem in error.problems):
-                break  # the next source would only meet it again
+                break  # the next source would fail in the same way
     if problems:
         raise DataError(problems)
     return tuple(sources)
 
 
 def unique_names(sources: Sequence[Source]) -> list[str]:
-    """A name for each source that no other one has."""
+    """Returns a unique name for each source."""
     plain = [source.name for source in sources]
     full = [" ".join(filter(None, (one.name, one.subset, one.split, one.text_column))) for one in sources]
     names: list[str] = []
@@ -195,7 +198,7 @@ def unique_names(sources: Sequence[Source]) -> list[str]:
 def packed_source(
     data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
-    """The sequences of a source, over its tokens."""
+    """Returns the sequences of a source over its tokens."""
     length, mask = data.sequence_length, data.mask_documents
     views: dict[str, Samples]
     if data.packing == "concat":
@@ -218,14 +221,14 @@ def packed_source(
 
 
 def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:
-    """Raises DataError for a tokenizer that gives tokens beyond the model's embedding."""
+    """Raises DataError for a tokenizer with tokens beyond the model's embedding."""
     rows = recipe.vocab_size
     fix = f"--set model.config.vocab_size={tokenizer.vocab_size}"
     if rows is None and recipe.model.pretrained is not None:
         rows = pretrained_vocabulary(recipe.model)
         fix = f"use the tokenizer of the pretrained model: --set data.tokenizer={recipe.model.pretrained}"
     if rows is not None and tokenizer.vocab_size > rows:
-        message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary only {rows:,}"
+        message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's vocabulary only {rows:,}"
         raise DataError(Problem("data.vocab", FIELD, message, fix))
 
 
@@ -234,12 +237,13 @@ def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
         return
     never = "--set evaluation.every_steps=0"
     if prepared.evaluation_sources:
-        message = f"hold too little for one sequence of {prepared.sequence_length:,} tokens"
-        raise DataError(Problem("data.eval", EVAL_FIELD, message, f"give more text, or {never}"))
+        message = f"contain too little text for one sequence of {prepared.sequence_length:,} tokens"
+        raise DataError(Problem("data.eval", EVAL_FIELD, message, f"add more text, or {never}"))
     splits = [source.store.meta["splits"] for source in prepared.sources]
     documents, held = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
     message = (
-        f"{recipe.data.eval_fraction} held out {held:,} of {documents + held:,} documents, too little to evaluate on"
+        f"{recipe.data.eval_fraction} held out {held:,} of {documents + held:,} documents, which is "
+        "too little to evaluate on"
     )
-    fix = f"raise it, give more documents (a text file is one), name evaluation.sources, or {never}"
+    fix = f"increase it, add more documents (a text file is one), set evaluation.sources, or {never}"
     raise DataError(Problem("data.eval", "data.eval_fraction", message, fix))

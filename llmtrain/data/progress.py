@@ -1,4 +1,4 @@
-"""What a person sees while data is prepared: a bar on a terminal, plain lines elsewhere."""
+"""Progress of the data preparation: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 LINE_SECONDS = 10.0
-"""Seconds between plain lines where the output is not a terminal."""
+"""Seconds between plain lines if the output is not a terminal."""
 
 
 class Task:
-    """One piece of work under way; made by `Progress.task`."""
+    """A task in progress; created by `Progress.task`."""
 
     def __init__(self, name: str, console: Console, bar: Bar | None) -> None:
         self.fraction: float | None = None
-        """Share of the work done, 0 to 1; None while it is unknown."""
+        """Fraction of the work done, 0 to 1; None while it is unknown."""
         self._name = name
         self._console = console
         self._bar = bar
@@ -27,7 +27,7 @@ class Task:
         self._last = time.monotonic()
 
     def update(self, fraction: float | None, detail: str = "") -> None:
-        """Shows how far the work is: its share done (0 to 1, None if unknown) and some words on it."""
+        """Shows the progress: the fraction done (0 to 1, None if unknown) and some words about it."""
         self.fraction = fraction
         if self._bar is not None and self._id is not None:
             total = None if fraction is None else 1.0
@@ -39,7 +39,7 @@ class Task:
 
 
 class Progress:
-    """Prints to a console of the caller's; silent without one."""
+    """Prints to the caller's console; silent without one."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(quiet=True)
@@ -47,7 +47,7 @@ class Progress:
 
     @property
     def fraction(self) -> float | None:
-        """Share of the current task that is done; None where that is unknown."""
+        """Fraction of the current task that is done; None if unknown."""
         return self._task.fraction if self._task else None
 
     def say(self, message: str) -> None:
@@ -56,7 +56,7 @@ class Progress:
 
     @contextmanager
     def task(self, name: str) -> Iterator[Task]:
-        """Shows a task until the block ends; `fraction` stays readable afterwards, for error messages."""
+        """Shows a task until the block ends; `fraction` remains readable afterwards, for error messages."""
         if not self._console.is_terminal:
             self.say(f"{name} ...")
             self._task = Task(name, self._console, None)

@@ -1,4 +1,4 @@
-"""What preparing the data made, for people."""
+"""Describes the prepared data for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from llmtrain.data.samples import fill
 from llmtrain.recipe import Recipe
 
 NAME_CHARACTERS = 14
-"""Of a source's name in a line of the table, at least; longer names take several lines."""
+"""Minimum width of a source's name in the table; longer names take several lines."""
 
 
 def summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
-    """The prepared data as JSON data."""
+    """Returns the prepared data as JSON data."""
     return {
         "made": prepared.made,
         "seconds": prepared.seconds,
@@ -39,8 +39,8 @@ def summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
 
 
 def report(prepared: Prepared, recipe: Recipe) -> Group:
-    """The prepared data for a rich console: a table with a row per source and split, and what is worth knowing."""
-    state = "made" if prepared.made else "found, nothing made,"
+    """Renders the prepared data for a rich console: a table with a row per source and split, and the notes."""
+    state = "made" if prepared.made else "found in the cache"
     title = f"Data {state} in {prepared.seconds:.2f} s, vocabulary {prepared.vocab_size:,}"
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold", min_width=NAME_CHARACTERS)
@@ -57,7 +57,7 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
 
 
 def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
-    """What is worth knowing of the data, a line each."""
+    """Returns remarks on the data, one line each."""
     found = []
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         if epochs > 1:
@@ -66,15 +66,15 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
-            found.append(f"{source.name} holds {special}; they are read as {read} (data.special_tokens)")
+            found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
     unused = sum(source.train.unused() for source in prepared.sources)
     if unused:
-        found.append(f"{unused:,} training tokens at the end of the streams are left out: less than a sequence each")
+        found.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
     return found
 
 
 def _epochs(prepared: Prepared, recipe: Recipe) -> list[float]:
-    """How often the whole run reads each source."""
+    """Returns how many times the whole run reads each source."""
     samples = recipe.train.max_steps * recipe.batch.global_batch_size
     weights = integer_weights([source.weight for source in prepared.sources])
     return [

@@ -1,8 +1,7 @@
-"""Which sequences each step trains on, and this rank's part of them as tensors.
+"""Selects the sequences of each step, and returns this rank's part of them as tensors.
 
-The order is a function of the seed and the number of samples consumed, and of nothing else:
-neither the number of ranks nor the size of a batch changes it, and any place in it is reached in
-constant time.
+The order depends only on the seed and the number of samples consumed: neither the number of ranks nor the batch size
+changes it, and any position in it is reached in constant time.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ if TYPE_CHECKING:
 
 Index = NDArray[np.int64]
 READ_TOKENS = 1 << 14
-"""Of a rank, of the steps that are read together; of one step where that has more."""
+"""Tokens of a rank in the steps that are read together; a step with more tokens is read alone."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads; each [micro_batch_size, T], int64."""
+    """The input of one forward pass; each tensor is [micro_batch_size, T], int64."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    """They start again at 0 at each document where documents are masked."""
+    """Positions restart at 0 at each document if documents are masked."""
     labels: torch.Tensor
-    """The target of the input at the same place: already shifted. -100 where there is none."""
+    """The target of the input at the same position, already shifted. -100 if there is none."""
 
     @cached_property
     def documents(self) -> Documents | None:
-        """Where they begin and end in `position_ids`; None where these lie on a device, which is not asked."""
+        """The document boundaries in `position_ids`; None if these are on a device, to avoid a synchronisation."""
         return Documents.of(self.position_ids) if self.position_ids.device.type == "cpu" else None
 
 
@@ -56,26 +55,26 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     """This rank's part."""
     target_tokens: int
-    """Labels other than -100 in the whole global batch."""
+    """Number of labels other than -100 in the whole global batch."""
     samples: int
-    """Sequences of the global batch, padding rows not counted."""
+    """Number of sequences in the global batch, without padding rows."""
     first_sample: int
-    """Number of its first sequence."""
+    """Index of its first sequence."""
     evaluated: str = ""
-    """Of an evaluation the source, by its name: a batch of an evaluation is of one source."""
+    """For an evaluation, the name of the source, of which there is one per batch."""
 
 
 def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
-    """The samples of a global batch that a rank reads in a micro step.
+    """Returns the samples of a global batch that a rank reads in a micro step.
 
-    Sample j goes to micro step m and row k of the rank where j = (m · dp_size + dp_rank) · micro_batch_size + k.
+    Sample j goes to micro step m and row k of the rank such that j = (m · dp_size + dp_rank) · micro_batch_size + k.
     """
     start = (micro_step * dp_size + dp_rank) * micro_batch_size
     return slice(start, start + micro_batch_size)
 
 
 class Schedule:
-    """The batches of one rank, dealt as `rows_of` says."""
+    """The batches of one rank, distributed as in `rows_of`."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Schedule:
         dp_rank: int,
         dp_size: int,
     ) -> None:
-        """Raises DataError where a source has fewer sequences than one global batch takes from it."""
+        """Raises DataError if a source has fewer sequences than one global batch takes from it."""
         if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
             raise ValueError(
                 f"{global_batch_size} != {micro_batch_size} * {gradient_accumulation_steps} * {dp_size} sequences"
@@ -107,7 +106,7 @@ class Schedule:
 
     @classmethod
     def of(cls, plan: Plan, prepared: Prepared, dp_rank: int) -> Self:
-        """The batches that a plan gives to a data parallel rank."""
+        """Returns the batches that a plan gives to a data parallel rank."""
         return cls(
             prepared,
             seed=plan.recipe.train.seed,
@@ -119,7 +118,7 @@ class Schedule:
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
-        """The source, and the sequence within it, of training samples `cursor` to `cursor + samples`."""
+        """Returns the sources, and the sequences within them, of training samples `cursor` to `cursor + samples`."""
         sources, numbers = self._mixture.locate(np.arange(cursor, cursor + samples))
         sequences = np.empty_like(numbers)
         for number, source in enumerate(self._prepared.sources):
@@ -128,19 +127,19 @@ class Schedule:
         return sources, sequences
 
     def train_batch(self, cursor: int) -> StepBatch:
-        """The batch of samples `cursor` to `cursor + global_batch_size`, `cursor` counting samples from 0."""
+        """Returns the batch of samples `cursor` to `cursor + global_batch_size`; `cursor` counts samples from 0."""
         return self._train_steps(cursor, 1)[0]
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
-        """Batch after batch from sample `cursor` on, without end, made ahead in a thread; close it to stop."""
+        """Yields batches from sample `cursor` on, without end, prefetched in a thread; close it to stop."""
         with closing(prefetched(self._reads(cursor))) as reads:
             for steps in reads:
                 yield from steps
 
     def eval_batches(self, max_sequences: int | None = None) -> Iterator[StepBatch]:
-        """The first `max_sequences` sequences to evaluate on (default all), one micro batch per rank and step.
+        """Yields the first `max_sequences` evaluation sequences (default all), one micro batch per rank and step.
 
-        The order is the same in every run, source by source. Rows without a target fill the last batch of each source.
+        The order is the same in every run, source by source. Rows without targets fill the last batch of each source.
         """
         return prefetched(self._eval_batches(max_sequences))
 
@@ -161,9 +160,10 @@ class Schedule:
         return StepBatch(micro_batches, targets, len(sequences), first, self._prepared.evaluated[number].name)
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
-        """Batch after batch, those of several steps read together; the first, which is waited for, alone.
+        """Yields batches that are read several steps at a time; the first, which is waited for, alone.
 
-        The thread that reads is not woken in every step: it would take the interpreter's lock from the training.
+        This avoids waking the reading thread in every step, since it would compete with training for the interpreter
+        lock.
         """
         own_tokens = self._steps * self._micro * self._prepared.sequence_length
         steps, most = 1, max(1, READ_TOKENS // own_tokens)
@@ -173,12 +173,12 @@ class Schedule:
             steps = min(2 * steps, most)
 
     def _train_steps(self, cursor: int, steps: int) -> list[StepBatch]:
-        """The batches of `steps` steps from sample `cursor` on.
+        """Reads the batches of `steps` steps from sample `cursor` on.
 
-        All at once: what a call of numpy costs, and the interpreter's lock that it holds meanwhile, is paid once.
+        They are read together to pay the overhead of numpy calls, which hold the interpreter lock, once.
         """
         sources, sequences = self.sample_ids(cursor, steps * self._global)
-        _announce(self._train, sources, sequences)  # the disk reads it while this rank's rows are put together
+        _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
         micro_batches = self._micro_batches(self._train, sources, sequences, steps * self._steps)
         targets = _targets(self._train, sources, sequences).reshape(steps, self._global).sum(axis=1).tolist()
         return [
@@ -192,7 +192,7 @@ class Schedule:
         ]
 
     def _micro_batches(self, views: list[Samples], sources: Index, sequences: Index, steps: int) -> list[MicroBatch]:
-        """Reads this rank's sequences of `steps` micro steps; rows that are lacking are padding."""
+        """Reads this rank's sequences of `steps` micro steps; missing rows are padding."""
         numbers = np.arange(len(sources))
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
@@ -211,19 +211,19 @@ class Schedule:
             if len(source.train) < needed:
                 message = (
                     f"'{source.name}' has {len(source.train):,} training sequences of "
-                    f"{self._prepared.sequence_length} tokens, and one global batch takes {needed:,} of them"
+                    f"{self._prepared.sequence_length} tokens, but one global batch takes {needed:,} of them"
                 )
-                fix = "give more text, or lower batch.global_batch_size or data.sequence_length"
+                fix = "add more text, or lower batch.global_batch_size or data.sequence_length"
                 problems.append(Problem("data.short", f"data.sources.{number}", message, fix))
         if problems:
             raise DataError(problems)
 
 
 def _shuffled(numbers: Index, source: PreparedSource, seed: int) -> Index:
-    """The sequence that is the n-th one drawn from a source, each epoch in its own order."""
+    """Returns the n-th sequence drawn from a source for each n; each epoch has its own order."""
     size = len(source.train)
     epochs, places = np.divmod(numbers, size)
-    # They rise. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the whole first batch.
+    # Epochs are sorted. Not `np.unique`: its first call imports `numpy.ma`, which takes longer than the first batch.
     for epoch in range(epochs[0], epochs[-1] + 1) if epochs.size else ():
         mine = epochs == epoch
         places[mine] = permute(places[mine], size, permutation_key(seed, source.key, epoch))
@@ -236,7 +236,7 @@ def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
 
 
 def _targets(views: list[Samples], sources: Index, sequences: Index) -> Index:
-    """Labels other than -100 of each sequence."""
+    """Returns the number of labels other than -100 in each sequence."""
     found = np.zeros(len(sequences), np.int64)
     for number, view in enumerate(views):
         mine = sources == number
@@ -245,12 +245,12 @@ def _targets(views: list[Samples], sources: Index, sequences: Index) -> Index:
 
 
 def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
-    """The rows of `steps` micro steps, as many in each."""
-    # Here and not above: preparing data, in a launcher, must not load torch.
+    """Splits rows into `steps` micro steps of equal size."""
+    # Imported here: preparing data, in a launcher, must not load torch.
     import torch
 
     parts = zip(*(torch.from_numpy(values).chunk(steps) for values in rows), strict=True)
     found = [MicroBatch(*part) for part in parts]
     for batch in found:
-        _ = batch.documents  # found now, in the thread that reads: between kernels it would take ten times as long
+        _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
     return found

@@ -1,4 +1,4 @@
-"""Sequences of T tokens read from a stream: cut from it, or packed."""
+"""Sequences of T tokens from a stream: cut from it, or packed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from llmtrain.data.arrays import open_array, will_need, will_search
 from llmtrain.data.store import Split, Stream
 
 NO_TARGET = -100
-"""Label of a position without a target; `torch.nn.functional.cross_entropy` ignores it by default."""
+"""Label of a position without a target, which `torch.nn.functional.cross_entropy` ignores by default."""
 
 
 class Rows(NamedTuple):
-    """Sequences, one a row; each [rows, T], int64."""
+    """Sequences, one per row; each array is [rows, T], int64."""
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """The target of the input at the same place, already shifted; `NO_TARGET` where there is none."""
+    """The target of the input at the same position, already shifted; `NO_TARGET` if there is none."""
 
 
 class Samples(Protocol):
@@ -30,26 +30,26 @@ class Samples(Protocol):
 
     @property
     def sequence_length(self) -> int:
-        """T."""
+        """T, the length of a sequence in tokens."""
 
     def __len__(self) -> int: ...
 
     def announce(self, index: NDArray[np.int64]) -> None:
-        """Has the disk read what `targets` of `index` will take, and does not wait for it."""
+        """Starts reading from disk what `targets` of `index` needs, without waiting."""
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Labels other than `NO_TARGET` in each sequence of `index`."""
+        """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
-        """The sequences of `index`."""
+        """Reads the sequences of `index`."""
 
     def unused(self) -> int:
-        """Tokens of the stream that no sequence reads as input or target."""
+        """Returns the number of tokens in the stream that no sequence reads as input or target."""
 
 
 @dataclass(frozen=True)
 class ConcatSamples:
-    """Sequence i is tokens i·T to (i + 1)·T of the stream; what is left at its end, less than T, is not used."""
+    """Sequence i is tokens i·T to (i + 1)·T of the stream; the rest at its end, less than T, is not used."""
 
     stream: Stream
     sequence_length: int
@@ -62,18 +62,18 @@ class ConcatSamples:
         return max(0, len(self.stream) - 1) // self.sequence_length
 
     def unused(self) -> int:
-        """What is left at the end of the stream."""
+        """Returns the size of the rest at the end of the stream."""
         return len(self.stream) - (len(self) * self.sequence_length + 1 if len(self) else 0)
 
     def announce(self, index: NDArray[np.int64]) -> None:
-        """Nothing is read to count targets."""
+        """Does nothing, since counting targets reads nothing."""
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Every position has a target."""
+        """Returns T for each sequence, since every position has a target."""
         return np.full(len(index), self.sequence_length)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
-        """The sequences of `index`; with `mask_documents`, positions start again at each document."""
+        """Reads the sequences of `index`; with `mask_documents`, positions restart at each document."""
         length = self.sequence_length
         will_need(self.stream.tokens, index * length, (index + 1) * length + 1)
         place = index[:, None] * length + np.arange(length)
@@ -85,7 +85,7 @@ class ConcatSamples:
         return Rows(tokens[place].astype(np.int64), positions, tokens[place + 1].astype(np.int64))
 
     def _document_starts(self, start: int) -> NDArray[np.int64]:
-        """[T]: where in the window that begins at `start` the document of each of its tokens begins."""
+        """Returns [T]: for each token of the window that begins at `start`, the offset of its document's beginning."""
         bounds = np.array([start, start + self.sequence_length], np.uint64)
         first, end = np.searchsorted(self.stream.documents, bounds, side="left")
         starts = np.zeros(self.sequence_length, np.int64)
@@ -98,7 +98,7 @@ class ConcatSamples:
 class PackedSamples:
     """Sequence i is pieces offsets[i] to offsets[i + 1] of the index that `packing.pack` wrote, then padding.
 
-    The padding counts its own positions from 0, as if it were one more document.
+    Positions of the padding start from 0, as if it were another document.
     """
 
     stream: Stream
@@ -114,19 +114,19 @@ class PackedSamples:
         return len(self.target_counts)
 
     def unused(self) -> int:
-        """Every token is used."""
+        """Returns 0, since every token is used."""
         return 0
 
     def announce(self, index: NDArray[np.int64]) -> None:
-        """A page for each of them, in a large corpus."""
+        """Starts reading the target counts, each of which is on a page of its own in a large corpus."""
         will_need(self.target_counts, index, index + 1)
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Every input that is not padding has a target."""
+        """Returns the number of inputs that are not padding; each has a target."""
         return self.target_counts[index].astype(np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
-        """The sequences of `index`; with `mask_documents`, positions start again at each piece."""
+        """Reads the sequences of `index`; with `mask_documents`, positions restart at each piece."""
         shape = (len(index), self.sequence_length)
         will_need(self.offsets, index, index + 2)
         first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
@@ -136,7 +136,7 @@ class PackedSamples:
         starts, lengths = self.starts[piece].astype(np.int64), self.lengths[piece].astype(np.int64)
         will_need(self.stream.tokens, starts, starts + lengths + 1)
         token = _runs(starts, lengths)
-        # A row's pieces fill it from the left.
+        # The pieces fill a row from the left.
         filled = np.arange(self.sequence_length) < self.targets(index)[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)
@@ -167,20 +167,20 @@ def packed_samples(
 
 
 def fill(samples: Samples) -> float:
-    """Share of the slots that hold an input with a target; 0 without sequences."""
+    """Returns the fraction of slots that contain an input with a target; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
     return int(samples.targets(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int) -> Rows:
-    """Rows of padding, without a target."""
+    """Returns rows of padding, without targets."""
     shape = (rows, sequence_length)
     positions = np.tile(np.arange(sequence_length), (rows, 1))
     return Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The runs start, start + 1, ... of each length, one after another."""
+    """Returns the runs start, start + 1, ... of each length, concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)

@@ -1,7 +1,7 @@
-"""Texts of a tokenizer's special tokens within documents: counted, and refused above a handful.
+"""Counts texts of a tokenizer's special tokens in documents, and refuses more than a few.
 
-`<|im_start|>` in a document may mean the token, where somebody has applied a chat template, or the characters, where a
-page writes about it. Only the user knows, and the wrong choice trains other tokens than are met in use.
+`<|im_start|>` in a document may mean the token, if a chat template was applied, or the characters, if a page writes
+about it. Only the user knows, and the wrong choice trains on other tokens than occur in use.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import groupby
 from llmtrain.errors import DataError, Problem
 
 HANDFUL = 10
-"""Texts of special tokens that are treated as text without asking."""
+"""Number of texts of special tokens that are treated as plain text without asking."""
 CHARACTERS_EACH = 1_000_000
-"""In a large corpus, so many characters for each of them: pages that write about such tokens are met everywhere."""
+"""In a large corpus, one more is allowed per this many characters: pages about such tokens occur everywhere."""
 NAMED = 5
-"""Tokens that a message names."""
+"""Number of tokens that a message lists."""
 EXAMPLE_CHARACTERS = 60
 
 
@@ -29,15 +29,15 @@ class Found:
 
     count: int
     documents: int
-    """Documents that hold some."""
+    """Number of documents that contain some."""
     of_documents: int
-    """Documents that were looked at."""
+    """Number of documents examined."""
     characters: int
-    """Characters of these."""
+    """Number of characters in these."""
     tokens: dict[str, int]
-    """The most frequent tokens, and how often each was found."""
+    """The most frequent tokens, with their counts."""
     example: str
-    """The beginning of a document from its first special token on."""
+    """The text of a document from its first special token on, truncated."""
 
     @property
     def is_handful(self) -> bool:
@@ -53,11 +53,11 @@ class Found:
 
 
 class Finder:
-    """Counts the texts of special tokens, document by document."""
+    """Counts texts of special tokens, document by document."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         texts = sorted(filter(None, special_tokens))
-        # One for each first character: a search for a common beginning is ten times as fast as one for several.
+        # One pattern per first character: searching for one common prefix is ten times as fast as for several.
         self._patterns = [re.compile(_expression(list(group))) for _, group in groupby(texts, key=lambda text: text[0])]
         self._tokens: Counter[str] = Counter()
         self._documents = self._of_documents = self._characters = 0
@@ -74,7 +74,7 @@ class Finder:
             self._example = self._example or text[start : start + EXAMPLE_CHARACTERS]
 
     def found(self) -> Found:
-        """What was found so far."""
+        """Returns what was found so far."""
         return Found(
             count=self._tokens.total(),
             documents=self._documents,
@@ -86,16 +86,16 @@ class Finder:
 
 
 def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> None:
-    """Raises DataError for more than a handful. end_of_text: the text of the token that ends documents."""
+    """Raises DataError for more than a few. end_of_text: the text of the token that ends documents."""
     if found.is_handful:
         return
     message = (
-        f"'{corpus}' holds {found}; as text they are read as ordinary characters, while `transformers` and "
-        "`llmtrain generate` read the tokens"
+        f"'{corpus}' contains {found}; as text they are read as ordinary characters, while "
+        "`transformers` and `llmtrain generate` read them as the tokens"
     )
     fix = (
-        "--set data.special_tokens=parse trains the tokens (right where a chat template was applied), "
-        "--set data.special_tokens=text the characters"
+        "--set data.special_tokens=parse trains on the tokens (right if a chat template was "
+        "applied), --set data.special_tokens=text trains on the characters"
     )
     if end_of_text in found.tokens:
         fix += (
@@ -106,13 +106,13 @@ def check_handful(found: Found, corpus: str, field: str, end_of_text: str) -> No
 
 
 def _expression(texts: list[str]) -> str:
-    """A regular expression that matches these texts, sorted and different, the longest first.
+    """Returns a regular expression that matches these texts (sorted and distinct), the longest first.
 
-    Common beginnings are taken out, so that hundreds of them are searched for as fast as one.
+    Common prefixes are factored out, so that searching for hundreds of texts is as fast as for one.
     """
     branches = [
         re.escape(first) + (_expression([text[1:] for text in group]) if first else "")
         for first, group in groupby(texts, key=lambda text: text[:1])
     ]
-    # "" sorts first, and matches always.
+    # "" sorts first, and always matches.
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(reversed(branches))})"

@@ -1,4 +1,4 @@
-"""The tokens of a corpus on disk: made in one pass, opened memory-mapped."""
+"""The tokens of a corpus on disk: written in one pass, opened memory-mapped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmtrain.errors import DataError, Problem
 FORMAT = 1
 """Version of the layout of a store; part of its key."""
 BATCH_CHARACTERS = 4_000_000
-"""Text that is encoded at once: enough for many cores, and some 100 MB while it is."""
+"""Number of characters that are encoded together: enough for many cores, with some 100 MB of memory."""
 BATCH_PIECES = 8192
 BUFFER_TOKENS = 1 << 18
 
@@ -35,16 +35,16 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 
 @dataclass(frozen=True)
 class Stream:
-    """The documents of a split, one after another.
+    """The documents of a split, concatenated.
 
-    A document is its tokens and the end-of-text token, after the token that the tokenizer puts
-    first, if it puts one.
+    A document consists of its tokens and the end-of-text token, preceded by the token that the tokenizer puts first, if
+    any.
     """
 
     tokens: NDArray[Any]
     """[tokens], uint16 or uint32."""
     documents: NDArray[np.uint64]
-    """[documents + 1]: where each document starts, and the end of the last one."""
+    """[documents + 1]: the start of each document, and the end of the last one."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,7 +62,7 @@ class TokenStore:
 
     @property
     def seconds(self) -> float:
-        """What making it took."""
+        """How long it took to make."""
         return float(self.meta["seconds"])
 
     @property
@@ -72,7 +72,7 @@ class TokenStore:
         return None if found is None else Found(**found)
 
     def counts(self) -> NDArray[np.int64]:
-        """[vocab]: how often each token occurs in the training split."""
+        """Returns [vocab]: how many times each token occurs in the training split."""
         return open_array(self.path, "train_counts", np.int64, self.meta["vocab_size"])
 
     def _stream(self, split: Split) -> Stream:
@@ -84,35 +84,35 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the documents of a corpus become tokens, and in which split."""
+    """How the documents of a corpus become tokens, and how they are split."""
 
     tokenizer: PreparedTokenizer
     special_tokens: SpecialTokens
-    """As `DataConfig` has it."""
+    """As in `DataConfig`."""
     eval_fraction: float
-    """Share of the documents held out; 1 for a corpus to evaluate on."""
+    """Fraction of the documents held out; 1 for an evaluation corpus."""
 
     @property
     def parses(self) -> bool:
-        """Whether texts of special tokens are read as these."""
+        """Whether texts of special tokens are read as the tokens."""
         return self.special_tokens == "parse"
 
     def key(self, corpus: Corpus) -> str:
-        """Names the tokens of a corpus read so."""
+        """Identifies the tokens of a corpus that is read in this way."""
         parts = [split_identity(corpus, self.eval_fraction), self.tokenizer.identity, self.eval_fraction]
         return key_of("tokens", FORMAT, *parts, *(["parse"] if self.parses else []))
 
     def check(self, found: Found, corpus: Corpus, field: str, encoder: Encoder) -> None:
-        """Raises DataError where more special tokens were found than may be read without asking."""
+        """Raises DataError if there are more texts of special tokens than may be read without asking."""
         if self.special_tokens == "refuse":
             check_handful(found, corpus.name, field, encoder.text_of(self.tokenizer.eos_id))
 
 
 def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> TokenStore:
-    """The store of a corpus, made if it is not in the cache.
+    """Returns the token store of a corpus, made if it is not in the cache.
 
-    Raises DataError for an unreadable or empty corpus (`field` is its recipe field), texts of special tokens that
-    are refused, a full disk or an unwritable cache.
+    Raises DataError for an unreadable or empty corpus (`field` is its recipe field), texts of special tokens that are
+    refused, a full disk or an unwritable cache.
     """
 
     def build(folder: Path) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
             meta = _tokenize(folder, corpus, field, reading, task)
         train, held = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held:
-            raise DataError(Problem("data.empty", field, f"'{corpus.name}' has no text"))
+            raise DataError(Problem("data.empty", field, f"'{corpus.name}' contains no text"))
         if not train and reading.eval_fraction < 1:
-            fix = "lower data.eval_fraction, or name evaluation.sources"
+            fix = "lower data.eval_fraction, or set evaluation.sources"
             raise DataError(Problem("data.empty", field, f"all {held} documents were held out of training", fix))
         return meta
 
@@ -135,7 +135,7 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
 
 
 def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
-    """The special tokens of a corpus whose store was made when nobody counted them."""
+    """Counts the special tokens of a corpus whose store was made by a version that did not."""
 
     def build(_: Path) -> dict[str, Any]:
         finder = Finder(reading.tokenizer.encoder().special_tokens())
@@ -155,9 +155,9 @@ class _Piece(NamedTuple):
     text: str
     split: Split
     last: bool
-    """Whether the document ends with it."""
+    """Whether it is the last piece of the document."""
     fraction: float
-    """Share of the corpus read."""
+    """Fraction of the corpus read."""
 
 
 class _SplitWriter:
@@ -183,9 +183,9 @@ class _SplitWriter:
         return self._tokens.length + len(self._buffer)
 
     def add(self, ids: list[int], last: bool) -> None:
-        """Appends a piece; a document without any token leaves no trace.
+        """Appends a piece; a document without tokens adds nothing.
 
-        Where special tokens are parsed, a document that brings its first or last one is not given it again.
+        If special tokens are parsed, a document that already has the first or last token does not get it twice.
         """
         if ids:
             if self._last is None and not (self._parses and ids[:1] == self._before):
@@ -202,7 +202,7 @@ class _SplitWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hands what is buffered to the files."""
+        """Writes the buffer to the files."""
         tokens = np.array(self._buffer, self._tokens.dtype)
         self._buffer.clear()
         self._tokens.append(tokens)
@@ -215,7 +215,7 @@ class _SplitWriter:
 
 
 def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: Task) -> dict[str, Any]:
-    """Writes both splits of a store in one pass over the corpus; returns its meta data."""
+    """Writes both splits of a store in one pass over the corpus; returns its metadata."""
     started = time.perf_counter()
     encoder = reading.tokenizer.encoder(reading.parses)
     finder = Finder(encoder.special_tokens())
@@ -247,7 +247,7 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: 
 
 
 def _batches(corpus: Corpus, eval_fraction: float, finder: Finder) -> Iterator[tuple[list[_Piece], Found]]:
-    """The corpus in pieces, as many at once as keep all cores busy in little memory, with what `finder` has found."""
+    """Yields the corpus in batches of pieces, large enough for all cores, with what `finder` has found so far."""
     batch: list[_Piece] = []
     characters = 0
     for text, fraction, is_held_out in split_documents(corpus, eval_fraction, finder.look):

@@ -1,4 +1,4 @@
-"""Random documents in place of a recipe's own, for runs that are about everything but the text."""
+"""Random documents instead of a recipe's own, for runs in which the text does not matter."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from llmtrain.data.tokenizer import PreparedTokenizer
 from llmtrain.recipe import Recipe
 
 DOCUMENTS = {"train": 512, "eval": 64}
-"""Documents of each source: some hundred sequences."""
+"""Number of documents per source: a few hundred sequences."""
 EOS = 0
 
 
 def synthetic(recipe: Recipe, folder: Path) -> Prepared:
-    """As many sources as the recipe has, mixed and packed as it says, in `folder`; made once, whoever asks.
+    """Makes as many sources as the recipe has, mixed and packed in the same way, in `folder`; made only once.
 
-    Documents are 2 to 1.5 · T tokens long, so that sequences hold several of them, and some are cut. The
-    vocabulary is the model's; there is no tokenizer behind it. The same for the same recipe.
+    Documents are 2 to 1.5 · T tokens long, so that sequences contain several of them, and some are cut. The vocabulary
+    is that of the model; there is no tokenizer. The result is the same for the same recipe.
     """
     vocabulary = recipe.vocab_size
-    assert vocabulary is not None, "a model that random tokens are made for says how many there are"
+    assert vocabulary is not None, "a model for random tokens must state its vocabulary size"
     cache = Cache(folder, Progress())
     tokenizer = PreparedTokenizer(
         folder=folder, identity="synthetic", vocab_size=vocabulary, eos_id=EOS, bos_id=None, made=True
@@ -43,7 +43,7 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
 
 
 def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, Any]:
-    """The token store of one source; its meta data, as `store` reads it."""
+    """Writes the token store of one source; returns its metadata, in the form that `store` reads."""
     random = np.random.default_rng(seed)
     splits: dict[str, Any] = {}
     with ExitStack() as stack:

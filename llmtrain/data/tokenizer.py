@@ -20,20 +20,20 @@ from llmtrain.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"
 FORMAT = 1
-"""Version of what lies in the folder; part of its key."""
+"""Version of the folder's layout; part of its key."""
 END_OF_TEXT = "<|endoftext|>"
-"""The only special token of a trained tokenizer: begins, ends and pads."""
+"""The only special token of a trained tokenizer, used as beginning, end and padding."""
 BYTES = 256
 TRAINING_CHARACTERS = 64_000_000
-"""Text that a tokenizer is trained on at most: more hardly changes the merges, and takes memory and minutes."""
+"""Most characters to train a tokenizer on: more hardly changes the merges, but takes memory and minutes."""
 PIECE_CHARACTERS = 1 << 17
-"""Longer documents are tokenized in pieces, so that one of them neither fills the memory nor keeps one core busy."""
+"""Longer documents are tokenized in pieces, to bound the memory and to use all cores."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "config.json",  # `AutoTokenizer` looks up the class here where tokenizer_config.json names none
+    "config.json",  # `AutoTokenizer` looks up the class here if tokenizer_config.json names none
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -47,24 +47,24 @@ class PreparedTokenizer:
     """A tokenizer in the cache."""
 
     folder: Path
-    """`AutoTokenizer.from_pretrained` loads it."""
+    """Folder for `AutoTokenizer.from_pretrained`."""
     identity: str
-    """Hash of the tokenizer itself."""
+    """Hash of the tokenizer's files."""
     vocab_size: int
     """Highest token id plus one."""
     eos_id: int
     bos_id: int | None
-    """Token that the tokenizer puts before each text; None if it puts none."""
+    """The token that the tokenizer puts before each text, or None."""
     made: bool
     """Whether this call made it."""
 
     def encoder(self, parse_special: bool = False) -> Encoder:
-        """Loads it for encoding. parse_special: a special token's text within a document is that token."""
+        """Loads it for encoding. parse_special: read a special token's text within a document as the token."""
         return Encoder(self.folder, parse_special)
 
 
 class Encoder:
-    """Text to token ids, many documents at once, on all cores (`RAYON_NUM_THREADS`)."""
+    """Encodes many documents at once on all cores (`RAYON_NUM_THREADS`)."""
 
     def __init__(self, folder: Path, parse_special: bool = False) -> None:
         from tokenizers import Tokenizer
@@ -75,24 +75,24 @@ class Encoder:
         self._tokenizer.encode_special_tokens = not parse_special
 
     def special_tokens(self) -> list[str]:
-        """Their texts."""
+        """Returns the texts of the special tokens."""
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
 
     def text_of(self, token: int) -> str:
-        """The text of one token."""
+        """Returns the text of one token."""
         return str(self._tokenizer.id_to_token(token))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; no special token is put around it."""
+        """Returns the token ids of each text, without adding special tokens."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def prepare_tokenizer(
     data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float, cache: Cache
 ) -> PreparedTokenizer:
-    """The recipe's tokenizer, imported or trained once on what is not held out.
+    """Returns the recipe's tokenizer, imported or trained once on the training split.
 
-    Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast one.
+    Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast tokenizer.
     """
     wanted = data.tokenizer
     if isinstance(wanted, TrainedTokenizer):
@@ -108,7 +108,7 @@ def prepare_tokenizer(
             return meta
     else:
         source = expanded(wanted)
-        # A hub name means what it meant when this folder first saw it, see `hub_corpus`.
+        # A hub name keeps the meaning that it had when this folder first used it, as in `hub_corpus`.
         content = _files_hash(source) if source.is_dir() else wanted
         key = key_of("imported", FORMAT, source.is_dir(), content)
 
@@ -120,11 +120,10 @@ def prepare_tokenizer(
 
 
 def cut(text: str) -> Iterator[str]:
-    """The text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
+    """Yields the text in pieces of at most `PIECE_CHARACTERS`, cut where byte-level tokenizers split anyway.
 
-    That is at a single line end or before a single space, so that cutting does not change the
-    tokens; only a text that has neither for long is cut anywhere. (A tokenizer that marks the
-    start of a text marks each piece.)
+    That is at a single line end or before a single space, so that cutting does not change the tokens; only a text
+    without either for a long stretch is cut elsewhere. (A tokenizer that marks the start of a text marks each piece.)
     """
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -136,12 +135,12 @@ def cut(text: str) -> Iterator[str]:
 
 
 def _train(folder: Path, wanted: TrainedTokenizer, sequence_length: int, texts: Iterator[str]) -> dict[str, Any]:
-    """Trains a byte-level BPE (Radford et al. 2019) and writes it as `transformers` reads it."""
+    """Trains a byte-level BPE (Radford et al. 2019) and writes it in the format of `transformers`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if wanted.vocab_size <= BYTES:
-        message = f"{wanted.vocab_size} tokens cannot hold the {BYTES} bytes and {END_OF_TEXT}"
-        raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"at least {BYTES + 1}"))
+        message = f"{wanted.vocab_size} tokens are too few for {BYTES} bytes and {END_OF_TEXT}"
+        raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"use at least {BYTES + 1}"))
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,7 +166,7 @@ def _train(folder: Path, wanted: TrainedTokenizer, sequence_length: int, texts: 
 
 
 def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float) -> Iterator[str]:
-    """The first training documents of each source, as much of each as its weight says."""
+    """Yields the first training documents of each source, in proportion to its weight."""
     total = sum(source.weight for source in data.sources)
     for source, corpus in zip(data.sources, corpora, strict=True):
         left = TRAINING_CHARACTERS * source.weight / total
@@ -182,17 +181,17 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
 
 
 def _import(folder: Path, name: str) -> dict[str, Any]:
-    """Writes a copy of a tokenizer of a folder or the hub."""
+    """Writes a copy of a tokenizer from a folder or the hub."""
     tokenizer = _load(name)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
-        message = f"'{name}' has no fast form (tokenizer.json)"
+        message = f"'{name}' is not a fast tokenizer (it has no tokenizer.json)"
         raise DataError(
             Problem("data.tokenizer", FIELD, message, "convert it with transformers' convert_slow_tokenizer")
         )
     if not fast.get_vocab_size(with_added_tokens=False):
-        message = f"'{name}' holds no vocabulary: there is no tokenizer.json, nor another of a tokenizer's files"
-        raise DataError(Problem("data.tokenizer", FIELD, message, "name a folder that a tokenizer was saved to"))
+        message = f"'{name}' contains no vocabulary: it has neither a tokenizer.json nor other tokenizer files"
+        raise DataError(Problem("data.tokenizer", FIELD, message, "name a folder with a saved tokenizer"))
     if tokenizer.eos_token_id is None:
         message = f"'{name}' has no end-of-text token, which separates documents"
         fix = "set eos_token in its tokenizer_config.json to a token of its vocabulary"
@@ -204,27 +203,27 @@ def _import(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _load(name: str) -> Any:
-    """A tokenizer by `transformers`. Raises DataError where there is none."""
+    """Loads a tokenizer with `transformers`. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
     is_folder = Path(name).is_dir()
     if not is_folder and is_path(name):
-        raise DataError(Problem("data.tokenizer", FIELD, f"there is no folder '{name}'"))
+        raise DataError(Problem("data.tokenizer", FIELD, f"the folder '{name}' does not exist"))
     on_hub = None if is_folder else hub_has(name)
     try:
-        # Said, since `transformers` asks at the terminal where it is not, for a model's own code beside the tokenizer.
+        # Explicit, since `transformers` otherwise asks at the terminal about custom code next to the tokenizer.
         return AutoTokenizer.from_pretrained(name, local_files_only=not on_hub, trust_remote_code=False)
-    except Exception as error:  # the Rust library raises plain ones
+    except Exception as error:  # the Rust library raises plain exceptions
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if not is_folder and not on_hub:
             has_none = "does not answer" if on_hub is None else "has no such repository, or it is private"
-            reason = f"the hub {has_none}, and its cache on this machine has none"
-        message = f"'{name}' is neither a folder with a tokenizer, nor one that the hub gives: {reason}"
+            reason = f"the hub {has_none}, and it is not in the local cache"
+        message = f"'{name}' is neither a folder with a tokenizer nor one that the hub provides: {reason}"
     raise DataError(Problem("data.tokenizer", FIELD, message))
 
 
 def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, Any]:
-    """The fields of `PreparedTokenizer` that its folder remembers."""
+    """Returns the fields of `PreparedTokenizer` that are stored with its folder."""
     identity = key_of(_files_hash(folder), eos, bos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return {"identity": identity, "vocab_size": vocab_size, "eos_id": eos, "bos_id": bos}

@@ -161,7 +161,7 @@ def test_a_file_that_is_not_utf8_is_named_with_the_byte(cache: Cache, tmp_path: 
 
 def test_half_a_surrogate_pair_is_refused(cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d"}\n')
-    assert "a.jsonl, line 1: holds a lone surrogate" in fault(cache, tmp_path / "a.jsonl", "data.utf8")
+    assert "a.jsonl, line 1: contains a lone surrogate" in fault(cache, tmp_path / "a.jsonl", "data.utf8")
 
 
 def test_a_missing_column_is_named_with_those_there_are(cache: Cache, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_nulls_are_passed_over_and_numbers_refused(cache: Cache, tmp_path: Path)
     path.write_text('{"text": null}\n\n{"text": "one"}\n')
     assert read(cache, path) == ["one"]
     path.write_text('{"text": "one"}\n{"text": 12345}\n')
-    assert "line 2: column 'text' holds a int" in fault(cache, path, "data.column")
+    assert "line 2: column 'text' contains a int" in fault(cache, path, "data.column")
 
 
 @pytest.mark.parametrize("line", ['{"text": "cut', '["text"]', "plain"])
@@ -199,12 +199,12 @@ def test_a_line_nested_too_deeply_is_named(cache: Cache, tmp_path: Path) -> None
 )
 def test_a_dataset_dict_that_is_none_is_named(cache: Cache, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "dataset_dict.json").write_bytes(content)
-    assert "dataset_dict.json: holds no" in fault(cache, tmp_path, "data.format")
+    assert "dataset_dict.json: does not contain" in fault(cache, tmp_path, "data.format")
 
 
 def test_a_dataset_dict_that_nobody_may_wait_for(cache: Cache, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "dataset_dict.json")
-    assert "dataset_dict.json: holds no" in fault(cache, tmp_path, "data.format")
+    assert "dataset_dict.json: does not contain" in fault(cache, tmp_path, "data.format")
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt", ".txt.gz", ".parquet", ".arrow"])
@@ -247,12 +247,12 @@ def test_a_truncated_archive_is_named(cache: Cache, tmp_path: Path) -> None:
 
 
 def test_names_that_mean_nothing(cache: Cache, tmp_path: Path) -> None:
-    assert f"at {tmp_path}/nothing.jsonl" in fault(cache, tmp_path / "nothing.jsonl", "data.missing")
+    assert f"matches {tmp_path}/nothing.jsonl" in fault(cache, tmp_path / "nothing.jsonl", "data.missing")
     assert "has no data files (.txt, .jsonl" in fault(cache, tmp_path / "*.jsonl", "data.missing")
     (tmp_path / "empty").mkdir()
     assert "has no data files" in fault(cache, tmp_path / "empty", "data.missing")
     message = fault(cache, "nobody/nothing", "data.missing")
-    assert "'nobody/nothing' is neither a file, folder or glob here, nor a dataset that can be loaded" in message
+    assert "'nobody/nothing' is not a file, folder or glob on this machine, nor a dataset that can be loaded" in message
 
 
 def test_files_of_several_or_unknown_kinds(cache: Cache, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_files_of_several_or_unknown_kinds(cache: Cache, tmp_path: Path) -> None
     (tmp_path / "b.txt").write_text("licence")
     (tmp_path / "c.csv").write_text("a,b")
     assert "files of several kinds (1 .jsonl, 1 .txt)" in fault(cache, tmp_path, "data.mixed")
-    assert "c.csv' is not of a known kind" in fault(cache, tmp_path / "c.csv", "data.format")
+    assert "c.csv' has an unknown format" in fault(cache, tmp_path / "c.csv", "data.format")
 
 
 def test_the_faults_of_all_sources_are_told_at_once(cache: Cache, tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def test_faults_of_evaluation_sources_name_them(make_recipe: MakeRecipe, corpus_
     recipe = make_recipe(corpus_file, packing="concat").with_(**{"evaluation.every_steps": 1})
     for name, said in {
         "nothing.txt": r"evaluation.sources.0.name: '.*' was not found",
-        "empty.txt": r"evaluation.sources.0.name: '.*' has no text",
-        "few.txt": r"evaluation.sources: hold too little for one sequence of 32 tokens",
+        "empty.txt": r"evaluation.sources.0.name: '.*' contains no text",
+        "few.txt": r"evaluation.sources: contain too little text for one sequence of 32 tokens",
     }.items():
         with pytest.raises(DataError, match=said):
             prepare(recipe.with_(**{"evaluation.sources": [{"name": str(tmp_path / name)}]}))

@@ -248,8 +248,8 @@ def test_a_full_disk_leaves_the_old_store_usable(make_recipe: MakeRecipe, corpus
     process = python(check, make_recipe(corpus_file), str(big), prefix=("unshare", "-rm", "sh", "-c", mount, "sh"))
     output = process.communicate(timeout=60)[0]
     assert f"3 {tmp_path}/cache: the disk is full: " in output
-    assert "bytes needed for one store" in output
-    assert "bytes free" in output
+    assert "one store needs" in output
+    assert "bytes are free" in output
     assert "partial []\nmade False True\n" in output
 
 
@@ -287,7 +287,7 @@ def test_a_store_that_was_cut_short_is_refused(make_recipe: MakeRecipe, corpus_f
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": null}\n'])
 def test_an_empty_corpus(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Path, content: str) -> None:
     (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"data.sources.0.name: '.*a.jsonl' has no text \[data.empty\]"):
+    with pytest.raises(DataError, match=r"data.sources.0.name: '.*a.jsonl' contains no text \[data.empty\]"):
         prepare(make_recipe(tmp_path / "a.jsonl"))
     assert not partials(cache_dir)
 
@@ -338,8 +338,8 @@ def test_the_report(make_recipe: MakeRecipe, corpus_file: Path) -> None:
     assert f"{facts['fill']:.2%}" in text
     concat = make_recipe(corpus_file, packing="concat")
     text = shown(prepare(concat), concat, 160)
-    assert "nothing made" in text
-    assert "are left out" in text
+    assert "found in the cache" in text
+    assert "are unused" in text
 
 
 def test_the_report_in_80_columns_has_whole_names(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:

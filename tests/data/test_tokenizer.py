@@ -127,14 +127,14 @@ def test_tokenizers_that_cannot_be_used(
     assert "nobody/nothing" in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer="nobody/nothing")
     (empty / "config.json").write_text('{"model_type": "llama"}')
     told = fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(empty))
-    assert f"'{empty}' holds no vocabulary" in told or f"'{empty}' is neither a folder with a tokenizer" in told
+    assert f"'{empty}' contains no vocabulary" in told or f"'{empty}' is neither a folder with a tokenizer" in told
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for content in ("{", "[]", "[" * 100_000):
             broken = write_tokenizer(tmp_path / f"{name}{content[:2]}{len(content)}")
             (broken / name).write_text(content)
             assert str(broken) in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=str(broken))
     small = fault(make_recipe, corpus_file, "data.vocab", tokenizer={"vocab_size": 256})
-    assert "256 tokens cannot hold the 256 bytes" in small
+    assert "256 tokens are too few for 256 bytes" in small
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(
@@ -142,7 +142,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(
 ) -> None:
     recipe = make_recipe(corpus_file, tokenizer=str(write_tokenizer(tmp_path / "tokenizer")))
     recipe = recipe.with_(**{"model.config.vocab_size": 100})
-    with pytest.raises(DataError, match=r"has 258 tokens, the model's vocabulary only 100"):
+    with pytest.raises(DataError, match=r"has 258 tokens, but the model's vocabulary only 100"):
         prepare(recipe)
 
 
@@ -192,13 +192,15 @@ def test_a_name_that_the_hub_does_not_know_is_asked_for_once(
         assert "the hub has no such repository, or it is private" in told
         assert len(asked) == 1
         for name in ("./toks/mine", str(tmp_path / "toks"), "~/toks", "a/b/c"):
-            assert f"there is no folder '{name}'" in fault(make_recipe, corpus_file, "data.tokenizer", tokenizer=name)
+            assert f"the folder '{name}' does not exist" in fault(
+                make_recipe, corpus_file, "data.tokenizer", tokenizer=name
+            )
         assert len(asked) == 1
         told = fault(make_recipe, Path("data/mine"), "data.missing", tokenizer={"vocab_size": 300})
         assert len(asked) == 2
         server.shutdown()
     close_session()
-    assert "nor a data set of the hub" in told
+    assert "nor a dataset on the hub" in told
 
 
 def test_a_fault_in_the_corpus_ends_the_training_of_a_tokenizer(make_recipe: MakeRecipe, tmp_path: Path) -> None:
