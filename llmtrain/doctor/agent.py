@@ -1,6 +1,6 @@
-"""Doctor's hand on a host: requests and replies are lines of JSON, over ssh or from beside. `python -m ...`
+"""The doctor's agent on a host: exchanges lines of JSON with the doctor, over ssh or locally. `python -m ...`
 
-It ends when its input does, whatever it is at, and takes what it has started with it.
+It ends when its input ends, whatever it is doing, and ends the processes that it has started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmtrain.launch.local import die_with
 
 
 class Agent:
-    """Takes requests."""
+    """Serves the doctor's requests."""
 
     def __init__(self, replies: TextIO) -> None:
         self._replies = replies
@@ -35,7 +35,7 @@ class Agent:
         self._children: list[subprocess.Popen[bytes]] = []
 
     def serve(self, requests: TextIO) -> NoReturn:
-        """Answers each request in turn; workers run meanwhile."""
+        """Answers the requests in order; workers run meanwhile."""
         waiting: SimpleQueue[dict[str, Any]] = SimpleQueue()
         Thread(target=self._listen, args=(requests, waiting), daemon=True).start()
         while True:
@@ -43,16 +43,16 @@ class Agent:
             getattr(self, f"do_{request.pop('do')}")(**request)
 
     def do_begin(self, env: Mapping[str, str]) -> None:
-        """Takes over the variables that workers would have."""
+        """Sets the environment variables that workers would have."""
         os.environ.update(env)
         self._reply(begun=True)
 
     def do_clock(self) -> None:
-        """What time it is here, seconds since the epoch."""
+        """Replies with this host's time in seconds since the epoch."""
         self._reply(time=time.time())
 
     def do_addresses(self) -> None:
-        """Addresses of this host that others may reach, as `hostname -I` lists them."""
+        """Replies with addresses of this host that others may reach, as `hostname -I` lists them."""
         self._reply(addresses=addresses())
 
     def do_look(self, run_root: str, master: str | None, devices: list[int]) -> None:
@@ -64,7 +64,7 @@ class Agent:
         self._reply(findings=findings, facts=facts(scene))
 
     def do_ranks(self, ranks: list[dict[str, Any]]) -> None:
-        """Starts workers of an all-reduce, each of which tells how far it is by itself."""
+        """Starts ranks of an all-reduce, each of which reports its progress itself."""
         for rank in ranks:
             visible = rank.pop("visible", None)
             env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible} if visible is not None else {})}
@@ -73,11 +73,11 @@ class Agent:
             Thread(target=self._wait, args=(rank["rank"], child), daemon=True).start()
 
     def do_build(self, operators: list[str], accelerator: str) -> None:
-        """Compiles operators of DeepSpeed into torch's cache, one after the other; none where the disk's cannot be."""
+        """Compiles DeepSpeed operators into torch's cache, in order; none if the disk operator cannot be built."""
         lacks = "async_io" in operators and not has_disk_operator()
         for name in operators:
             if lacks:
-                self._reply(operator=name, seconds=0.0, file="", error="libaio is not found here")
+                self._reply(operator=name, seconds=0.0, file="", error="libaio was not found")
                 continue
             command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
             child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -89,17 +89,17 @@ class Agent:
                 self._reply(operator=name, seconds=0.0, file="", error="\n".join(said) or f"code {child.returncode}")
 
     def _listen(self, requests: TextIO, waiting: SimpleQueue[dict[str, Any]]) -> None:
-        """Hands requests on, and ends everything when no more can come: who has asked is gone."""
+        """Passes requests on. When the input ends, the requester is gone, and everything is ended."""
         for line in requests:
             waiting.put(json.loads(line))
         for child in self._children:
-            if child.poll() is None:  # else its number may be another's by now
+            if child.poll() is None:  # otherwise its process id may belong to another process
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
         os._exit(0)
 
     def _start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """A process in a session of its own, that ends with this one."""
+        """Starts a process in a session of its own that ends with this one."""
         dies = partial(die_with, os.getpid(), ctypes.CDLL(None).prctl)
         child: subprocess.Popen[bytes] = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=dies, **options
@@ -116,20 +116,20 @@ class Agent:
 
 
 def make_scene(run_root: str, master: str | None, devices: tuple[int, ...]) -> Scene:
-    """This host as the checks see it."""
+    """Returns this host as the checks see it."""
     cache = Path(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain").expanduser().absolute()
     return Scene(dict(os.environ), Path(run_root).absolute(), cache, master, devices)
 
 
 def addresses() -> list[str]:
-    """Of interfaces that are up, without those that each host gives itself; IPv4 first."""
+    """Returns the addresses of interfaces that are up, without link-local ones; IPv4 first."""
     usable = [one for one in interfaces.interfaces() if one.is_usable]
     found = [address for one in usable for address in one.addresses if not interfaces.is_link_local(address)]
     return sorted(found, key=lambda address: ":" in address)
 
 
 def facts(scene: Scene) -> dict[str, Any]:
-    """What hosts are compared by."""
+    """Returns what is compared between hosts."""
     from llmtrain.doctor.devices import seen_by_torch
 
     own = on_host.facts(Path("/nonexistent"))
@@ -143,7 +143,7 @@ def facts(scene: Scene) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves standard input. What libraries print goes to standard error."""
+    """Serves standard input. Output of libraries goes to standard error."""
     with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)
         Agent(replies).serve(sys.stdin)

@@ -1,4 +1,4 @@
-"""A tiny all-reduce over all ranks: whether they meet, whether the sum is right, and how fast it is."""
+"""A small all-reduce over all ranks: whether they meet, whether the sum is right, and how fast it is."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from llmtrain.doctor.reach import Channel
 
 CHECK = "all_reduce"
 FORMULA = "2 (n - 1) / n × bytes / s"
-"""What a bus carries: each of n ranks sends and receives that much of what is reduced (as in NVIDIA's nccl-tests)."""
+"""Bus bandwidth: each of n ranks sends and receives this multiple of the reduced bytes (as in NVIDIA's nccl-tests)."""
 POLL_S = 0.05
 GRACE_S = 2.0
-"""For others to say what they have, after a rank has failed."""
+"""Seconds for the others to report their state after a rank has failed."""
 MOST_NAMED = 16
-"""Ranks that a line names."""
+"""Number of ranks that a line lists."""
 WAITING_FOR = {
     "asked": "did not start",
-    "started": "started, and not reached rank 0",
-    "met": "reached rank 0, and not all others",
-    "joined": "met the others, and the large all-reduce did not end",
+    "started": "started, but did not reach rank 0",
+    "met": "reached rank 0, but not all others",
+    "joined": "met the others, but the large all-reduce did not end",
 }
-"""How far a rank came → what that means."""
+"""Last state of a rank → its meaning."""
 
 
 @dataclass
 class Place:
-    """Ranks of one host."""
+    """The ranks of one host."""
 
     channel: Channel
     ranks: range
     visible: tuple[int, ...] = ()
-    """Devices that the hostfile gives; empty for all."""
+    """Devices in the hostfile; empty for all."""
 
 
 @dataclass
 class Progress:
-    """How far each rank is."""
+    """The state of each rank."""
 
     at: dict[int, str]
     told: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What a rank has measured."""
+    """The measurements of each rank."""
     failed: dict[int, str] = field(default_factory=dict)
     port: int = 0
     interfaces: dict[int, list[str]] = field(default_factory=dict)
 
     def note(self, reply: Mapping[str, Any]) -> None:
-        """A line of a rank."""
+        """Processes a line from a rank."""
         rank, at = reply["rank"], reply["at"]
         if at == "ended":
             if self.at[rank] not in ("done", "failed"):
@@ -67,12 +67,15 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether no more lines will come."""
         return all(at in ("done", "failed") for at in self.at.values())
 
 
 def reduce_over(places: Sequence[Place], master: str, on_cpu: bool, seconds: float) -> tuple[Finding, dict[str, Any]]:
-    """Runs it, within so many seconds; what was found, and the measurement (empty where there is none)."""
+    """Runs the all-reduce within `seconds`.
+
+    Returns the finding and the measurement, which is empty without a result.
+    """
     world = sum(len(place.ranks) for place in places)
     progress = Progress(dict.fromkeys(range(world), "asked"))
     deadline = time.monotonic() + seconds
@@ -92,7 +95,7 @@ def reduce_over(places: Sequence[Place], master: str, on_cpu: bool, seconds: flo
 
 
 def bus_bandwidth(ranks: int, count: int, seconds: float) -> float:
-    """Bytes per second by `FORMULA`. count: bytes that each rank reduces."""
+    """Returns bytes per second by `FORMULA`. count: bytes that each rank reduces."""
     return 2 * (ranks - 1) / ranks * count / seconds
 
 
@@ -119,7 +122,7 @@ def _poll(places: Sequence[Place], progress: Progress) -> None:
         if reply is None:
             for rank in place.ranks:
                 if progress.at[rank] not in ("done", "failed"):
-                    progress.at[rank], progress.failed[rank] = "failed", "the connection to its host has ended"
+                    progress.at[rank], progress.failed[rank] = "failed", "the connection to its host was lost"
         elif "rank" in reply:
             progress.note(reply)
 
@@ -131,7 +134,7 @@ def _judge(places: Sequence[Place], progress: Progress, on_cpu: bool, seconds: f
     wrong = [rank for rank, told in progress.told.items() if told["wrong"]]
     if wrong:
         text = f"wrong sums on ranks {', '.join(f'{rank} ({names[rank]})' for rank in wrong)}"
-        return fault(CHECK, text, "a device, a cable or memory is faulty: leave that host out and look at its logs"), {}
+        return fault(CHECK, text, "a device, a cable or memory is faulty: leave that host out and check its logs"), {}
     world = len(names)
     slowest, latency = (max(told[key] for told in progress.told.values()) for key in ("seconds", "latency_s"))
     count, backend = progress.told[0]["bytes"], progress.told[0]["backend"]
@@ -147,7 +150,7 @@ def _judge(places: Sequence[Place], progress: Progress, on_cpu: bool, seconds: f
         "interfaces": {str(rank): lines for rank, lines in sorted(progress.interfaces.items()) if lines},
     }
     if world == 1:
-        return ok(CHECK, f"one rank, {backend}: correct; nothing crosses a link"), measured
+        return ok(CHECK, f"one rank, {backend}: correct; no link was used"), measured
     bandwidth = measured["bus_bytes_per_second"] / 1e9
     text = f"{world} ranks, {backend}: correct; {count / 2**20:.0f} MiB in {_time(slowest)},"
     text += f" bus bandwidth {bandwidth:.3g} GB/s ({FORMULA}); latency {_time(latency)}"
@@ -163,13 +166,13 @@ def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds
     silent = [f"ranks {_some(ranks)}: {WAITING_FOR[at]}" for at, ranks in late.items()]
     what = "; ".join([*failed, *silent])
     if not failed:
-        what = f"not over after {seconds:.0f} s: {what}"
+        what = f"not finished after {seconds:.0f} s: {what}"
     known = sorted({line for lines in progress.interfaces.values() for line in lines})
     used = f" ({'; '.join(known)})" if known else ""
     variable = "GLOO_SOCKET_IFNAME" if on_cpu else "NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO tells more"
-    fix = "`free -m`, `nvidia-smi`, `dmesg | tail` there"
+    fix = "check `free -m`, `nvidia-smi` and `dmesg | tail` there"
     if len(set(names.values())) > 1:
-        fix = f"a firewall between the hosts that closes ports, or another interface by {variable}"
+        fix = f"check for a firewall between the hosts, or choose another interface with {variable}"
     return fault(CHECK, what + used, fix)
 
 

@@ -12,10 +12,10 @@ from llmtrain.doctor.scene import Scene
 
 @dataclass(frozen=True)
 class Check:
-    """Looks at one thing and judges it."""
+    """Examines one thing and judges it."""
 
     name: str
-    """Of its group, and what it is called where it fails itself."""
+    """Group and name; reported if the check itself fails."""
     look: Callable[[Scene], Iterable[Finding]]
 
 
@@ -42,12 +42,15 @@ CHECKS = (
 
 
 def look(scene: Scene, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """Everything that the checks find; one that fails itself is told as a warning, and hides no other."""
+    """Runs the checks and returns all findings.
+
+    A check that raises an exception is reported as a warning and does not hide the others.
+    """
     found: list[Finding] = []
     for check in checks:
         try:
             found += check.look(scene)
-        except Exception as error:  # machines are stranger than we think: the others still tell what they see
-            text = f"could not be looked at: {type(error).__name__}: {error}"
+        except Exception as error:  # machines vary more than expected: the other checks still report
+            text = f"the check failed: {type(error).__name__}: {error}"
             found.append(warning(check.name, text, "please report this"))
     return found

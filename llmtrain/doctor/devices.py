@@ -15,12 +15,12 @@ from llmtrain.host import memory_bytes, memory_limit, own_cores
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
 IN_USE_MIB = 1024
-"""More than the driver and a display take."""
+"""More than the driver and a display use."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of nvidia-smi. Memory in MiB, None where the driver does not tell."""
+    """A line of nvidia-smi. Memory in MiB, or None if the driver does not report it."""
 
     index: str
     uuid: str
@@ -32,23 +32,23 @@ class Gpu:
 
 
 def host(scene: Scene) -> Iterator[Finding]:
-    """Processors and memory that this process may use."""
+    """Checks the processors and the memory that this process may use."""
     cpus = own_cores()
     text = f"{cpus} of {os.cpu_count()} CPUs"
     quota = _cpu_quota()
     if quota is not None and quota < cpus:
-        text += f", of which a limit leaves the time of {quota:.1f}"
+        text += f", limited to the time of {quota:.1f}"
     total, limit = memory_bytes(), memory_limit()
     limited = f", limited to {size(limit)}" if limit is not None and limit < total else ""
     yield ok("devices.host", f"{text}; {size(total)} of host memory{limited}")
 
 
 def gpus(scene: Scene) -> Iterator[Finding]:
-    """GPUs by the driver, beside what torch sees of them; this loads torch."""
+    """Checks the GPUs that the driver lists against those that torch sees; loads torch."""
     answer = ask("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
     listed = parse(answer.text)
     if answer.refusal and "not installed" not in answer.refusal:
-        yield fault("devices.driver", answer.refusal, "see `nvidia-smi` and `dmesg | grep -i nvrm`; restart the host")
+        yield fault("devices.driver", answer.refusal, "check `nvidia-smi` and `dmesg | grep -i nvrm`; restart the host")
         return
     seen, why = seen_by_torch()
     if not listed:
@@ -63,27 +63,27 @@ def gpus(scene: Scene) -> Iterator[Finding]:
     yield from _judged(visible, scene)
     if len(seen) != len(visible) and not problems:
         text = f"torch sees {len(seen)} of {len(visible)} GPUs" + (f": {why}" if why else "")
-        yield fault("devices.torch", text, "install the build of torch for this driver, as pytorch.org says")
+        yield fault("devices.torch", text, "install the build of torch for this driver (see pytorch.org)")
     elif seen:
         yield ok("devices.torch", f"torch sees {described(seen)}")
 
 
 def slots(scene: Scene) -> Iterator[Finding]:
-    """Whether there are the devices that a hostfile gives; this loads torch."""
+    """Checks that the devices in a hostfile exist; loads torch."""
     if not scene.devices:
         return
     seen, _ = seen_by_torch()
     asked, cpus = max(scene.devices) + 1, own_cores()
     if seen and asked > len(seen):
-        text = f"the hostfile gives {asked} slots, torch sees {len(seen)} GPUs"
+        text = f"the hostfile gives {asked} slots, but torch sees {len(seen)} GPUs"
         yield fault("devices.slots", text, f"write slots={len(seen)}")
     elif not seen and len(scene.devices) > cpus:
-        text = f"the hostfile gives {len(scene.devices)} workers to {cpus} CPUs"
+        text = f"the hostfile gives {len(scene.devices)} workers, but there are {cpus} CPUs"
         yield warning("devices.slots", text, f"write slots={cpus}")
 
 
 def parse(text: str) -> list[Gpu]:
-    """The lines of nvidia-smi's query."""
+    """Parses the output of nvidia-smi's query."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -94,9 +94,9 @@ def parse(text: str) -> list[Gpu]:
 
 
 def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Finding]]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, and what is wrong with it.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, and what is wrong with it.
 
-    CUDA reads numbers and beginnings of UUIDs, and passes over in silence all that follows an entry it does not know.
+    CUDA accepts indices and prefixes of UUIDs, and silently ignores everything after an entry it does not know.
     """
     if visible is None:
         return listed, []
@@ -104,14 +104,17 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Find
     entries = [entry.strip() for entry in visible.split(",")] if visible.strip() else []
     for entry in entries:
         if entry.startswith("MIG-"):
-            text = f"{VISIBLE} names the part of a GPU {entry}, which was not looked at"
-            return found, [warning("devices.visible", text, "a run takes whole GPUs: name these")]
+            text = f"{VISIBLE} names the GPU partition {entry}, which was not checked"
+            return found, [warning("devices.visible", text, "a run uses whole GPUs: name these")]
         matching = [gpu for gpu in listed if entry == gpu.index or (len(entry) > 4 and gpu.uuid.startswith(entry))]
         if entry == "-1":
             break
         if len(matching) != 1:
             which = "no GPU" if not matching else f"{len(matching)} GPUs"
-            text = f"{VISIBLE}={visible}: '{entry}' is {which} of the {len(listed)} here; CUDA shows none from there on"
+            text = (
+                f"{VISIBLE}={visible}: '{entry}' matches {which} of the {len(listed)} here; CUDA ignores the "
+                "entries from there on"
+            )
             return found, [fault("devices.visible", text, f"export {VISIBLE}={','.join(gpu.index for gpu in listed)}")]
         if matching[0] in found:
             text = f"{VISIBLE}={visible} names GPU {matching[0].index} twice: CUDA then shows none"
@@ -121,12 +124,12 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Find
     indices = ", ".join(gpu.index for gpu in found)
     told = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if found else "no GPU")
     if not found:
-        return [], [warning("devices.visible", f"{told} of {len(listed)} may be used", f"unset {VISIBLE}")]
+        return [], [warning("devices.visible", f"{told} of {len(listed)} can be used", f"unset {VISIBLE}")]
     return found, [ok("devices.visible", told)] if len(found) < len(listed) else []
 
 
 def described(names: list[str]) -> str:
-    """`8 × NVIDIA H100 80GB HBM3`, for each kind."""
+    """Formats device names as `8 × NVIDIA H100 80GB HBM3`, for each kind."""
     return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
 
@@ -140,30 +143,30 @@ def _summary(listed: list[Gpu]) -> str:
 
 def _judged(visible: list[Gpu], scene: Scene) -> Iterator[Finding]:
     if broken := [gpu.index for gpu in visible if gpu.errors not in ("0", "[N/A]", "N/A", "[Not Supported]")]:
-        text = f"GPUs {', '.join(broken)} have had memory errors that could not be corrected"
-        yield fault("devices.memory_errors", text, "reset them, or leave them out; `nvidia-smi -q -d ECC` tells more")
+        text = f"GPUs {', '.join(broken)} had memory errors that could not be corrected"
+        yield fault("devices.memory_errors", text, "reset them, or leave them out; see `nvidia-smi -q -d ECC`")
     if busy := [gpu.index for gpu in visible if (gpu.used or 0) > IN_USE_MIB]:
-        text = f"more than {IN_USE_MIB} MiB of GPUs {', '.join(busy)} are in use"
-        yield warning("devices.in_use", text, "`nvidia-smi` names the processes")
+        text = f"GPUs {', '.join(busy)} have more than {IN_USE_MIB} MiB in use"
+        yield warning("devices.in_use", text, "`nvidia-smi` lists the processes")
     kinds = {gpu.name for gpu in visible}
     if len(kinds) > 1:
-        text = f"GPUs of several kinds, of which the slowest sets the pace: {described([gpu.name for gpu in visible])}"
-        yield warning("devices.kinds", text, f"choose those of one kind by {VISIBLE}")
+        text = f"several kinds of GPUs, of which the slowest sets the pace: {described([gpu.name for gpu in visible])}"
+        yield warning("devices.kinds", text, f"choose GPUs of one kind with {VISIBLE}")
     if len(kinds) > 1 and scene.env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        text = "CUDA numbers GPUs of several kinds by speed, nvidia-smi by slot"
+        text = "CUDA numbers GPUs of several kinds by speed, but nvidia-smi by slot"
         yield warning("devices.order", text, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
 
 
 def seen_by_torch() -> tuple[list[str], str]:
-    """(product names of the GPUs that torch may use, why there are none)."""
+    """Returns the product names of the GPUs that torch can use, and the reason if there are none."""
     try:
         import torch
 
         if not (torch.version.cuda or torch.version.hip):
-            return [], "a build of torch for CPUs"
+            return [], "this build of torch is for CPUs"
         count = torch.cuda.device_count()
         return [torch.cuda.get_device_properties(index).name for index in range(count)], "" if count else "no device"
-    except Exception as error:  # a driver that is too old, a device that is lost: the message says which
+    except Exception as error:  # an outdated driver, a lost device: the message says which
         return [], str(error).splitlines()[0]
 
 
@@ -172,7 +175,7 @@ def _number(text: str) -> int | None:
 
 
 def _cpu_quota() -> float | None:
-    """CPUs' worth of time that the control group grants; None without a limit."""
+    """Returns the CPU time that the control group grants, in CPUs, or None without a limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What joins the GPUs of a host, and hosts: NVLink and PCIe by nvidia-smi, InfiniBand and RoCE by the kernel."""
+"""Links between GPUs and between hosts: NVLink and PCIe from nvidia-smi, InfiniBand and RoCE from the kernel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def gpu_links(scene: Scene) -> Iterator[Finding]:
-    """Links between each two GPUs, and NVLinks that are down."""
+    """Checks the links between all pairs of GPUs, and reports NVLinks that are down."""
     answer = ask("nvidia-smi", "topo", "-m")
     if answer.refusal:
-        yield ok("interconnect.gpus", f"links between GPUs not looked at: {answer.refusal}")
+        yield ok("interconnect.gpus", f"links between GPUs not checked: {answer.refusal}")
         return
     links = between_gpus(answer.text)
     if not links:
-        yield ok("interconnect.gpus", "no two GPUs, so no links between them")
+        yield ok("interconnect.gpus", "fewer than two GPUs, so there are no links between them")
         return
     told = ", ".join(f"{kind} between {count} pairs" for kind, count in links.most_common())
     yield ok("interconnect.gpus", f"links between GPUs: {told}")
@@ -29,12 +29,12 @@ def gpu_links(scene: Scene) -> Iterator[Finding]:
     if down and up:
         text = f"{down} of {down + up} NVLinks are down"
         yield warning(
-            "interconnect.nvlink", text, "`nvidia-smi nvlink --status` names them; see the fabric manager's log"
+            "interconnect.nvlink", text, "`nvidia-smi nvlink --status` lists them; see the fabric manager's log"
         )
 
 
 def between_gpus(text: str) -> Counter[str]:
-    """How often each kind of link joins two GPUs, of `nvidia-smi topo -m`."""
+    """Counts the pairs of GPUs per kind of link in the output of `nvidia-smi topo -m`."""
     lines = [ESCAPE.sub("", line).split() for line in text.splitlines()]
     lines = [line for line in lines if line and line[0].startswith("GPU")]
     rows = [line for line in lines if "X" in line]
@@ -45,14 +45,14 @@ def between_gpus(text: str) -> Counter[str]:
 
 
 def count_links(text: str) -> tuple[int, int]:
-    """(inactive, active) NVLinks, of `nvidia-smi nvlink --status`."""
+    """Counts (inactive, active) NVLinks in the output of `nvidia-smi nvlink --status`."""
     states = re.findall(r"Link \d+:\s*(.*)", text)
     down = sum("inactive" in state.lower() for state in states)
     return down, len(states) - down
 
 
 def adapters(scene: Scene) -> Iterator[Finding]:
-    """Ports of InfiniBand and RoCE adapters, their state and rate."""
+    """Checks the state and the rate of the ports of InfiniBand and RoCE adapters."""
     root = scene.sys / "class" / "infiniband"
     ports = sorted(root.glob("*/ports/*"))
     if not ports:
@@ -68,9 +68,11 @@ def adapters(scene: Scene) -> Iterator[Finding]:
     if active:
         yield ok("interconnect.adapters", "; ".join(active))
     if other and not active:
-        yield fault("interconnect.adapters", f"no port is up: {'; '.join(other)}", "cable, switch, subnet manager")
+        yield fault(
+            "interconnect.adapters", f"no port is up: {'; '.join(other)}", "check cable, switch and subnet manager"
+        )
     elif other:
-        yield warning("interconnect.adapters", "; ".join(other), "leave them out by NCCL_IB_HCA, or bring them up")
+        yield warning("interconnect.adapters", "; ".join(other), "exclude them with NCCL_IB_HCA, or bring them up")
 
 
 def has_adapters(scene: Scene) -> bool:

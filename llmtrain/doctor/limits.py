@@ -1,4 +1,4 @@
-"""What the kernel lets a process have."""
+"""Resource limits of the kernel for a process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from llmtrain.doctor.interconnect import has_adapters
 from llmtrain.doctor.scene import Scene
 
 LEAST_FILES = 4096
-"""Descriptors: connections to other ranks, files of the data, and what libraries hold."""
+"""File descriptors: connections to other ranks, data files, and those of libraries."""
 LEAST_PROCESSES = 4096
 """Processes and threads of one user: each worker has dozens."""
 
 
 def limits(scene: Scene) -> Iterator[Finding]:
-    """nofile, memlock and nproc, as this process has inherited them."""
+    """Checks nofile, memlock and nproc, as this process has inherited them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -27,13 +27,18 @@ def limits(scene: Scene) -> Iterator[Finding]:
     ):
         if _is_below(soft, least):
             check = f"limits.{name.replace(' ', '_')}"
-            yield warning(check, f"{soft} {name} are allowed; a large job needs {least}", _raise(option, least, hard))
+            yield warning(
+                check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
+            )
         else:
             told.append(f"{name} {_shown(soft)}")
     locked = f"locked memory {_shown(memory[0], of_bytes=True)}"
     if memory[0] != resource.RLIM_INFINITY and has_adapters(scene):
-        text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond it"
-        fix = "`* soft memlock unlimited` and `* hard memlock unlimited` in /etc/security/limits.conf, or LimitMEMLOCK"
+        text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond this limit"
+        fix = (
+            "set `* soft memlock unlimited` and `* hard memlock unlimited` in "
+            "/etc/security/limits.conf, or LimitMEMLOCK"
+        )
         yield fault("limits.locked_memory", text, fix)
     else:
         told.append(locked)

@@ -1,4 +1,4 @@
-"""Network interfaces, what the host's own name resolves to, and which of them gloo and NCCL will use."""
+"""Network interfaces, the address that the host's own name resolves to, and the choices of gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.launch.interfaces import (
 
 
 def interfaces(scene: Scene) -> Iterator[Finding]:
-    """Interfaces that may lead to other hosts, with their addresses and rates."""
+    """Checks the interfaces that may lead to other hosts, with their addresses and rates."""
     network = Network.here()
     usable = [one for one in network.interfaces if one.is_usable]
     if usable:
@@ -26,11 +26,11 @@ def interfaces(scene: Scene) -> Iterator[Finding]:
     elif scene.master:
         yield fault("network.interfaces", "no interface but the loopback is up", "bring one up: `ip address`")
     else:
-        yield ok("network.interfaces", "no interface but the loopback is up; enough for this machine alone")
+        yield ok("network.interfaces", "no interface but the loopback is up; sufficient for this machine alone")
 
 
 def host_name(scene: Scene) -> Iterator[Finding]:
-    """The trap of a name that resolves to the loopback."""
+    """Checks whether the host name resolves to the loopback."""
     network = Network.here()
     if not network.listens_on_loopback:
         yield ok("network.host_name", f"'{network.host}' resolves to {network.own_address}")
@@ -38,14 +38,14 @@ def host_name(scene: Scene) -> Iterator[Finding]:
     points = f"to {network.own_address}" if network.own_address else "to no address of this host"
     text = f"the host name '{network.host}' resolves {points}"
     if scene.master is None:
-        yield ok("network.host_name", f"{text}: workers of several hosts get {GLOO} from llmtrain")
+        yield ok("network.host_name", f"{text}: llmtrain sets {GLOO} for workers of several hosts")
         return
-    fix = f"nothing for llmtrain, which sets {GLOO}; for other programs put this host's address in /etc/hosts"
+    fix = f"nothing to do for llmtrain, which sets {GLOO}; for other programs, add this host's address to /etc/hosts"
     yield warning("network.host_name", text, fix)
 
 
 def choices(scene: Scene) -> Iterator[Finding]:
-    """What gloo and NCCL will use, and why."""
+    """Reports the interfaces that gloo and NCCL will use, and why."""
     network = Network.here()
     wrong = list(misled(scene, network))
     yield from wrong
@@ -59,16 +59,16 @@ def choices(scene: Scene) -> Iterator[Finding]:
 
 
 def misled(scene: Scene, network: Network) -> Iterator[Finding]:
-    """What a user says of interfaces, where it cannot be: this host lacks them, or no other host reaches them."""
+    """Reports a user's choice of interfaces that do not exist here or that other hosts cannot reach."""
     names = [one.name for one in network.interfaces]
     absent = [name for name in scene.env.get(GLOO, "").split(",") if name and name not in names]
     if absent:
-        text = f"{GLOO} names {', '.join(absent)}; there are {_names(network)}"
-        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses by the route to rank 0")
+        text = f"{GLOO} names {', '.join(absent)}, but there are only {_names(network)}"
+        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses the interface of the route to rank 0")
     loopbacks = [one.name for one in network.interfaces if one.is_loopback]
     if scene.master and scene.env.get(GLOO) in loopbacks:
-        text = f"{GLOO}={scene.env[GLOO]} is the loopback, where no other host arrives"
-        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses by the route to rank 0")
+        text = f"{GLOO}={scene.env[GLOO]} is the loopback, which other hosts cannot reach"
+        yield fault("network.gloo", text, f"unset {GLOO}: llmtrain chooses the interface of the route to rank 0")
     value, origin = nccl_setting(scene.env) or ("", NCCL)
     if value and not value.startswith("^"):
         prefixes = [part for part in value.lstrip("=").split(",") if part]
@@ -76,8 +76,8 @@ def misled(scene: Scene, network: Network) -> Iterator[Finding]:
             name == part if value.startswith("=") else name.startswith(part) for part in prefixes for name in names
         )
         if not any(matches):
-            text = f"{origin} names {value}, which is no interface here; there are {_names(network)}"
-            yield fault("network.nccl", text, f"mend or unset {NCCL}")
+            text = f"{origin} names {value}, which matches no interface here; there are {_names(network)}"
+            yield fault("network.nccl", text, f"correct or unset {NCCL}")
 
 
 def _names(network: Network) -> str:
@@ -88,17 +88,17 @@ def _described(one: Interface, scene: Scene) -> str:
     addresses = [address for address in one.addresses if not is_link_local(address)] or list(one.addresses)
     try:
         speed = int((scene.sys / "class" / "net" / one.name / "speed").read_text())
-    except (OSError, ValueError):  # a virtual one tells none
+    except (OSError, ValueError):  # virtual interfaces report none
         speed = -1
     rate = f" ({speed / 1000:g} Gbit/s)" if speed > 0 else ""
     return f"{one.name} {', '.join(addresses)}{rate}"
 
 
 def _on_cpu() -> bool:
-    """Whether workers talk through gloo alone; this loads torch."""
+    """Whether workers communicate through gloo alone; loads torch."""
     try:
         import torch
 
         return torch.cuda.device_count() == 0
-    except Exception:  # another check tells that torch cannot be imported
+    except Exception:  # another check reports that torch cannot be imported
         return True

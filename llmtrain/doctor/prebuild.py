@@ -1,4 +1,4 @@
-"""DeepSpeed's operators compiled ahead of training, into the cache that it looks in."""
+"""Compiles DeepSpeed's operators before training, into the cache that DeepSpeed uses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from llmtrain.launch.disks import LIBAIO
 from llmtrain.recipe import ParallelConfig
 
 DISK = ("pin_memory", "async_io")
-"""For states on a disk; the second is linked against the first."""
+"""Operators for states on disk; the second is linked against the first."""
 BUILD_S = 1800
-"""Longest time for one operator: a minute or two, where nobody else computes."""
+"""Longest time in seconds for one operator; on an idle machine it takes a minute or two."""
 PINNED = "DS_PIN_MEMORY_BACKEND"
-"""With the value `native` DeepSpeed pins host memory by an operator of its own."""
+"""With the value `native`, DeepSpeed pins host memory with an operator of its own."""
 
 
 def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tuple[str, ...]:
-    """What training compiles at its start, of a recipe; without one, whatever a recipe might.
+    """Returns the operators that training compiles at its start for a recipe; without one, those that any recipe might.
 
-    That is little: the optimizer is torch's own, offloaded or not, and gloo does what DeepSpeed's shared-memory
-    collective would.
+    These are few: the optimizer is torch's own, offloaded or not, and gloo replaces DeepSpeed's shared-memory
+    collective.
     """
     if parallel is None:
         return DISK
@@ -36,9 +36,9 @@ def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tup
 def build(
     channel: Channel, operators: Sequence[str], on_cpu: bool, is_needed: bool
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Builds them on a host; what was found, and {operator, seconds, file, error} of each. Raises UnreachableError.
+    """Builds operators on a host. Returns the findings, and {operator, seconds, file, error} of each operator.
 
-    is_needed: whether a recipe asks for them; else a host without libaio does without.
+    is_needed: whether a recipe needs them; otherwise a host without libaio is not at fault. Raises UnreachableError.
     """
     channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
     findings: list[Finding] = []
@@ -51,14 +51,17 @@ def build(
 
 
 def nothing_to_build() -> Finding:
-    """Where a recipe wants no operator."""
-    return ok("prebuild.none", "the recipe compiles no operator of DeepSpeed: torch's own optimizers, no disk")
+    """Returns the finding for a recipe that needs no operator."""
+    return ok(
+        "prebuild.none",
+        "the recipe needs no compiled operator of DeepSpeed: it uses torch's own optimizers, and no disk",
+    )
 
 
 def _judge(built: Mapping[str, Any], is_needed: bool) -> Iterator[Finding]:
     check, name = f"prebuild.{built['operator']}", built["operator"]
     if "libaio" in built["error"] and not built["seconds"]:
-        text = f"{name} not built, which only offload to a disk needs: {built['error']}"
+        text = f"{name} was not built; only offload to disk needs it: {built['error']}"
         yield fault(check, text, LIBAIO) if is_needed else ok(check, text)
     elif built["error"]:
         yield fault(check, f"{name} was not built:\n{built['error']}", "see `tools` above: compiler, ninja, libaio")

@@ -1,6 +1,6 @@
-"""A rank of the doctor's all-reduce: `python -m ... JOB DESCRIPTOR`. Tells how far it is in lines of JSON.
+"""A rank of the doctor's all-reduce: `python -m ... JOB DESCRIPTOR`. Reports its progress in lines of JSON.
 
-Each rank gives x[i] = i mod 17 + rank, whose sum over n ranks is n (i mod 17) + n (n - 1) / 2: whole numbers, which
+Each rank contributes x[i] = i mod 17 + rank, whose sum over n ranks is n (i mod 17) + n (n - 1) / 2: integers, which
 fp32 adds exactly in any order.
 """
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 MIB_CPU, MIB_GPU = 16, 128
-"""Of fp32 in the tensor whose all-reduce is timed."""
+"""MiB of the fp32 tensor whose all-reduce is timed."""
 REPEATS, SMALL_REPEATS, WARM_UP = 5, 20, 3
 LONGEST = 240
-"""Characters of an error."""
+"""Longest error message in characters."""
 LONGEST_S = 4.0
-"""Of the repeats together: a slow network is asked less often, and at least once."""
+"""Longest time in seconds of all repeats together; a slow network gets fewer, but at least one."""
 LATER_S = 60
-"""So much later than who has asked gives a rank up: the words of gloo and NCCL would not say who is missing."""
+"""Seconds by which a rank gives up later than the doctor, since gloo and NCCL would not say which rank is missing."""
 FAREWELL_S = 5.0
 SMALL = 1
-"""Elements of the tensor whose all-reduce is all latency."""
+"""Elements of the tensor whose all-reduce measures latency."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is told."""
+    """The instructions for one rank."""
 
     rank: int
     world_size: int
@@ -48,14 +48,14 @@ class Job:
     local_world_size: int
     master: str
     port: int
-    """Where rank 0 listens; 0 for rank 0 itself, which chooses one."""
+    """The port of rank 0; 0 for rank 0 itself, which chooses one."""
     on_cpu: bool
     seconds: float
-    """When to give up."""
+    """Time after which to give up."""
 
 
 def main() -> None:
-    """Joins, reduces, checks, measures."""
+    """Joins the group, reduces, checks the result and measures."""
     job = Job(**json.loads(sys.argv[1]))
     with os.fdopen(int(sys.argv[2]), "w") as replies:
 
@@ -68,7 +68,7 @@ def main() -> None:
             _work(job, tell)
         except Exception as error:
             tell("failed", error=f"{type(error).__name__}: {str(error)[:LONGEST]}".splitlines()[0])
-        # Tearing a group down while another rank still works only prints noise.
+        # Tearing down a group while another rank still works only prints noise.
         os._exit(0)
 
 
@@ -107,16 +107,19 @@ def _work(job: Job, tell: Any) -> None:
 
 
 def _wait_for_all(store: TCPStore, world_size: int) -> None:
-    """A rank that ends while another one still reads from it, or asks the store of rank 0, would break that one."""
+    """Waits for all ranks.
+
+    A rank that ends while another still reads from it, or needs the store of rank 0, would break the other one.
+    """
     deadline = time.monotonic() + FAREWELL_S
-    with suppress(Exception):  # who is late has told all that it knows
+    with suppress(Exception):  # a late rank has already reported its results
         store.add("over", 1)
         while store.add("over", 0) < world_size and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 def _wrong(count: int, job: Job, device: torch.device) -> int:
-    """Elements of the sum that are not what they must be."""
+    """Returns the number of wrong elements of the sum."""
     import torch
     from torch import distributed as dist
 
@@ -128,7 +131,7 @@ def _wrong(count: int, job: Job, device: torch.device) -> int:
 
 
 def _repeats(count: int, device: torch.device) -> int:
-    """As many as all ranks have time for; the same on all of them."""
+    """Returns the number of repeats that all ranks have time for, the same on all of them."""
     import torch
     from torch import distributed as dist
 
@@ -138,7 +141,7 @@ def _repeats(count: int, device: torch.device) -> int:
 
 
 def _timed(tensor: torch.Tensor, repeats: int, device: torch.device) -> float:
-    """Median seconds of an all-reduce; the first ones are not counted where there are several."""
+    """Returns the median seconds of an all-reduce; warm-up runs are not counted."""
     import torch
     from torch import distributed as dist
 

@@ -1,4 +1,4 @@
-"""All that the doctor has found, as data and as lines for people. Pure."""
+"""All findings of the doctor, as data and as lines for people; pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from llmtrain.doctor.finding import Finding
 STYLES = {"warning": "yellow", "fault": "bold red"}
 MARGIN = 2
 LABEL = 14
-"""Characters before what was found."""
+"""Characters before the text of a finding."""
 MOST_NAMED = 8
-"""Hosts that a line names."""
+"""Number of hosts that a line lists."""
 
 
 @dataclass
 class HostReport:
-    """What one host has told."""
+    """The findings of one host."""
 
     name: str
     findings: list[Finding]
@@ -31,7 +31,7 @@ class HostReport:
 
     @property
     def was_reached(self) -> bool:
-        """Whether it was looked at."""
+        """Whether it could be checked."""
         return bool(self.facts)
 
 
@@ -41,17 +41,17 @@ class Report:
 
     hosts: list[HostReport]
     together: list[Finding] = field(default_factory=list)
-    """Of all hosts and ranks together."""
+    """Findings about all hosts and ranks together."""
     all_reduce: dict[str, Any] = field(default_factory=dict)
 
     def of_level(self, level: str) -> list[tuple[str, Finding]]:
-        """(host or "", finding) of a level."""
+        """Returns (host or "", finding) for the findings of a level."""
         own = [(host.name, one) for host in self.hosts for one in host.findings]
         everything = [*own, *(("", one) for one in self.together)]
         return [(name, one) for name, one in everything if one.level == level]
 
     def document(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Returns what `--json` prints."""
         return {
             "faults": len(self.of_level("fault")),
             "warnings": len(self.of_level("warning")),
@@ -71,9 +71,9 @@ class Report:
 
 
 def show(report: Report, console: Console) -> None:
-    """What is well by group, then warnings, then faults, each with what mends it.
+    """Prints what is in order by group, then warnings, then faults, each with its fix.
 
-    What all hosts tell alike is said once, the rest with the hosts that tell it.
+    Findings that all hosts share are printed once, others with their hosts.
     """
     width = console.width if console.is_terminal else None
     told = _told(report)
@@ -98,19 +98,19 @@ def show(report: Report, console: Console) -> None:
 
 @dataclass(frozen=True)
 class _Told:
-    """A finding, and the hosts that have it; none where it is of all together."""
+    """A finding, and the hosts that have it; none if it concerns all together."""
 
     finding: Finding
     hosts: tuple[str, ...]
 
     @property
     def names_its_host(self) -> bool:
-        """Whether the text begins with it."""
+        """Whether the text begins with the host's name."""
         return self.finding.text.startswith(f"{self.hosts[0]}: ")
 
 
 def _told(report: Report) -> list[_Told]:
-    """Each finding once, group by group."""
+    """Returns each finding once, group by group."""
     hosts: dict[Finding, list[str]] = {}
     groups: dict[str, None] = {}
     for host in report.hosts:
@@ -125,7 +125,7 @@ def _told(report: Report) -> list[_Told]:
 
 
 def _groups(told: list[_Told], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
-    """Lines of what is well, each group labelled once; a group of which nothing is well points to the end."""
+    """Yields lines of what is in order, each group labelled once; a group with problems only refers to the end."""
     labelled = ""
     for group in dict.fromkeys(one.finding.group for one in told):
         members = [one for one in told if one.finding.group == group]
@@ -156,7 +156,7 @@ def _print(console: Console, lines: list[str], style: str = "") -> None:
 
 
 def _wrapped(text: str, width: int | None, first: int, rest: int) -> list[str]:
-    """The lines of a text, indented; not broken where the output is no terminal."""
+    """Wraps and indents a text; does not wrap if the output is not a terminal."""
     lines: list[str] = []
     for number, line in enumerate(text.splitlines()):
         start = " " * (first if number == 0 else rest)

@@ -1,4 +1,4 @@
-"""A visit of the doctor: this machine, or the hosts of a hostfile."""
+"""Examines this machine, or the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llmtrain.launch.hostfile import Host
 from llmtrain.recipe import ParallelConfig
 
 LOOK_S = 180
-"""Longest time for the checks of a host: each of their programs has a limit of its own."""
+"""Longest time in seconds for the checks of a host; each of their programs has a limit of its own."""
 CPU_RANKS = 2
-"""Of this machine's all-reduce where there is no GPU and nobody says how many."""
+"""Ranks of this machine's all-reduce without a GPU, unless given."""
 Say = Callable[[str], Any]
-"""Tells what is being done."""
+"""Shows what is being done."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Visit:
     """What is asked of the doctor."""
 
     hosts: tuple[Host, ...] = ()
-    """Of a hostfile; without them this machine."""
+    """The hosts of a hostfile; without them, this machine."""
     run_root: Path = Path("runs")
     nproc: int | None = None
-    """Ranks of this machine's all-reduce."""
+    """Number of ranks of this machine's all-reduce."""
     seconds: float = 120.0
-    """When the all-reduce is given up."""
+    """Seconds after which the all-reduce is given up."""
     build: bool = False
     parallel: ParallelConfig | None = None
-    """Of the recipe that operators are built for."""
+    """The part of the recipe that operators are built for."""
 
 
 @dataclass
@@ -52,15 +52,15 @@ class _Patient:
 
     @property
     def devices(self) -> list[str]:
-        """GPUs that its workers compute on; none where the user wants CPUs, as for training."""
+        """The GPUs that its workers compute on; none if the user chose CPUs, as in training."""
         found: list[str] = self.report.facts["devices"]
         return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else found
 
 
 def examine(visit: Visit, say: Say) -> Report:
-    """Looks at all hosts at once, then at them together."""
+    """Checks all hosts in parallel, then all of them together."""
     with _agents(visit, say) as (patients, lost):
-        say("looking at " + (listed([one.report.name for one in patients]) or "nothing"))
+        say("checking " + (listed([one.report.name for one in patients]) or "nothing"))
         master = _master(patients) if visit.hosts else None
         with ThreadPoolExecutor(max(1, len(patients))) as pool:
             list(pool.map(lambda patient: _look(patient, visit, master), patients))
@@ -70,7 +70,7 @@ def examine(visit: Visit, say: Say) -> Report:
         if visit.hosts:
             report.together += _compare(reached)
         if visit.build:
-            say("compiling operators of DeepSpeed: minutes the first time")
+            say("compiling DeepSpeed operators, which takes minutes the first time")
             with ThreadPoolExecutor(max(1, len(reached))) as pool:
                 list(pool.map(lambda patient: _build(patient, visit), reached))
         say("all-reduce over all ranks")
@@ -80,7 +80,7 @@ def examine(visit: Visit, say: Say) -> Report:
 
 @contextmanager
 def _agents(visit: Visit, say: Say) -> Iterator[tuple[list[_Patient], list[HostReport]]]:
-    """An agent on each host that answers, and the reports of those that do not."""
+    """Starts an agent on each host that answers; yields them and the reports of the other hosts."""
     with ExitStack() as undo:
         if not visit.hosts:
             channel = reach.beside()
@@ -124,7 +124,7 @@ def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
 
 
 def _master(patients: list[_Patient]) -> str | None:
-    """The address that DeepSpeed's launcher takes for rank 0: the first of `hostname -I` on the first host."""
+    """Returns the address that DeepSpeed's launcher uses for rank 0: the first of `hostname -I` on the first host."""
     for patient in patients[:1]:
         try:
             addresses: list[str] = patient.channel.ask("addresses", 10)["addresses"]
@@ -164,8 +164,8 @@ def _build(patient: _Patient, visit: Visit) -> None:
 def _all_reduce(report: Report, reached: list[_Patient], visit: Visit, master: str | None) -> None:
     missing = [host.name for host in report.hosts if not host.was_reached]
     if missing or not reached:
-        text = f"all-reduce not run, as {listed(missing) or 'no host'} could not be looked at"
-        report.together.append(warning(CHECK, text, "mend that first"))
+        text = f"all-reduce not run, since {listed(missing) or 'no host'} could not be checked"
+        report.together.append(warning(CHECK, text, "fix that first"))
         return
     if visit.hosts and master is None:
         text = f"{reached[0].report.name} has no address that other hosts could reach"

@@ -1,4 +1,4 @@
-"""What the checks of a host are given; pure."""
+"""What the checks of a host receive; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PROGRAM_S = 30
-"""A program that is asked and says nothing for so long has hung: nvidia-smi does, where a GPU is lost."""
+"""Seconds after which a silent program is considered hung, as nvidia-smi is if a GPU is lost."""
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,24 @@ class Scene:
 
     env: Mapping[str, str]
     run_root: Path
-    """Where runs are made."""
+    """Folder of the run directories."""
     cache: Path
-    """Where prepared tokens lie."""
+    """Folder of prepared tokens."""
     master: str | None = None
-    """Address of rank 0 where a run is on several hosts."""
+    """Address of rank 0 if a run uses several hosts."""
     devices: tuple[int, ...] = ()
-    """Those that a hostfile gives to the run; empty without one."""
+    """The devices that a hostfile assigns to the run; empty without one."""
     sys: Path = field(default_factory=lambda: Path("/sys"))
-    """Where the kernel tells of devices."""
+    """Folder in which the kernel describes devices."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a program has said, or why it said nothing."""
+    """The output of a program, or why there is none."""
 
     text: str = ""
     refusal: str = ""
-    """`nvidia-smi is not installed`; empty where it has answered."""
+    """For example `nvidia-smi is not installed`; empty if it has answered."""
 
 
 def ask(*command: str, seconds: float = PROGRAM_S) -> Answer:
@@ -52,5 +52,5 @@ def ask(*command: str, seconds: float = PROGRAM_S) -> Answer:
         return Answer(refusal=f"{name} did not answer within {seconds:.0f} s")
     if done.returncode:
         last = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()][-1:]
-        return Answer(refusal=f"{name} ended with code {done.returncode}: {''.join(last) or 'it said nothing'}")
+        return Answer(refusal=f"{name} ended with code {done.returncode}: {''.join(last) or 'no message'}")
     return Answer(done.stdout)

@@ -13,29 +13,31 @@ from llmtrain.doctor.scene import Scene
 
 SHARED = Path("/dev/shm")
 LEAST_SHARED = 2**30
-"""Bytes. NCCL takes tens of MB for each pair of GPUs of a host, and containers have 64 MiB unless told otherwise."""
+"""Bytes. NCCL needs tens of MB for each pair of GPUs of a host, and containers have 64 MiB by default."""
 LEAST_FREE = 2**30
-"""Bytes of a folder that a run writes to."""
+"""Bytes that should be free in a folder that a run writes to."""
 
 
 def shared_memory(scene: Scene) -> Iterator[Finding]:
-    """/dev/shm, through which workers of one host talk."""
+    """Checks /dev/shm, through which workers of one host communicate."""
     if not SHARED.is_dir():
-        yield fault("storage.shm", f"there is no {SHARED}", f"mount -t tmpfs tmpfs {SHARED}")
+        yield fault("storage.shm", f"{SHARED} does not exist", f"mount -t tmpfs tmpfs {SHARED}")
         return
     usage = shutil.disk_usage(SHARED)
     refusal = write_refusal(SHARED)
     if refusal:
-        yield fault("storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; mode is 1777")
+        yield fault(
+            "storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; its mode should be 1777"
+        )
     elif usage.free < LEAST_SHARED:
-        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}; NCCL fails without enough"
+        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}, which may be too little for NCCL"
         yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
     else:
         yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
 
 
 def folders(scene: Scene) -> Iterator[Finding]:
-    """What a run writes to: each is tried."""
+    """Checks the folders that a run writes to, by writing to each."""
     named = (
         ("runs", scene.run_root, "--run-dir"),
         ("cache", scene.cache, "export LLMTRAIN_CACHE="),
@@ -47,7 +49,7 @@ def folders(scene: Scene) -> Iterator[Finding]:
 
 
 def write_refusal(folder: Path) -> str:
-    """Why nothing can be written in a folder that exists; empty where it can. Leaves nothing behind."""
+    """Returns why a folder cannot be written to, or an empty string. Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"\0" * 65536)
@@ -59,7 +61,7 @@ def write_refusal(folder: Path) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+    """Returns the folder, or its nearest existing parent."""
     there = folder.expanduser().absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -69,13 +71,13 @@ def existing(folder: Path) -> Path:
 def _judge(what: str, folder: Path, fix: str) -> Finding:
     check, there = f"storage.{what.replace(' ', '_')}", existing(folder)
     if not there.is_dir():
-        return fault(check, f"{what}: {folder} lies below a file, {there}", fix)
+        return fault(check, f"{what}: {folder} is below a file, {there}", fix)
     refusal = write_refusal(there)
     if refusal:
         return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
     free = shutil.disk_usage(there).free
     if free < LEAST_FREE:
-        return warning(check, f"{what}: {size(free)} are free in {there}", f"make room, or {fix}")
+        return warning(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
     return ok(check, f"{what}: {folder}, {size(free)} free")
 
 

@@ -1,4 +1,4 @@
-"""Hosts compared with each other: versions, devices, clocks."""
+"""Compares hosts with each other: versions, devices, clocks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from llmtrain.doctor.reach import Channel
 
 PINGS = 7
 SKEW_S = 1.0
-"""Seconds. Which rank failed first is told by the clocks of the hosts."""
+"""Seconds. The clocks of the hosts determine which rank failed first."""
 
 
 @dataclass(frozen=True)
 class Skew:
-    """How far a host's clock is ahead of ours, and by how much that may be wrong; seconds."""
+    """How far a host's clock is ahead of ours, and the uncertainty; in seconds."""
 
     ahead_s: float
     uncertainty_s: float
 
 
 def clock_skew(channel: Channel) -> Skew:
-    """Of the quickest of some round trips: the host's time lies in the middle of it, give or take half of it."""
+    """Measures the skew with the fastest of several round trips.
+
+    The host's time is taken in the middle of it, plus or minus half of it.
+    """
     best: Skew | None = None
     for _ in range(PINGS):
         started, sent = time.monotonic(), time.time()
@@ -37,7 +40,7 @@ def clock_skew(channel: Channel) -> Skew:
 
 
 def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """One line of all that differs. facts: host → what its agent tells."""
+    """Reports all differing versions in one line. facts: host → what its agent reports."""
     if len(facts) < 2:
         return
     names = sorted({name for told in facts.values() for name in told["versions"]})
@@ -53,7 +56,7 @@ def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Whether hosts have the same devices."""
+    """Reports whether hosts have different devices."""
     groups = _by_value({host: " + ".join(sorted(told["devices"])) or "no GPU" for host, told in facts.items()})
     if len(groups) > 1:
         text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
@@ -61,7 +64,7 @@ def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
-    """Clocks that are apart from each other by more than can be explained by the round trip."""
+    """Reports clocks that differ by more than the round trip explains."""
     if len(skews) < 2:
         return
     ahead = max(skews, key=lambda host: skews[host].ahead_s)
@@ -70,7 +73,7 @@ def clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
     doubt = skews[ahead].uncertainty_s + skews[behind].uncertainty_s
     if apart - doubt > SKEW_S:
         text = f"clocks are {_shown(apart)} apart (± {_shown(doubt)}), {ahead} ahead of {behind}"
-        fix = "run chrony or ntpd on all hosts; the rank that failed first is found by their clocks"
+        fix = "run chrony or ntpd on all hosts; their clocks determine which rank failed first"
         yield warning("hosts.clocks", text, fix)
     else:
         yield ok("hosts.clocks", f"clocks agree within {_shown(apart + doubt)}")

@@ -1,4 +1,4 @@
-"""What compiles, and what starts workers elsewhere."""
+"""Compilers, and programs that start workers on other hosts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmtrain.doctor.scene import Scene, ask
 from llmtrain.launch.disks import has_libaio
 
 STALE_S = 600
-"""A lock so old in the folder of compiled operators is nobody's: the slowest of ours takes a few minutes."""
+"""Seconds after which a lock in the folder of compiled operators is stale: the slowest takes a few minutes."""
 LAUNCHERS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "sbatch": "slurm-client"}
 
 
 def compilers(scene: Scene) -> Iterator[Finding]:
-    """What DeepSpeed's operators, and torch.compile, are compiled with."""
+    """Checks the programs that compile DeepSpeed's operators and torch.compile's code."""
     compiler = shlex.split(scene.env.get("CXX", "c++"))[0]
     told = []
     for name, program, arguments, fix in (
@@ -30,36 +30,36 @@ def compilers(scene: Scene) -> Iterator[Finding]:
     ):
         answer = ask(program, *arguments)
         if answer.refusal:
-            text = f"no {name}: {answer.refusal}; offload to a disk and torch.compile need it"
+            text = f"no {name}: {answer.refusal}; offload to disk and torch.compile need it"
             yield warning(f"tools.{name.split()[-1]}", text, fix)
         else:
             first = answer.text.splitlines()[0]
             told.append(first if first.startswith(program) else f"{program} {first}")
     nvcc = ask("nvcc", "--version")
     release = re.search(r"release ([\d.]+)", nvcc.text)
-    told.append(f"nvcc {release[1]}" if release else nvcc.refusal or "nvcc tells no release")
+    told.append(f"nvcc {release[1]}" if release else nvcc.refusal or "the release of nvcc is unknown")
     yield ok("tools.compilers", "; ".join(told))
     if release:
         yield from _mismatch(release[1])
-    lib = "libaio is there" if has_libaio() else "libaio is not found, which only offload to a disk (nvme) needs"
+    lib = "libaio was found" if has_libaio() else "libaio was not found; only offload to disk (nvme) needs it"
     yield ok("tools.libaio", lib)
 
 
 def _mismatch(nvcc: str) -> Iterator[Finding]:
-    """DeepSpeed compiles no CUDA code where the first numbers of the two versions differ."""
+    """Reports different major versions of CUDA, for which DeepSpeed compiles no CUDA code."""
     try:
         import torch
 
         built = torch.version.cuda
-    except Exception:  # another check tells that torch cannot be imported
+    except Exception:  # another check reports that torch cannot be imported
         return
     if built and built.partition(".")[0] != nvcc.partition(".")[0]:
-        text = f"nvcc is of CUDA {nvcc}, torch of {built}: DeepSpeed compiles nothing for GPUs"
-        yield warning("tools.nvcc", text, f"install CUDA {built}'s nvcc and point CUDA_HOME at it")
+        text = f"nvcc has CUDA {nvcc}, but torch {built}: DeepSpeed compiles nothing for GPUs"
+        yield warning("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
 
 
 def operators(scene: Scene) -> Iterator[Finding]:
-    """Where compiled operators lie, and locks that an interrupted build has left: torch waits for them for ever."""
+    """Lists compiled operators, and reports locks of an interrupted build, for which torch waits forever."""
     root = extensions_root(scene)
     there = sorted(file.parent.name for file in root.glob("**/*.so"))
     yield ok("tools.operators", f"compiled operators in {root}: {', '.join(there) or 'none'}")
@@ -72,19 +72,19 @@ def operators(scene: Scene) -> Iterator[Finding]:
 
 
 def launchers(scene: Scene) -> Iterator[Finding]:
-    """Programs that start workers on other hosts."""
+    """Lists the programs that start workers on other hosts."""
     there = [name for name in LAUNCHERS if shutil.which(name)]
     absent = [f"{name} ({package})" for name, package in LAUNCHERS.items() if name not in there]
     told = [f"launchers: {', '.join(there) or 'none'}"]
-    yield ok("tools.launchers", "; ".join([*told, *([f"not there: {', '.join(absent)}"] if absent else [])]))
+    yield ok("tools.launchers", "; ".join([*told, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
     beside = Path(sys.executable).parent / "deepspeed"
     if not os.access(beside, os.X_OK):
-        text = f"there is no {beside}, by which --launcher deepspeed starts"
+        text = f"{beside} does not exist, but --launcher deepspeed needs it"
         yield warning("tools.deepspeed", text, "pip install -c constraints.txt -e .")
 
 
 def extensions_root(scene: Scene) -> Path:
-    """Where torch keeps what it has compiled (`torch.utils.cpp_extension`)."""
+    """Returns the folder in which torch stores what it has compiled (`torch.utils.cpp_extension`)."""
     named = scene.env.get("TORCH_EXTENSIONS_DIR")
     caches = Path(scene.env.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return Path(named) if named else caches / "torch_extensions"

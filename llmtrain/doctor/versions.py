@@ -1,4 +1,4 @@
-"""Python and packages, against what llmtrain asks for."""
+"""Versions of Python and packages, compared with llmtrain's requirements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.doctor.finding import Finding, fault, ok
 from llmtrain.doctor.scene import Scene
 
 LEADING = ("torch", "deepspeed", "transformers", "accelerate", "datasets")
-"""Those that a user wants to read; the others are named where something is wrong."""
+"""The packages that are always listed; the others only if something is wrong."""
 OPTIONAL = {
     "flash_attn": "flash-attn",
     "liger_kernel": "liger-kernel",
@@ -29,7 +29,7 @@ OPTIONAL = {
 
 
 def python(scene: Scene) -> Iterator[Finding]:
-    """The interpreter, and llmtrain itself."""
+    """Checks the Python version, and llmtrain itself."""
     asked, _ = requirements()
     version = platform.python_version()
     own = _version("llmtrain") or "not installed, run from its folder"
@@ -37,11 +37,11 @@ def python(scene: Scene) -> Iterator[Finding]:
     if _satisfies(version, asked):
         yield ok("versions.python", text)
     else:
-        yield fault("versions.python", f"{text}: Python {asked} is asked for", "make a virtual environment with it")
+        yield fault("versions.python", f"{text}: Python {asked} is required", "create a virtual environment with it")
 
 
 def packages(scene: Scene) -> Iterator[Finding]:
-    """Every package that llmtrain depends on."""
+    """Checks every package that llmtrain depends on."""
     _, needed = requirements()
     wrong = []
     for name, asked in needed.items():
@@ -49,22 +49,22 @@ def packages(scene: Scene) -> Iterator[Finding]:
         if version is None:
             wrong.append(f"{name} is not installed")
         elif not _satisfies(version, asked):
-            wrong.append(f"{name} is {version}, {asked} is asked for")
+            wrong.append(f"{name} is {version}, but {asked} is required")
     found = ", ".join(f"{name} {version}" for name in LEADING if (version := _version(name)))
     if wrong:
         yield fault("versions.packages", "; ".join(wrong), "pip install -c constraints.txt -e .")
     if found:
-        rest = "" if wrong else f"; all {len(needed)} packages as asked for"
+        rest = "" if wrong else f"; all {len(needed)} packages satisfy the requirements"
         yield ok("versions.packages", found + rest)
 
 
 def torch_build(scene: Scene) -> Iterator[Finding]:
-    """What torch was built for, and whether it can be imported; this loads it."""
+    """Checks what torch was built for, and whether it can be imported; loads it."""
     try:
         import torch
         from torch import distributed as dist
-    except Exception as error:  # a library that is missing, or for another processor
-        yield fault("versions.torch", f"torch cannot be imported: {error}", "reinstall torch as pytorch.org says")
+    except Exception as error:  # a library that is missing, or built for another processor
+        yield fault("versions.torch", f"torch cannot be imported: {error}", "reinstall torch (see pytorch.org)")
         return
     if not dist.is_available():
         yield fault("versions.torch", "torch was built without torch.distributed", "install another build")
@@ -86,18 +86,18 @@ def torch_build(scene: Scene) -> Iterator[Finding]:
 
 
 def optional(scene: Scene) -> Iterator[Finding]:
-    """Packages that some recipes ask for."""
+    """Lists the packages that some recipes need."""
     there = [f"{dist} {_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
     told = [f"optional: {', '.join(there)}"] if there else []
-    told += [f"not there, optional: {', '.join(absent)}"] if absent else []
+    told += [f"optional, not installed: {', '.join(absent)}"] if absent else []
     yield ok("versions.optional", "; ".join(told))
 
 
 def requirements() -> tuple[str, dict[str, str]]:
-    """(versions of Python, package → its versions) that llmtrain asks for: of its pyproject.toml, else as installed.
+    """Returns the required Python versions, and package → versions, from pyproject.toml or the installed package.
 
-    Raises PackageNotFoundError where there is neither.
+    Raises PackageNotFoundError if neither exists.
     """
     from packaging.requirements import Requirement
 

@@ -68,8 +68,8 @@ def test_the_slowest_rank_counts():
 def test_a_hang_is_bounded_and_names_who_is_missing_and_where():
     (finding, measured), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: ({"at": "started"},), 3: ()})
     assert (finding.level, measured) == ("fault", {})
-    assert "ranks 0 (h1) and 1 (h1): reached rank 0, and not all others" in finding.text
-    assert "ranks 2 (h2): started, and not reached rank 0" in finding.text
+    assert "ranks 0 (h1) and 1 (h1): reached rank 0, but not all others" in finding.text
+    assert "ranks 2 (h2): started, but did not reach rank 0" in finding.text
     assert "ranks 3 (h2): did not start" in finding.text
     assert "gloo: eth0" in finding.text
 
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_is_told_and_not_waited_for():
 
 def test_a_host_that_is_lost_is_told():
     (finding, _), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: (None,), 3: ()}, seconds=30)
-    assert "rank 2 (h2): the connection to its host has ended" in finding.text
+    assert "rank 2 (h2): the connection to its host was lost" in finding.text
 
 
 def test_a_wrong_sum_is_a_fault():

@@ -36,9 +36,9 @@ def test_this_machine_as_json():
     ("arguments", "said"),
     [
         (("--hostfile", "/none"), "cannot read /none"),
-        (("--include", "h1"), "--include: names hosts of no hostfile"),
-        (("recipes/tiny.py",), "RECIPE: is for --prebuild"),
-        (("--set", "a=b"), "--set: changes a recipe, and none is named"),
+        (("--include", "h1"), "--include: needs a hostfile"),
+        (("recipes/tiny.py",), "RECIPE: is only used with --prebuild"),
+        (("--set", "a=b"), "--set: changes a recipe, but none is given"),
         (("none.py", "--prebuild"), "none.py"),
     ],
 )
@@ -58,4 +58,4 @@ def test_a_fault_is_told_and_exits_5(tmp_path):
     assert result.returncode == 5
     assert "fault: cache:" in result.stdout
     assert "1 fault" in result.stdout.splitlines()[-1]
-    assert "one rank, gloo: correct; nothing crosses a link" in result.stdout
+    assert "one rank, gloo: correct; no link was used" in result.stdout

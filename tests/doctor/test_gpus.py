@@ -92,6 +92,6 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, indices, level):
 def test_a_hostfile_with_more_slots_than_gpus(scene, seen):
     seen += ["NVIDIA L4"] * 2
     [finding] = devices.slots(replace(scene, devices=(0, 3)))
-    assert (finding.level, finding.text) == ("fault", "the hostfile gives 4 slots, torch sees 2 GPUs")
+    assert (finding.level, finding.text) == ("fault", "the hostfile gives 4 slots, but torch sees 2 GPUs")
     assert not list(devices.slots(replace(scene, devices=(0, 1))))
     assert not list(devices.slots(scene))

@@ -62,10 +62,10 @@ def test_a_name_on_the_loopback_is_a_trap_for_several_hosts_only(scene, here):
 @pytest.mark.parametrize(
     ("env", "check", "said"),
     [
-        ({GLOO: "eth7"}, "network.gloo", "names eth7; there are lo, eth0"),
+        ({GLOO: "eth7"}, "network.gloo", "names eth7, but there are only lo, eth0"),
         ({GLOO: "lo"}, "network.gloo", "is the loopback"),
-        ({NCCL: "=eth"}, "network.nccl", "is no interface here"),
-        ({NCCL: "ib"}, "network.nccl", "is no interface here"),
+        ({NCCL: "=eth"}, "network.nccl", "matches no interface here"),
+        ({NCCL: "ib"}, "network.nccl", "matches no interface here"),
     ],
 )
 def test_interfaces_that_a_user_names_wrong(scene, here, env, check, said):
@@ -129,7 +129,7 @@ def test_packages_are_compared_with_what_pyproject_asks(scene, monkeypatch):
     monkeypatch.setattr(versions, "requirements", lambda: (">=3.11", {"rich": ">=999", "no-such-package": ">=1"}))
     finding = next(iter(versions.packages(scene)))
     assert finding.level == "fault"
-    assert ">=999 is asked for" in finding.text
+    assert ">=999 is required" in finding.text
     assert "no-such-package is not installed" in finding.text
 
 

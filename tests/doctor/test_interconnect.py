@@ -36,7 +36,7 @@ def test_links_that_are_down_are_counted():
 def test_what_was_not_looked_at_is_said(scene, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     [finding] = interconnect.gpu_links(scene)
-    assert finding.text == "links between GPUs not looked at: nvidia-smi is not installed"
+    assert finding.text == "links between GPUs not checked: nvidia-smi is not installed"
 
 
 def _port(scene, adapter, state):

@@ -29,7 +29,7 @@ def test_without_a_recipe_all_that_one_could_need():
 
 @pytest.mark.parametrize(("is_needed", "level"), [(True, "fault"), (False, "ok")])
 def test_a_host_without_libaio_does_without_unless_a_recipe_asks(is_needed, level):
-    lacking = {"operator": "async_io", "seconds": 0.0, "file": "", "error": "libaio is not found here"}
+    lacking = {"operator": "async_io", "seconds": 0.0, "file": "", "error": "libaio was not found"}
     [finding], _ = build(Answering(lacking), ["async_io"], on_cpu=True, is_needed=is_needed)
     assert finding.level == level
     assert ("apt install libaio-dev" in finding.fix) == is_needed

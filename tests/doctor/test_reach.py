@@ -16,19 +16,19 @@ from llmtrain.doctor.reach import Channel, UnreachableError, beside, explain, ov
             255,
             "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
             "ssh.connection",
-            "its host key is another one",
+            "its host key differs",
         ),
-        (255, "root@h2: Permission denied (publickey).", "ssh.connection", "no key of yours is accepted"),
+        (255, "root@h2: Permission denied (publickey).", "ssh.connection", "none of your keys is accepted"),
         (255, "ssh: Could not resolve hostname h2: Name unknown", "ssh.connection", "its name is unknown here"),
         (255, "ssh: connect to host h2 port 22: No route to host", "ssh.connection", "no route leads there"),
         (255, "ssh: connect to host h2 port 22: Connection refused", "ssh.connection", "no ssh server listens"),
         (255, "ssh: connect to host h2 port 22: Connection timed out", "ssh.connection", "does not answer within 10 s"),
         (255, "kex_exchange_identification: read: Connection reset by peer", "ssh.connection", "ends the connection"),
-        (255, "something new", "ssh.connection", "the connection has ended: something new"),
-        (1, "bash: line 1: cd: /work: No such file or directory", "ssh.folder", "there is no folder"),
-        (127, "env: 'python': No such file or directory", "ssh.llmtrain", "or llmtrain is not there"),
-        (1, "ModuleNotFoundError: No module named 'llmtrain'", "ssh.llmtrain", "or llmtrain is not there"),
-        (3, "", "ssh.llmtrain", "ended with code 3 there: it said nothing"),
+        (255, "something new", "ssh.connection", "the connection was lost: something new"),
+        (1, "bash: line 1: cd: /work: No such file or directory", "ssh.folder", "does not exist there"),
+        (127, "env: 'python': No such file or directory", "ssh.llmtrain", "or llmtrain is not installed there"),
+        (1, "ModuleNotFoundError: No module named 'llmtrain'", "ssh.llmtrain", "or llmtrain is not installed there"),
+        (3, "", "ssh.llmtrain", "ended with code 3 there: no message"),
     ],
 )
 def test_what_ssh_says_is_explained(code, said, check, meaning):
@@ -42,13 +42,13 @@ def test_what_ssh_says_is_explained(code, said, check, meaning):
 def test_a_host_that_says_nothing_is_given_up(programs, monkeypatch):
     programs("ssh", "").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(reach, "ANSWER_S", -0.8)  # and one second of grace
-    with pytest.raises(UnreachableError, match="h2 does not answer within"):
+    with pytest.raises(UnreachableError, match="h2 did not answer within"):
         over_ssh("h2", {})
 
 
 def test_a_host_that_refuses_is_told_in_its_own_words(programs):
     programs("ssh", "").write_text("#!/bin/sh\necho 'h2: Permission denied (publickey).' >&2\nexit 255\n")
-    with pytest.raises(UnreachableError, match="no key of yours is accepted"):
+    with pytest.raises(UnreachableError, match="none of your keys is accepted"):
         over_ssh("h2", {})
 
 
