@@ -1,4 +1,4 @@
-"""`llmtrain train --dry-run`: what a plan will do, and the same plan made small and really run, on this machine."""
+"""`llmtrain train --dry-run`: reports what a plan will do, and runs a scaled-down copy of it on this machine."""
 
 from llmtrain.dry_run.report import Report
 from llmtrain.dry_run.run import dry_run

@@ -1,4 +1,4 @@
-"""What the ranks of a dry run are given, and what they find. Pure."""
+"""The input and the output of the ranks of a dry run. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from llmtrain.recipe import Part
 
 
 class Job(Part):
-    """What every rank does."""
+    """The input of every rank."""
 
     plan: Plan
-    """The small plan."""
+    """The scaled-down plan."""
     data: str
-    """Folder of its random documents."""
+    """Folder of the plan's random documents."""
     checkpoints: str
-    """Folder to save in."""
+    """Folder for checkpoints."""
 
 
 class Step(Part):
@@ -25,50 +25,50 @@ class Step(Part):
 
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     lr: float
     seconds: float
 
 
 class RankFacts(Part):
-    """What a rank really was."""
+    """The actual position of a rank."""
 
     rank: int
     data_rank: int
-    """The replica that it read for."""
+    """The replica for which it read."""
     samples: tuple[int, ...]
-    """Number of the first sample of each of its micro-batches in the first step."""
+    """Index of the first sample of each of its micro-batches in the first step."""
 
 
 class Checkpoint(Part):
-    """A checkpoint that was saved, and loaded into new engines, whose next step was the same bit for bit."""
+    """A checkpoint that was saved and loaded into new engines, whose next step was bitwise identical."""
 
     after_step: int
     files: int
     size: int
-    """Bytes."""
+    """Size in bytes."""
     save_s: float
     load_s: float
-    """With the building of new engines."""
+    """Seconds to load it, including building new engines."""
 
 
 class Findings(Part):
-    """What the ranks found."""
+    """The results of the ranks."""
 
     engine: dict[str, Any]
     """Rank 0's engine, as it describes itself."""
     steps: tuple[Step, ...]
     eval_loss: float | None
-    """None where the recipe does not evaluate."""
+    """None if the recipe does not evaluate."""
     checkpoint: Checkpoint
     ranks: tuple[RankFacts, ...]
 
 
 def job_file(folder: Path) -> Path:
-    """What the ranks read."""
+    """Returns the file that the ranks read."""
     return folder / "dry_run_job.json"
 
 
 def findings_file(folder: Path) -> Path:
-    """What rank 0 writes."""
+    """Returns the file that rank 0 writes."""
     return folder / "findings.json"

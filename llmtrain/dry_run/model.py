@@ -1,4 +1,4 @@
-"""The tiny copy of a recipe's model, as a recipe says a model."""
+"""The tiny copy of a recipe's model, in the form of a recipe's model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import ModelConfig, Recipe
 
 IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path")
-"""Fields of a configuration that say nothing about its sizes or switches."""
+"""Fields of a configuration that describe neither sizes nor switches."""
 
 
 def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
-    """The recipe's model in tiny sizes, with so many layers, its switches and dropout as they are; new weights.
+    """Returns the recipe's model in tiny sizes, with this many layers, the same switches and dropout, and new weights.
 
-    Raises RecipeError for a model whose code is its own, and where no tiny copy can be made.
+    Raises RecipeError for a model with custom code, and if no tiny copy can be made.
     """
     with _without_warnings():
         return _tiny_model(recipe, layers)
@@ -32,7 +32,7 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
 def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     config = model_configuration(recipe)
     if config.model_type not in CONFIG_MAPPING:
-        raise _refused(recipe, f"'{config.model_type}' is code of its own, which a tiny copy cannot be made of by name")
+        raise _refused(recipe, f"'{config.model_type}' is custom code, of which no tiny copy can be made by name")
     values = config.to_dict()
     dropout = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
     try:
@@ -51,7 +51,7 @@ def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The sizes of a tiny copy are not what the library expects of a model of that name, and it says so."""
+    """Silences the library, which warns about the unusual sizes of a tiny copy."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""Which samples the ranks of a plan read first, from the sampler itself and without starting a rank."""
+"""Which samples the ranks of a plan read first, according to the sampler itself, without starting a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
 
 STEPS, REPLICAS, MICRO_BATCHES, ROWS = 2, 8, 4, 16
-"""How much of the order is told."""
+"""How much of the order is reported."""
 
 
 class Read(Part):
@@ -22,33 +22,36 @@ class Read(Part):
     step: int
     """Optimizer step, from 1."""
     data_rank: int
-    """Number of the replica, or of the process that reads for several."""
+    """Index of the replica, or of the process that reads for several."""
     micro_batch: int
-    """Its number within the step, from 0."""
+    """Index within the step, from 0."""
     first: int
-    """Number of its first sample; samples are counted from the beginning of the run."""
+    """Index of its first sample, counted from the beginning of the run."""
     rows: int
-    """How many samples it has, which follow each other."""
+    """Number of its samples, which are consecutive."""
     sources: tuple[int, ...]
-    """Source of each, by its number in the recipe; the first `ROWS` of them."""
+    """Index of the source of each sample in the recipe, for the first `ROWS` samples."""
     sequences: tuple[int, ...] = ()
-    """Number of each sequence within its source; empty where the data is not prepared on this machine."""
+    """Index of each sequence within its source; empty if the data are not prepared on this machine."""
 
 
 class DataOrder(Part):
     """The first batches of a plan."""
 
     sources: tuple[str, ...]
-    """Their names."""
+    """Names of the sources."""
     is_prepared: bool
-    """Whether the data is prepared here, so that sequences are known and not only samples."""
+    """Whether the data are prepared here, so that sequences are known and not only samples."""
     ranks: tuple[tuple[int, ...], ...]
-    """For the first replicas, the ranks that read for it."""
+    """For the first replicas, the ranks that read for each."""
     reads: tuple[Read, ...]
 
 
 def first_batches(plan: Plan, prepared: Prepared | None) -> DataOrder:
-    """The first micro-batches of the first replicas in the first steps. prepared: None where it is not here."""
+    """Returns the first micro-batches of the first replicas in the first steps.
+
+    prepared: None if the data are not on this machine.
+    """
     return DataOrder(
         sources=tuple(source.name for source in plan.recipe.data.sources),
         is_prepared=prepared is not None,
@@ -58,9 +61,12 @@ def first_batches(plan: Plan, prepared: Prepared | None) -> DataOrder:
 
 
 def _ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
-    """Ranks are numbered with tensor innermost, then sequence, data, and pipeline outermost (`links.Groups`)."""
+    """Returns the ranks of a replica.
+
+    Tensor parallel ranks are innermost, then sequence, data and pipeline (`links.Groups`).
+    """
     layout = plan.layout
-    inner = plan.workers // layout.pp // plan.readers  # those that share a sample and a stage
+    inner = plan.workers // layout.pp // plan.readers  # the ranks that share a sample and a stage
     starts = ((stage * plan.readers + replica) * inner for stage in range(layout.pp))
     return tuple(start + number for start in starts for number in range(inner))
 

@@ -1,4 +1,7 @@
-"""What each rank of a dry run does: trains, saves, takes a step; loads into a new engine, and takes it again."""
+"""The work of each rank of a dry run.
+
+It trains, saves and takes a step, then loads the checkpoint into a new engine and takes the same step again.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ from llmtrain.plan import Plan
 from llmtrain.plan.shrink import STEPS
 
 Say = Callable[[str], None]
-"""Tells the user a line."""
+"""Prints a line."""
 
 
 def rehearse(job: Job, folder: Path, device: torch.device, say: Say) -> None:
-    """Rank 0 leaves the findings in `folder`.
+    """Runs the dry run on this rank; rank 0 writes the findings to `folder`.
 
-    Raises WorkerError where a number is not finite, and CheckpointError where what was saved goes on otherwise.
+    Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
     """
     plan, checkpoints = job.plan, Path(job.checkpoints)
     prepared = synthetic(plan.recipe, Path(job.data))
@@ -89,7 +92,7 @@ def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> Step
 
 
 def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
-    """Mean loss over the first held-out sequences."""
+    """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
     for batch in data.eval_batches(most):
         total += engine.eval_step(batch).item() * batch.target_tokens
@@ -105,12 +108,12 @@ def _continued(
     expected: Step,
     weights: dict[str, Tensor],
 ) -> float:
-    """Takes the last step again, from the checkpoint; returns the seconds until it could. Raises CheckpointError."""
-    torch.manual_seed(0)  # as another process would have it: the checkpoint brings the generators' state
+    """Repeats the last step from the checkpoint; returns the seconds until it could. Raises CheckpointError."""
+    torch.manual_seed(0)  # as in another process: the checkpoint restores the random state
     started = time.perf_counter()
     engine = build_engine(plan, render(plan), device)
     folder = newest(checkpoints)
-    assert folder is not None, "it was saved just now"
+    assert folder is not None, "it was just saved"
     state = load(folder, engine, plan, prepared.key)
     seconds = time.perf_counter() - started
     again = _step(engine, Schedule.of(plan, prepared, engine.data_parallel_rank), state, lambda _: None)
@@ -123,7 +126,7 @@ def _continued(
     apart += [f"{name} differs" for name in weights if name not in found or not torch.equal(found[name], weights[name])]
     if apart:
         rest = f", and {len(apart) - 3} more" if len(apart) > 3 else ""
-        message = f"goes on otherwise than the run that wrote it: {', '.join(apart[:3])}{rest}"
+        message = f"continues differently from the run that wrote it: {', '.join(apart[:3])}{rest}"
         raise CheckpointError(Problem("dry_run.checkpoint", f"rank {dist.get_rank()}, {folder.name}", message))
     return seconds
 
@@ -149,7 +152,7 @@ def _gathered(mine: RankFacts) -> tuple[RankFacts, ...]:
 
 def _measured(checkpoints: Path, save_s: float, load_s: float) -> Checkpoint:
     folder = newest(checkpoints)
-    assert folder is not None, "it was loaded just now"
+    assert folder is not None, "it was just loaded"
     files = [path for path in folder.rglob("*") if path.is_file()]
     return Checkpoint(
         after_step=STEPS - 1,

@@ -1,4 +1,4 @@
-"""What a dry run tells, as JSON and as lines for people. Pure."""
+"""The report of a dry run, as JSON and as lines for people. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmtrain.plan.shrink import Change
 from llmtrain.plan.traffic import volumes
 
 REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
-"""How much of the data order people are shown."""
+"""How much of the data order is shown."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Report:
     seconds: float
 
     def document(self) -> dict[str, Any]:
-        """As `--json` prints it, and as it is left behind. Communication: bytes by kind, a rank of each stage."""
+        """Returns the report as JSON data. Communication: bytes by kind, for a rank of each stage."""
         return {
             "passed": True,
             "plan": self.plan.summary(),
@@ -45,7 +45,7 @@ class Report:
         }
 
     def lines(self) -> Iterator[str]:
-        """All but the table of what was not tested."""
+        """Yields all lines except for the table of what was not tested."""
         yield model_line(self.plan)
         yield from split_lines(self.plan)
         yield from volume_lines(volumes(self.plan))
@@ -57,7 +57,7 @@ class Report:
         yield from _findings_lines(self.findings)
 
     def table(self) -> Table:
-        """What was made small, and what that leaves untested."""
+        """Returns a table of what was scaled down, and what that leaves untested."""
         shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         for name in ("", "plan", "dry run", "not tested"):
             shown.add_column(name, overflow="fold")
@@ -67,12 +67,12 @@ class Report:
 
 
 def ranks(plan: Plan) -> str:
-    """How many there are."""
+    """Formats the number of ranks."""
     return "1 rank" if plan.workers == 1 else f"{plan.workers} ranks"
 
 
 def _order_lines(order: DataOrder) -> Iterator[str]:
-    """The first micro-batches of the first replicas, in the first step."""
+    """Yields lines on the first micro-batches of the first replicas, in the first step."""
     what = "sequences of the prepared data" if order.is_prepared else "samples, counted from the beginning"
     yield f"data     first step, {what}"
     for replica, readers in enumerate(order.ranks[:REPLICAS]):
@@ -95,7 +95,7 @@ def _read(read: Read, order: DataOrder) -> str:
 
 
 ROWS = 4
-"""Sequences of a micro-batch that people are shown."""
+"""How many sequences of a micro-batch are shown."""
 
 
 def _findings_lines(findings: Findings) -> Iterator[str]:
@@ -109,6 +109,6 @@ def _findings_lines(findings: Findings) -> Iterator[str]:
         f"{checkpoint.save_s:.1f} s"
     )
     yield (
-        f"loaded   into new engines, {checkpoint.load_s:.1f} s: step {checkpoint.after_step + 1} again has the same "
-        "loss, gradient norm and weights, bit for bit"
+        f"loaded   into new engines, {checkpoint.load_s:.1f} s: step {checkpoint.after_step + 1} "
+        "repeated with the same loss, gradient norm and weights, bit for bit"
     )

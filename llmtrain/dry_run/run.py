@@ -1,4 +1,4 @@
-"""The launcher's side of a dry run: shrinks the plan, starts its ranks here, reports, and tidies up. Pure."""
+"""The launcher's part of a dry run: scales the plan down, starts its ranks, reports, and removes its files. Pure."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from llmtrain.plan import Plan
 
 REPORT = "dry_run.json"
-"""What is left in the folder."""
+"""The file that is left in the folder."""
 SCRATCH = "scratch"
-"""Data and checkpoints, which go in any case."""
+"""Data and checkpoints, which are always removed."""
 OURS = {REPORT, SCRATCH, "logs", "dry_run_job.json", "findings.json", "launch.json"}
-"""All that a dry run writes into its folder."""
+"""All that a dry run writes to its folder."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-"""Of the ranks, of which there are more than cores, and no GPU is to be woken."""
+"""Environment of the ranks: there are more of them than cores, and no GPU may be initialised."""
 
 
 def dry_run(plan: Plan, run_dir: RunDir) -> Report:
-    """Runs a plan made small, and leaves the report in `run_dir`, and nothing else; after a failure, the logs.
+    """Runs a scaled-down plan, and leaves only the report in `run_dir`; after a failure, also the logs.
 
-    Exits where the ranks were stopped by a signal. Raises RecipeError for a folder that holds something else
-    and for a model that no tiny copy can be made of, and what a rank raises.
+    Exits if the ranks were stopped by a signal. Raises RecipeError for a folder with other content and for a model of
+    which no tiny copy can be made, and the errors of a rank.
     """
     started = time.monotonic()
     folder = run_dir.path
     _clear(folder)
-    # Here and not above: these load torch, or numpy, which a login node may do without.
+    # Imported here: these load torch, or numpy, which a login node may lack.
     from llmtrain.data import find_prepared
     from llmtrain.data.synthetic import synthetic
     from llmtrain.dry_run.model import tiny_model
@@ -48,7 +48,9 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"cannot write {folder}: {error.strerror}"
-        raise RecipeError(Problem("run_dir.write", "--run-dir", message, "name a folder that can be written")) from None
+        raise RecipeError(
+            Problem("run_dir.write", "--run-dir", message, "choose a folder that can be written")
+        ) from None
     scratch = folder / SCRATCH
     try:
         job = Job(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
@@ -76,13 +78,13 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
 
 
 def _clear(folder: Path) -> None:
-    """Forgets an earlier dry run in this folder."""
+    """Removes an earlier dry run from this folder."""
     if folder.exists() and not folder.is_dir():
-        raise RecipeError(Problem("run_dir.folder", "--run-dir", f"{folder} is a file", "name another folder"))
+        raise RecipeError(Problem("run_dir.folder", "--run-dir", f"{folder} is a file", "choose another folder"))
     strangers = sorted({path.name for path in folder.glob("*")} - OURS)
     if strangers:
-        message = f"{folder} holds something else than a dry run ({strangers[0]} is in it)"
-        raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "name a new folder"))
+        message = f"{folder} contains something other than a dry run ({strangers[0]} is in it)"
+        raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "choose a new folder"))
     _tidy(folder)
 
 

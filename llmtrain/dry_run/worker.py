@@ -1,7 +1,7 @@
-"""The ranks of a dry run: `python -m llmtrain.dry_run.worker FOLDER`, started by the launcher, forks them.
+"""Forks the ranks of a dry run: `python -m llmtrain.dry_run.worker FOLDER`, started by the launcher.
 
-Importing torch, DeepSpeed and transformers costs each process five seconds of a core, and half a gigabyte; a
-laptop has two cores for eight ranks. So one process imports, and the ranks are its children.
+Importing torch, DeepSpeed and transformers costs each process five seconds of a core and half a gigabyte; a laptop has
+two cores for eight ranks. So one process imports, and the ranks are its children.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmtrain.launch.local import die_with
 from llmtrain.run_dir import RunDir
 
 PATIENCE_S = 300
-"""Seconds after which a rank that waits for another one gives up, with the line that it waits at in its log."""
+"""Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
 GRACE_S = 3.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
 
@@ -44,13 +44,13 @@ def main() -> None:
 
 
 def _import() -> None:
-    """What every rank needs; nothing is computed, since threads would not outlive a fork."""
+    """Imports what every rank needs. Computes nothing, since threads would not survive a fork."""
 
     import llmtrain.dry_run.ranks  # noqa: F401
 
 
 def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
-    """Starts a rank; its process id."""
+    """Starts a rank and returns its process id."""
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -62,7 +62,7 @@ def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
         os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         rank = discover(os.environ)
         assert rank is not None, "its parent was one"
-        # The first rank has the terminal that its parent was given; what the others print goes to their logs.
+        # Rank 0 has the terminal of its parent; the output of the others goes to their logs.
         output = output if rank.is_main else take_over_output(RunDir(folder), rank)
         _work(rank, job, folder, output)
     except BaseException as error:
@@ -70,7 +70,7 @@ def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # what lies further up the stack is the parent's
+        os._exit(code)  # the rest of the stack belongs to the parent
     raise AssertionError("unreachable")
 
 
@@ -92,7 +92,10 @@ def _work(rank: Rank, job: Job, folder: Path, output: WorkerOutput) -> None:
 
 
 def _watch(ranks: dict[int, int], run_dir: RunDir) -> None:
-    """Waits for all ranks, given by process id. Raises the error of the one that failed first, the others ended."""
+    """Waits for all ranks, given by process id.
+
+    Raises the error of the one that failed first, after the others have ended.
+    """
     failed: dict[int, int] = {}
     deadline = math.inf
     while ranks and time.monotonic() < deadline:
@@ -111,7 +114,7 @@ def _watch(ranks: dict[int, int], run_dir: RunDir) -> None:
 
 
 def _cause(failed: dict[int, int], run_dir: RunDir) -> UserError:
-    """Who was killed did not do it for another's sake; else the first exception is the cause of the others."""
+    """Returns the error of the rank that was killed, if any, else the first error, which caused the others."""
     failures = {rank: Failure.read(run_dir.error_file(rank)) for rank in failed}
 
     def order(rank: int) -> tuple[bool, float]:
@@ -126,7 +129,7 @@ def _cause(failed: dict[int, int], run_dir: RunDir) -> UserError:
     if failure is not None:
         return WorkerError(Problem("worker.died", f"rank {first}", failure.summary, f"see {log}"))
     code = failed[first]
-    how = f"killed by signal {-code}" if code < 0 else f"gave up after {PATIENCE_S} s of waiting"
+    how = f"killed by signal {-code}" if code < 0 else f"gave up after waiting for {PATIENCE_S} s"
     return WorkerError(Problem("worker.died", f"rank {first}", how, f"see {log}"))
 
 

@@ -1,4 +1,4 @@
-"""Choices of kernels, and the cache of those that were measured."""
+"""Choices of kernels, and the cache of measured ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from llmtrain.run_dir import versions
 from llmtrain.untrusted import UNREADABLE, read_json
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
-"""Whose versions decide what a kernel is and how fast."""
+"""Packages whose versions determine the kernels and their speed."""
 
 
 def device_name(device: torch.device, threads: int) -> str:
-    """What a measurement holds for: the GPU, or the processor and the threads that a rank has of it."""
+    """Returns what a measurement is valid for: the GPU, or the processor and the number of threads of a rank."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
@@ -38,12 +38,12 @@ def _cpuinfo() -> str:
 
 
 def threads_of_a_rank(local_world_size: int) -> int:
-    """Cores that a rank may use where so many share this process's cores."""
+    """Returns the number of cores for a rank if `local_world_size` ranks share this process's cores."""
     return max(1, own_cores() // local_world_size)
 
 
 def key_of_run(plan: Plan, device: str) -> str:
-    """Of all that decides which kernels a plan's steps are fastest with, and of nothing else."""
+    """Returns a key of exactly what determines the fastest kernels for a plan's steps."""
     recipe = plan.recipe
     data = {"sequence_length": recipe.data.sequence_length, "mask_documents": recipe.data.mask_documents}
     return key_of(
@@ -59,12 +59,12 @@ def key_of_run(plan: Plan, device: str) -> str:
 
 
 def cached_file(data: DataConfig, key: str) -> Path:
-    """Where a measured choice lies."""
+    """Returns the file of a measured choice."""
     return cache_folder(data) / "kernels" / f"{key}.json"
 
 
 def read_cached(data: DataConfig, key: str) -> KernelChoice | None:
-    """The measured choice of a key; None where there is none that can be read."""
+    """Returns the measured choice of a key, or None if there is no readable one."""
     try:
         return read_json(cached_file(data, key), KernelChoice)
     except UNREADABLE:
@@ -72,12 +72,12 @@ def read_cached(data: DataConfig, key: str) -> KernelChoice | None:
 
 
 def write_cached(data: DataConfig, choice: KernelChoice) -> None:
-    """Keeps a measured choice."""
+    """Stores a measured choice."""
     file = cached_file(data, choice.key)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(choice.model_dump(mode="json"), indent=2) + "\n")
 
 
 def apply(plan: Plan, choice: KernelChoice) -> Plan:
-    """The plan with the chosen kernels named in its recipe."""
+    """Returns the plan with the chosen kernels set in its recipe."""
     return plan.model_copy(update={"recipe": plan.recipe.with_(**choice.values), "kernels": choice})

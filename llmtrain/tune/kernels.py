@@ -1,4 +1,4 @@
-"""Which kernels a run takes, decided by rank 0 before an engine is built."""
+"""Decides which kernels a run uses, on rank 0, before an engine is built."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from llmtrain.tune.choice import apply, device_name, key_of_run, read_cached, th
 from llmtrain.tune.request import NotMeasuredError, measure
 
 WORTH_FLOPS = 1e15
-"""Of a rank in a run: below, no device needs so long that measuring would be worth it, and nothing is started."""
+"""FLOPs of a rank in a run, below which no device is slow enough for measuring to be worthwhile."""
 
 
 def with_kernels(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
     """The plan with the kernels that its recipe leaves open; asked by all ranks, before an engine is built.
 
-    say: takes what is done at the moment. Raises RecipeError, on all ranks, where the model cannot be computed, or is
-    slower in the fp8 that its recipe names.
+    say: is called with what is being done. Raises RecipeError on all ranks if the model cannot be computed, or is
+    slower in the fp8 that its recipe chooses.
     """
     if not open_kernels(plan.recipe) and plan.recipe.kernels.fp8 == "off":
         return plan
@@ -47,9 +47,9 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
         return cached
     steps = plan.recipe.train.max_steps * plan.batch.tokens_per_step / plan.cluster.world_size
     if plan.flops_per_token * steps < WORTH_FLOPS and plan.recipe.kernels.fp8 == "off":
-        why = "by the rules: the run is too short for measuring; `llmtrain tune` measures"
+        why = "by the rules: the run is too short to measure; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})
     try:
         return measure(plan, str(device), threads, always=False, say=say)
     except NotMeasuredError as error:
-        return KernelChoice(key=key, device=name, why=f"by the rules, as nothing could be measured: {error}", values={})
+        return KernelChoice(key=key, device=name, why=f"by the rules, since measuring failed: {error}", values={})

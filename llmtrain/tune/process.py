@@ -1,7 +1,8 @@
-"""The process that measures: `python -m llmtrain.tune.process REQUEST`.
+"""The measuring process: `python -m llmtrain.tune.process REQUEST`.
 
-One of its own: a kernel that crashes ends it and not a rank, and what it has compiled and allocated is gone with it. It
-tells lines of JSON: {"trying": "FIELD=VALUE"}, and at last {"choice": ...}, {"problems": [...]} or {"busy": MESSAGE}.
+It is a separate process: a kernel that crashes ends it and not a rank, and what it has compiled and allocated is freed
+with it. It prints lines of JSON: {"trying": "FIELD=VALUE"}, and at the end {"choice": ...}, {"problems": [...]} or
+{"busy": MESSAGE}.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from llmtrain.tune.request import Request
 
 
 def main() -> None:
-    """Answers a request, a file of JSON."""
+    """Answers a request, which is a JSON file."""
     request = Request(**json.loads(Path(sys.argv[1]).read_text()))
     with os.fdopen(os.dup(1), "w") as told:
-        os.dup2(2, 1)  # what libraries print is no answer
+        os.dup2(2, 1)  # output of libraries is not part of the answer
         try:
             _answer(request, told)
         except RecipeError as error:

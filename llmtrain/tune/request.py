@@ -1,4 +1,4 @@
-"""Has a process of its own measure, which ends with this one, and keeps what it found."""
+"""Starts the measuring process, which ends with this one, and stores its result."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the process."""
+    """The input of the measuring process."""
 
     plan: str
-    """As JSON."""
+    """The plan as JSON."""
     device: str
-    """As torch names it."""
+    """The device, as torch names it."""
     threads: int
-    """That a rank has."""
+    """Number of threads of a rank."""
     always: bool
     """Whether to measure for a short run, too."""
 
@@ -42,11 +42,11 @@ class NotMeasuredError(Exception):
 
 
 def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[str], None]) -> KernelChoice:
-    """What was found to be fastest, in a minute or more.
+    """Measures which kernels are fastest, which takes a minute or more.
 
-    device: as torch names it. threads: that a rank has. always: for a short run, too. say: takes what is tried.
-    Raises RecipeError where the model cannot be computed, NotMeasuredError where the process dies or
-    others use the cores.
+    device: as torch names it. threads: those of a rank. always: whether to measure for a short run, too. say: is called
+    with what is being tried. Raises RecipeError if the model cannot be computed, NotMeasuredError if the process dies
+    or others use the cores.
     """
     request = Request(plan.model_dump_json(), device, threads, always)
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}

@@ -1,4 +1,4 @@
-"""Tries kernels, a field after the other, and keeps what is fastest."""
+"""Tries kernels, one field after another, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from llmtrain.tune.choice import device_name, key_of_run
 from llmtrain.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
 
 LEAST_GAIN = 0.02
-"""Part of the time of a pass that another kernel must save to be chosen: less may be chance."""
+"""Fraction of a pass that another kernel must save to be chosen; less may be noise."""
 LONG_RUN_S = 12_000
-"""Seconds of a run from which on it is worth two minutes of measuring: they are a hundredth of it."""
+"""Length of a run in seconds from which two minutes of measuring are worthwhile: one hundredth of it."""
 FP8 = "kernels.fp8"
 PRECISION = "parallel.precision"
 PRECISIONS = ("fp32", "bf16", "autocast_bf16")
-"""Of a CPU."""
+"""The precisions to compare on a CPU."""
 AGREE = {"fp32": 1e-4}
-"""Largest deviation of a candidate's loss, relative: far above rounding, and far below another computation."""
+"""Largest relative deviation of a candidate's loss: far above rounding, and far below a different computation."""
 AGREE_LOW = 1e-2
 """The same in lower precision."""
 
@@ -35,10 +35,10 @@ class Tuning:
     """What is known so far."""
 
     plan: Plan
-    """With the values that were chosen."""
+    """The plan with the values chosen so far."""
     current: Trial
     loss: float
-    """Of the first."""
+    """The loss of the first trial."""
     values: dict[str, str | int] = field(default_factory=dict)
     milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -47,11 +47,11 @@ class Tuning:
 def tune(
     plan: Plan, batch: MicroBatch, device: torch.device, threads: int, always: bool, say: Callable[[str], None]
 ) -> KernelChoice:
-    """Measures each value that no rule refuses, field by field, the others as chosen before.
+    """Measures every value that no rule refuses, field by field, with the other fields as chosen so far.
 
-    batch: a micro-batch of the run. always: for a short run, too. say: takes FIELD=VALUE before it is tried.
-    Raises RecipeError where not even what holds without a measurement can be computed, or fp8 is slower than bf16;
-    BusyError where others use the cores meanwhile.
+    batch: a micro-batch of the run. always: whether to measure for a short run, too. say: is called with FIELD=VALUE
+    before it is tried. Raises RecipeError if the default kernels cannot be computed, or fp8 is slower than bf16;
+    BusyError if others use the cores meanwhile.
     """
     on_cpu = device.type == "cpu"
     name = device_name(device, threads)
@@ -61,7 +61,7 @@ def tune(
     expected = run_seconds(plan, trial.seconds())
     if not always and expected < LONG_RUN_S:
         _compare_fp8(tuning, device)
-        why = f"by the rules: a run of about {expected:,.0f} s is too short for measuring; `llmtrain tune` measures"
+        why = f"by the rules: a run of about {expected:,.0f} s is too short to measure; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})
     for dotted, values in alternatives(plan, on_cpu, threads):
         tuning.values[dotted] = values[0]
@@ -82,13 +82,13 @@ def tune(
 
 
 def run_seconds(plan: Plan, seconds: float) -> float:
-    """About what a run takes. seconds: of a pass of the trial."""
+    """Estimates the duration of a run. seconds: duration of a pass of the trial."""
     layers = max(plan.model.layers / LAYERS, 1) / (plan.layout.pp * plan.layout.tp * plan.layout.sp)
     return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.max_steps
 
 
 def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) -> None:
-    """Measures a value beside what was best so far, and takes it where it is faster."""
+    """Measures a value against the best so far, and keeps it if it is faster."""
     plan = tuning.plan.model_copy(update={"recipe": tuning.plan.recipe.with_(**tuning.values | {dotted: value})})
     try:
         trial = Trial.of(plan, tuning.current.batch, device)
@@ -98,11 +98,11 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
         raise
     except RecipeError as error:
         tuning.failed[f"{dotted}={value}"] = str(error.problems[0].message)
-    except Exception as error:  # of any library below, out of memory among them
+    except Exception as error:  # any library may raise, for example when out of memory
         tuning.failed[f"{dotted}={value}"] = _first_line(error)
     else:
         found = tuning.milliseconds.setdefault(dotted, {})
-        # Each comparison finds the device at another speed: what is told of a field is told at that of its first.
+        # The device's speed differs between comparisons: times of a field are scaled to its first comparison.
         own = found.setdefault(str(tuning.values[dotted]), round(compared.seconds * 1000, 3))
         found[str(value)] = round(own * compared.ratio, 3)
         if compared.is_faster and compared.ratio <= 1 - LEAST_GAIN:
@@ -114,7 +114,10 @@ def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) ->
 
 
 def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str], None]) -> None:
-    """For people: whether a processor is faster in bf16 depends on what it has. The choice is the recipe's."""
+    """Measures other precisions for people.
+
+    Whether a processor is faster in bf16 depends on its instructions. The recipe's precision is kept.
+    """
     own = tuning.plan.recipe.parallel.precision
     taken = {str(own): round(tuning.current.seconds() * 1000, 3)}
     for precision in PRECISIONS:
@@ -126,15 +129,15 @@ def _compare_precisions(tuning: Tuning, device: torch.device, say: Callable[[str
             trial = Trial.of(tuning.plan.model_copy(update={"recipe": recipe}), tuning.current.batch, device)
             trial.warm()
             taken[precision] = round(trial.seconds() * 1000, 3)
-        except Exception as error:  # of any library below
+        except Exception as error:  # any library may raise
             tuning.failed[f"{PRECISION}={precision}"] = _first_line(error)
     tuning.milliseconds[PRECISION] = taken
 
 
 def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
-    """Measures products in fp8 beside bf16, where a recipe names them, with the other kernels as they are chosen.
+    """Measures matrix products in fp8 against bf16 if a recipe chooses fp8, with the other kernels as chosen.
 
-    Raises RecipeError where they are slower.
+    Raises RecipeError if fp8 is slower.
     """
     kind = tuning.plan.recipe.kernels.fp8
     if kind == "off":
@@ -149,13 +152,13 @@ def _compare_fp8(tuning: Tuning, device: torch.device) -> None:
 
 
 class AnotherLossError(Exception):
-    """A kernel that computes something else."""
+    """A kernel computes something else."""
 
 
 def _check(loss: float, expected: float, plan: Plan) -> None:
     most = AGREE.get(plan.recipe.parallel.precision, AGREE_LOW)
-    if not abs(loss - expected) <= most * abs(expected):  # so that NaN is none
-        raise AnotherLossError(f"{loss:.6g} where {expected:.6g} was expected")
+    if not abs(loss - expected) <= most * abs(expected):  # also rejects NaN
+        raise AnotherLossError(f"{loss:.6g}, but {expected:.6g} was expected")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A model of a few layers that computes as a plan says, and how long its passes take."""
+"""A model of a few layers that computes in the same way as a plan, and the duration of its passes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,35 @@ from llmtrain.plan import Plan
 from llmtrain.plan.alternatives import THREADS
 
 LAYERS = 2
-"""Of the model: one of each kind in families that alternate two; their kernels are the same in all others."""
+"""Number of layers: one of each kind in families that alternate two; the others use the same kernels."""
 WARM_PASSES = 3
-"""The first compiles, the second may again, where a size has turned out to vary."""
+"""The first pass compiles; the second may compile again if a size turned out to vary."""
 ALONE_S = 0.4
-"""Of passes that are compared with no others."""
+"""Seconds of passes that are not compared with others."""
 TURN_S = 0.1
-"""Of one side's passes, before it is the other's turn: a machine's speed drifts within seconds."""
+"""Seconds of one side's passes before the other's turn: a machine's speed drifts within seconds."""
 TURNS = 5
-"""At least."""
+"""Least number of turns."""
 COMPARE_S = 6.0
-"""Of a comparison, at least."""
+"""Least duration of a comparison in seconds."""
 QUIET_TRIES = 3
 """Of a comparison: what others do may be over soon."""
 
 
 class Trial:
-    """The first layers of a plan's model, its embedding and its head, on a real micro-batch.
+    """The first layers of a plan's model, with embedding and head, on a real micro-batch.
 
-    Not cut by tensors, experts, sequences or ZeRO: what is compared is computed by one device.
+    Tensor, expert and sequence parallelism and ZeRO are not applied: one device computes everything.
     """
 
     def __init__(self, plan: Plan, batch: MicroBatch, device: torch.device, threads: int | None = None) -> None:
-        """threads: of the process while it computes; None to leave them. Raises RecipeError as the engines do."""
+        """threads: number of threads of the process while it computes; None leaves it unchanged.
+
+        Raises RecipeError as the engines do.
+        """
         recipe = plan.recipe
         if device.type == "cpu":
-            keep_freed_memory(plan)  # as the engine will
+            keep_freed_memory(plan)  # as the engine does
         self.batch, self.device, self.threads = batch, device, threads
         self.precision = recipe.parallel.precision
         config = with_layers(model_configuration(recipe), LAYERS)
@@ -65,19 +68,19 @@ class Trial:
 
     @classmethod
     def of(cls, plan: Plan, batch: MicroBatch, device: torch.device) -> Trial:
-        """With the threads that the plan's recipe names."""
+        """Creates a trial with the threads in the plan's recipe."""
         threads = plan.recipe.kernels.threads
         return cls(plan, batch, device, threads if isinstance(threads, int) else None)
 
     def warm(self) -> float:
-        """The first passes; the loss, a mean over target tokens."""
+        """Runs the first passes; returns the loss, a mean over target tokens."""
         self._set_threads()
         for _ in range(WARM_PASSES):
             loss = self._pass()
         return float(loss)
 
     def seconds(self, least_s: float = ALONE_S) -> float:
-        """Of one forward and backward pass, the mean over at least `least_s`."""
+        """Returns the mean duration of a forward and backward pass over at least `least_s` seconds."""
         self._set_threads()
         self._wait()
         started, passes = time.perf_counter(), 0
@@ -105,27 +108,29 @@ class Trial:
 
 
 class BusyError(Exception):
-    """Others use the cores that are measured."""
+    """Other processes use the cores that are measured."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Two trials, by medians of turns."""
+    """A comparison of two trials by the medians of their turns."""
 
     seconds: float
-    """Of a pass of the first."""
+    """Duration of a pass of the first trial."""
     ratio: float
-    """Of the other's to that."""
+    """Duration of the second trial, relative to the first."""
     is_faster: bool
-    """Whether the other is, and by no chance: it won by two standard deviations of a fair coin, 5 turns of 5, 15 of
-    20."""
+    """Whether the second trial is faster, and not by chance.
+
+    It must win by two standard deviations of a fair coin: 5 turns of 5, or 15 of 20.
+    """
 
 
 def in_turn(one: Trial, other: Trial) -> Compared:
-    """Compares turn by turn.
+    """Compares two trials turn by turn.
 
-    A device's speed drifts, and within a turn both drift alike. What others use of the cores of a CPU is no drift: a
-    pass with all threads waits for the one whose core is shared. Raises BusyError where they do not let off.
+    A device's speed drifts, but within a turn both drift alike. Load by others on a CPU is not drift: a pass with all
+    threads waits for the one whose core is shared. Raises BusyError if the load does not end.
     """
     taken = _turns(one, other)
     won = sum(second < first for first, second in taken)
@@ -151,7 +156,7 @@ def _turns(one: Trial, other: Trial) -> list[tuple[float, float]]:
 
 
 def with_threads(plan: Plan, threads: int) -> Plan:
-    """The plan with so many threads named, where its recipe leaves them open."""
+    """Returns the plan with this number of threads, if its recipe leaves it open."""
     if plan.recipe.kernels.threads != "auto":
         return plan
     return plan.model_copy(update={"recipe": plan.recipe.with_(**{THREADS: threads})})

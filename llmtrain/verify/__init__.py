@@ -1,4 +1,4 @@
-"""`llmtrain verify`: every plan that runs here computes the run of a plain PyTorch loop, or is reported."""
+"""`llmtrain verify`: checks that every plan computes the same run as a plain PyTorch loop."""
 
 from llmtrain.verify.certify import verify
 from llmtrain.verify.job import Certificate, choose

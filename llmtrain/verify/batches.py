@@ -1,9 +1,9 @@
-"""The recipe's own sequences, made uneven: what is right only where all sequences are alike must show.
+"""The recipe's own sequences, made uneven, so that errors which cancel out on uniform sequences show.
 
-A loss averaged by micro-batch, or by rank, and not by token is right wherever all of them have equally many
-targets, and well packed sequences nearly do: sample j of a batch of B loses the first j·T/(2·B) of its targets.
-Whether documents see each other matters only where several share a sequence, which long ones hardly do: where
-the recipe masks documents, another one begins at place (j+1)·T/(B+1) of sample j.
+A loss averaged by micro-batch, or by rank, instead of by token is right if all of them have equally many targets, as
+well-packed sequences almost have. Therefore sample j of a batch of B loses the first j·T/(2·B) of its targets. Whether
+documents attend to each other only matters if several share a sequence, which long ones rarely do. Therefore, if the
+recipe masks documents, another one begins at position (j+1)·T/(B+1) of sample j.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmtrain.verify.documents import read_documents
 from llmtrain.verify.reference import NO_TARGET, Document, Sequences, count_targets
 
 EVAL_SEQUENCES = 16
-"""Held-out sequences of the comparison, at most."""
+"""Largest number of held-out sequences in the comparison."""
 
 
 class Batches:
@@ -36,14 +36,14 @@ class Batches:
         self.size = recipe.batch.global_batch_size
 
     def whole(self, order: int | None = None) -> Iterator[Sequences]:
-        """The global batch of each step; in another order of its samples for each `order`."""
+        """Yields the global batch of each step; each `order` has another order of its samples."""
         for step, sequences in enumerate(self._uneven_steps):
             generator = torch.Generator().manual_seed(self.steps * (order or 0) + step)
             places = torch.arange(self.size) if order is None else torch.randperm(self.size, generator=generator)
             yield [sequences[place] for place in places.tolist()]
 
     def held_out(self) -> Sequences:
-        """Held-out sequences."""
+        """Returns the held-out sequences."""
         views = [source.eval for source in self.prepared.evaluated]
         order = self.prepared.eval_order()
         places = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
@@ -51,7 +51,7 @@ class Batches:
         return [read_documents(views[source], number, data, padding) for source, number in places]
 
     def part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
-        """What a plan's own schedule gives to a data parallel rank in each step."""
+        """Yields what a plan's own schedule gives to a data parallel rank in each step."""
         schedule = Schedule.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
         for step, hidden in enumerate(self._hidden):
@@ -63,7 +63,7 @@ class Batches:
             yield replace(batch, micro_batches=uneven, target_tokens=batch.target_tokens - hidden)
 
     def held_out_part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
-        """Held-out sequences as a plan gives them to a data parallel rank."""
+        """Yields held-out sequences as a plan gives them to a data parallel rank."""
         return Schedule.of(plan, self.prepared, dp_rank).eval_batches(self._held_out)
 
     @property
@@ -92,28 +92,31 @@ class Batches:
 
     @cached_property
     def _hidden(self) -> list[int]:
-        """Targets that each global batch has lost."""
+        """Number of targets that each global batch has lost."""
         steps = zip(self._read_steps, self._uneven_steps, strict=True)
         return [count_targets(read) - count_targets(uneven) for read, uneven in steps]
 
     def _places(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Of samples with these numbers within their batch: how many places lose their target, and where to cut."""
+        """Returns the number of targets that samples lose, and the position where they are cut.
+
+        samples: indices within their batch.
+        """
         length = self.recipe.data.sequence_length
         return samples * length // (2 * self.size), (samples + 1) * length // (self.size + 1)
 
     def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
-        """Rows with the numbers `samples` within their batch."""
+        """Makes rows uneven; `samples` are their indices within their batch."""
         hidden, start = (one[:, None] for one in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
         if self.recipe.data.mask_documents:
-            # Only the document that lies across the place is cut there.
+            # Only the document that contains the position is cut there.
             across = (places >= start) & (places - positions < start)
             positions = torch.where(across, places - start, positions)
         return replace(rows, labels=rows.labels.masked_fill(places < hidden, IGNORE), position_ids=positions)
 
     def _uneven_documents(self, documents: Sequence[Document], sample: int) -> list[Document]:
-        """The same, of the documents of one sequence."""
+        """Does the same as `_uneven` for the documents of one sequence."""
         hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
         found: list[Document] = []
         begin = 0

@@ -1,4 +1,4 @@
-"""The launcher's side: plans grouped by world size, workers for each, one certificate. Pure."""
+"""The launcher's part: groups plans by world size, starts workers for each, and writes one certificate. Pure."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps: int, run_dir: RunDir) -> Certificate:
-    """Trains the reference and every plan, compares, and writes `certificate.json`.
+    """Trains the reference and every plan, compares them, and writes `certificate.json`.
 
-    A plan whose workers fail has that for its verdict. recipe: as `comparable` gives it; its data must
-    be prepared. Exits where the workers were stopped by a signal. Raises RecipeError for a folder that
-    holds something else, and what a worker raises outside of a plan.
+    The verdict of a plan whose workers fail is that failure. recipe: as returned by `comparable`; its data must be
+    prepared. Exits if the workers were stopped by a signal. Raises RecipeError for a folder with other content, and
+    errors of workers that do not belong to a plan.
     """
     folder = run_dir.path
     with RunLock.take(folder, lambda line: _say(f"{line}\n")):
@@ -41,7 +41,7 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
         job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
-        # One worker first, which makes the reference.
+        # One worker first, which trains the reference.
         with Template() as template:
             forked_from = template if any(one.plan.cluster.spec.on_cpu for one in plans) else None
             for world_size in sorted({1, *(one.plan.workers for one in plans)}):
@@ -52,9 +52,9 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
 
 
 def _run(job: Job, world_size: int, run_dir: RunDir, template: Template | None) -> None:
-    """Starts workers for the plans of a world size, and others for the rest of them after each plan that failed.
+    """Starts workers for the plans of a world size, and new ones for the remaining plans after each plan that failed.
 
-    A process group that has lost a rank in the midst of something cannot be used again.
+    A process group that has lost a rank in a collective cannot be used again.
     """
     from llmtrain.launch import run_workers
 
@@ -81,7 +81,7 @@ def _run(job: Job, world_size: int, run_dir: RunDir, template: Template | None) 
 
 
 def _in_progress(folder: Path) -> str | None:
-    """The plan that was begun and has no verdict."""
+    """Returns the plan that was begun and has no verdict, or None."""
     current = current_file(folder)
     name = current.read_text() if current.exists() else None
     return None if name in {verdict.name for verdict in read_verdicts(folder)} else name
@@ -99,10 +99,10 @@ def _say(text: str) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Forgets an earlier verification in this folder."""
+    """Removes the results of an earlier verification from the folder."""
     if any(folder.glob("[!.]*")) and not job_file(folder).is_file():
-        message = f"{folder} is not empty and holds no verification"
-        raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "name a new folder"))
+        message = f"{folder} is not empty and contains no verification"
+        raise RecipeError(Problem("run_dir.folder", "--run-dir", message, "choose a new folder"))
     for pattern in ("certificate.json", "reference-*", "verdicts.jsonl", "current", "initial.safetensors"):
         for stale in folder.glob(pattern):
             stale.unlink()

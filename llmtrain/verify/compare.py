@@ -1,18 +1,18 @@
-"""Runs side by side: what is recorded of one, how far two are apart, and how far they may be.
+"""Compares runs: what is recorded of each, how far two differ, and how far they may differ.
 
-**fp32.** The layouts differ in the order of summation. A sum of n terms is off by about sqrt(n)·2⁻²⁴
-relative: 1.5e-5 for a norm over 60,000 gradients at the very worst, and some 1e-6 as a rule; `FP32`, 1e-5,
-is the bound for losses, norms and the weights of SGD, which are sums of gradients. Adam divides each
-gradient by its own size. An error of ε relative to a matrix' typical gradient turns an element with a
-gradient of x times that size around by ε/x, up to its whole step; with elements as dense around zero as
-elsewhere the mean square of that is ∫ min(1, (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of
-their movement (4.5e-3): coarse, which is one more reason why the SGD probe is there.
+**fp32.** The layouts differ in the order of summation. The relative error of a sum of n terms is about sqrt(n)·2⁻²⁴:
+1.5e-5 for a norm over 60,000 gradients at worst, and typically about 1e-6; `FP32`, 1e-5, is the bound for losses, norms
+and the weights of SGD, which are sums of gradients. Adam divides each gradient by its own magnitude. Let ε be the error
+relative to a matrix's typical gradient: an element whose gradient is x times as large as the typical one changes by
+ε/x, at most by its whole step. If elements are as dense around zero as elsewhere, the mean square of that is ∫ min(1,
+(ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of their movement (4.5e-3): coarse, which is one more
+reason for the SGD probe.
 
-**Lower precisions** round at every operation, and a micro-batch of another size rounds elsewhere. How much
-that matters is measured: several references take the samples of each step in other orders and in other
-micro-batches. No plan may be further from the reference than `SAFETY` times the furthest that two of them
-are apart: if the furthest of d differences lies, as for any bell curve, 2.5 to 3.5 deviations out, twice
-that is more than 5. `FP32` remains the least bound.
+**Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
+measured: several references process the samples of each step in other orders and in other micro-batches. No plan may
+differ from the reference by more than `SAFETY` times the largest difference between two of them: if the largest of d
+differences lies, as for a normal distribution, 2.5 to 3.5 deviations out, twice that is more than 5. `FP32` remains the
+least bound.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FP32 = 1e-5
 ADAM_WEIGHTS = math.sqrt(2 * FP32)
 SAFETY = 2.0
 ROUNDING = 2.0**-24
-"""Half a unit in the last place of fp32, relative: what storing a number may change."""
+"""Half a unit in the last place of fp32, relative: the largest change from storing a number."""
 
 Weights = dict[str, Tensor]
 """Hugging Face name → whole weight, fp32, on the CPU."""
@@ -39,7 +39,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run computed."""
+    """The results of a run."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
@@ -49,7 +49,7 @@ class Trace:
 
 
 def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
-    """How far `ours` is from `theirs`, which started from `initial`."""
+    """Returns how far `ours` differs from `theirs`; both started from `initial`."""
     losses = [*zip(ours.losses, theirs.losses, strict=True)]
     if theirs.evaluation is not None:
         losses.append((math.nan if ours.evaluation is None else ours.evaluation, theirs.evaluation))
@@ -62,8 +62,8 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
 
 
 def tolerance(traces: Sequence[Trace], initial: Weights, optimizer: str, precision: str) -> Deviation:
-    """How far a plan may be from the first of these references; the others are needed below fp32 only."""
-    # The weights of SGD are as exact as its gradients; see above.
+    """Returns how far a plan may differ from the first reference; the others are only needed below fp32."""
+    # The weights of SGD are as accurate as its gradients; see above.
     floor = {"loss": FP32, "grad_norm": FP32, "weights": FP32 if optimizer == "sgd" else ADAM_WEIGHTS}
     if precision != "fp32":
         pairs = [deviation(a, b, initial) for a, b in combinations(traces, 2)]
@@ -80,11 +80,11 @@ def _relative(ours: float, theirs: float) -> float:
 
 
 def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
-    """The furthest weight's distance relative to its movement; None where the names differ.
+    """Returns the largest distance of a weight, relative to its movement, or None if the names differ.
 
-    Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings.
-    For a weight that hardly moves, such as a norm's under SGD, that is all that there is: a movement counts
-    for no less than what makes those roundings `FP32` of it. A weight that stays 0 in the reference must stay 0.
+    Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings. A weight that
+    hardly moves, such as a norm's under SGD, differs by nothing else; therefore the movement has a minimum at which
+    those roundings are `FP32` of it. A weight that stays 0 in the reference must stay 0.
     """
     if ours.keys() != theirs.keys():
         return None
@@ -98,5 +98,5 @@ def _apart(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> floa
 
 
 def clone(weights: Weights) -> Weights:
-    """A copy that the next step leaves alone."""
+    """Returns a copy that the next step does not change."""
     return {name: weight.detach().to("cpu", torch.float32).clone() for name, weight in weights.items()}

@@ -1,8 +1,8 @@
 """The documents of a sequence, read from the tokens on disk for the reference.
 
-`llmtrain.data` reads sequences as matrices of tokens, positions and shifted labels. Here the same places of the stream
-are read one document at a time, so that a fault in positions or labels shows. What is shared: the tokens, where
-documents begin, which pieces are packed into a sequence, and the order of the sequences.
+`llmtrain.data` reads sequences as matrices of tokens, positions and shifted labels. This module reads the same parts of
+the stream one document at a time, so that an error in positions or labels shows. Both share the tokens, the document
+boundaries, the packing, and the order of the sequences.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from llmtrain.verify.reference import NO_TARGET, Document, join
 
 
 def read_documents(samples: Any, number: int, data: DataConfig, padding: int) -> list[Document]:
-    """The documents of sequence `number` of `samples` (`llmtrain.data.samples`), and its padding as one more.
+    """Returns the documents of sequence `number` of `samples`, and its padding as another one.
 
-    One document where the recipe does not keep them apart.
+    samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document.
     """
     found = []
     for begin, end in _pieces(samples, number, data):
@@ -36,7 +36,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
 
 
 def _pieces(samples: Any, number: int, data: DataConfig) -> Iterator[tuple[int, int]]:
-    """Where the inputs of a sequence lie in the stream."""
+    """Yields the ranges of a sequence's inputs in the stream."""
     if data.packing == "concat":
         yield number * data.sequence_length, (number + 1) * data.sequence_length
         return

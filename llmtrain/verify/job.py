@@ -1,4 +1,4 @@
-"""What is verified, and what comes out: the files that the launcher and the workers exchange. Pure."""
+"""The input and the output of a verification: the files that the launcher and the workers exchange. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Part, Recipe
 
 PROBES = ("recipe", "sgd")
-"""Runs of each plan. `recipe`: as declared. `sgd`: with plain SGD, a clipping that bites at every step, if the
-recipe clips at all, and a decay that shows. Adam's update does not change when all gradients are scaled, so a
-wrong clipping, or a loss divided by a wrong number, leaves its weights as they are; those of SGD follow the
-scale at once."""
+"""Runs of each plan.
+
+`recipe`: as declared. `sgd`: with plain SGD, a clipping that is active at every step, if the recipe clips at all, and a
+noticeable weight decay. Adam's update does not change if all gradients are scaled, so a wrong clipping, or a loss
+divided by a wrong number, does not affect its weights; those of SGD are affected at once.
+"""
 
 COMPARABLE = ("fp32", "bf16", "autocast_bf16")
-"""Precisions that the reference computes too."""
+"""Precisions that the reference supports too."""
 
 
 class Job(Part):
-    """What the workers of one world size are to do; the reference comes first, from those of size 1."""
+    """The work of the workers of one world size; those of size 1 train the reference first."""
 
     recipe: Recipe
     steps: int
@@ -38,12 +40,12 @@ class Job(Part):
     """Seconds since the epoch."""
 
     def of_size(self, world_size: int) -> list[tuple[str, Plan]]:
-        """The plans for so many workers."""
+        """Returns the plans for this number of workers."""
         return [(name, plan) for name, plan in self.plans.items() if plan.workers == world_size]
 
 
 class Deviation(Part):
-    """How far one run is from another; None where a number is not finite."""
+    """How far one run differs from another; None for a number that is not finite."""
 
     loss: float | None
     """Largest relative difference of a step's loss, or of the evaluation loss."""
@@ -52,7 +54,7 @@ class Deviation(Part):
     weights: float | None
     """Largest ‖a − b‖ / ‖b − initial‖ of a weight at the end."""
     same_lr: bool
-    """Whether every step had the same learning rate, exactly."""
+    """Whether every step had exactly the same learning rate."""
 
     def within(self, tolerance: Deviation) -> bool:
         """Whether no number exceeds its tolerance."""
@@ -61,14 +63,14 @@ class Deviation(Part):
 
 
 class Verdict(Part):
-    """One plan, compared."""
+    """The comparison of one plan."""
 
     name: str
     layout: dict[str, int]
     deviations: dict[str, Deviation] = Field(default={})
-    """By probe, the worst of all ranks; empty for a plan that failed."""
+    """Probe → the worst deviations of all ranks; empty for a plan that failed."""
     failure: str | None = None
-    """What ended its workers, where something did."""
+    """The error that ended its workers, if any."""
     seconds: float
 
 
@@ -76,31 +78,31 @@ class Reference(Part):
     """The plain PyTorch run of a probe."""
 
     fields: dict[str, Any]
-    """What the probe changes in the recipe."""
+    """The fields that the probe changes in the recipe."""
     tolerance: Deviation
     loss: tuple[float, ...]
     grad_norm: tuple[float, ...]
     lr: tuple[float, ...]
     evaluation: float | None
-    """Loss on held-out sequences; None where the recipe holds none out."""
+    """Loss on held-out sequences; None if the recipe holds none out."""
 
 
 class Certificate(Part):
-    """All that `verify` found, and all that it was found with."""
+    """All results of `verify`, and the conditions under which they were obtained."""
 
     recipe: Recipe
-    """As it was compared."""
+    """The recipe that was compared."""
     steps: int
     device: str
     """Name of the workers' device in the catalogue of devices."""
     started: str
-    """ISO 8601, UTC."""
+    """Start in ISO 8601, UTC."""
     seconds: float
-    """From there to the end."""
+    """Seconds from the start to the end."""
     environment: dict[str, Any]
     """Versions, machine, commit and variables, as in a run's `environment.json`."""
     reference: dict[str, Reference]
-    """By probe."""
+    """Probe → reference."""
     verdicts: tuple[Verdict, ...]
     refused: tuple[dict[str, str], ...]
 
@@ -114,7 +116,7 @@ class Certificate(Part):
         return [verdict.name for verdict in self.verdicts if not self.certified(verdict)]
 
     def document(self) -> dict[str, Any]:
-        """The certificate as JSON."""
+        """Returns the certificate as JSON data."""
         reference = {probe: one.model_dump(mode="json") for probe, one in self.reference.items()}
         return {
             "recipe": self.recipe.model_dump(mode="json"),
@@ -129,7 +131,7 @@ class Certificate(Part):
         }
 
     def max_deviation(self, verdict: Verdict) -> dict[str, float | None]:
-        """The larger of the probes' deviations; None where one is not finite, or the plan failed."""
+        """Returns the largest deviations of all probes; None for one that is not finite, or if the plan failed."""
         probes = verdict.deviations.values()
         if not probes:
             return {"loss": None, "grad_norm": None, "weights": None}
@@ -150,14 +152,14 @@ class Certificate(Part):
 def certified(verdict: Verdict, reference: Mapping[str, Reference]) -> bool:
     """Whether every probe of a plan ended, and stayed within its tolerance.
 
-    reference: by probe.
+    reference: probe → reference.
     """
     compared = verdict.deviations.keys() == reference.keys()
     return compared and all(one.within(reference[probe].tolerance) for probe, one in verdict.deviations.items())
 
 
 def worst(values: Iterable[float | None]) -> float | None:
-    """The largest; None where one is None or not finite, since JSON has no infinity."""
+    """Returns the largest value, or None if one is None or not finite, since JSON has no infinity."""
     largest = 0.0
     for value in values:
         if value is None or not math.isfinite(value):
@@ -167,14 +169,16 @@ def worst(values: Iterable[float | None]) -> float | None:
 
 
 def comparable(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe as it is compared: the whole schedule within `steps`, nothing drawn at random, no update skipped.
+    """Returns the recipe to compare: the whole schedule within `steps`, no dropout, and no skipped update.
 
-    Ranks draw different dropout masks, as they should, so with it no two layouts train the same. The reference has no
-    guard against spikes.
-    Raises RecipeError for a precision that the reference does not compute, and for an unknown model.
+    Ranks draw different dropout masks, as they should, so with dropout no two layouts train the same. The reference has
+    no guard against spikes. Raises RecipeError for a precision that the reference does not support, and for an unknown
+    model.
     """
     if recipe.kernels.fp8 != "off":
-        message = f"{recipe.kernels.fp8} was given: products in fp8 are others than the reference's, as they should be"
+        message = (
+            f"{recipe.kernels.fp8} was given: by design, matrix products in fp8 differ from those of the reference"
+        )
         raise RecipeError(Problem("verify.fp8", "kernels.fp8", message, "--set kernels.fp8=off"))
     if recipe.parallel.precision not in COMPARABLE:
         message = f"'{recipe.parallel.precision}' was given: its loss scale skips steps, which the reference does not"
@@ -194,20 +198,20 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
 
 
 def _model_values(recipe: Recipe) -> dict[str, Any]:
-    """The model's configuration with the defaults of its family."""
+    """Returns the model's configuration with the defaults of its family."""
     family = FAMILIES.get(recipe.model.architecture or "")
     if family is not None:
         return {**family.defaults, **recipe.model.config}
-    from llmtrain.models.build import model_configuration  # any other family: this loads torch
+    from llmtrain.models.build import model_configuration  # for any other family, which loads torch
 
     values: dict[str, Any] = model_configuration(recipe).to_dict()
     return values
 
 
 def choose(plans: list[NamedPlan], refused: list[Refused], wanted: str) -> list[NamedPlan]:
-    """The plans of `--plans`: `all`, or names and patterns (`dp2-*`) with commas.
+    """Returns the plans of `--plans`: `all`, or names and patterns (`dp2-*`) separated by commas.
 
-    Raises RecipeError for each one that names no plan, and where nothing runs.
+    Raises RecipeError for each part that matches no plan, and if no plan runs.
     """
     known = {one.name: one for one in plans}
     rules = {one.name: one.problem for one in refused}
@@ -222,42 +226,51 @@ def _unknown(pattern: str, known: Sequence[str], rules: dict[str, Problem]) -> P
     if pattern in rules:
         problem = rules[pattern]
         return Problem(problem.rule, "--plans", f"{pattern} is refused: {problem.field}: {problem.message}")
-    fix = f"plans: {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}" if known else "no plan of it runs here"
-    return Problem("verify.plans", "--plans", f"'{pattern}' names no plan that runs here{nearest(pattern, known)}", fix)
+    fix = (
+        f"plans: {', '.join(known[:6])}{', ...' if len(known) > 6 else ''}"
+        if known
+        else "no plan of this recipe runs here"
+    )
+    return Problem(
+        "verify.plans", "--plans", f"'{pattern}' matches no plan that runs here{nearest(pattern, known)}", fix
+    )
 
 
 def job_file(folder: Path) -> Path:
-    """What the workers read."""
+    """Returns the file that the workers read."""
     return folder / "job.json"
 
 
 def reference_file(folder: Path, probe: str) -> Path:
-    """A `Reference`; the weights lie beside it, as safetensors."""
+    """Returns the file of a `Reference`; the weights are next to it, as safetensors."""
     return folder / f"reference-{probe}.json"
 
 
 def verdicts_file(folder: Path) -> Path:
-    """A `Verdict` in each line, written as it is found."""
+    """Returns the file of verdicts, one `Verdict` per line, appended as they are found."""
     return folder / "verdicts.jsonl"
 
 
 def current_file(folder: Path) -> Path:
-    """Name of the plan that the workers have begun with; a failure of theirs is its own until its verdict is there."""
+    """Returns the file with the name of the plan in progress.
+
+    A failure of the workers is attributed to that plan until its verdict exists.
+    """
     return folder / "current"
 
 
 def read_references(folder: Path) -> dict[str, Reference]:
-    """By probe."""
+    """Returns the references by probe."""
     return {probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES}
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
-    """Those found so far."""
+    """Returns the verdicts found so far."""
     path = verdicts_file(folder)
     return [Verdict.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def add_verdict(folder: Path, verdict: Verdict) -> None:
-    """Writes it behind the others."""
+    """Appends a verdict."""
     with verdicts_file(folder).open("a", encoding="utf-8") as file:
         file.write(verdict.model_dump_json() + "\n")

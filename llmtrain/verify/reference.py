@@ -1,9 +1,9 @@
-"""Plain PyTorch in one process: what every plan must agree with.
+"""Plain PyTorch in one process: the run that every plan must agree with.
 
-It shares no code with the engines, since a fault in shared code would be certified: here are another loss, other
-groups of weight decay, another clipping, other learning rates. The model is that of `transformers`, unchanged. Each
-document runs alone, so that no mask and no position can be wrong. Of llmtrain only declarations may be imported
-(`tests/verify/test_independence.py`); what is given as data is `verify.documents` and the initial weights.
+It shares no code with the engines, since an error in shared code would be certified: it has its own loss, groups of
+weight decay, clipping and learning rates. The model is that of `transformers`, unchanged. Each document runs alone, so
+that no mask and no position can be wrong. Only declarations may be imported from llmtrain
+(`tests/verify/test_independence.py`); `verify.documents` and the initial weights are received as data.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from llmtrain.recipe import OptimConfig, Recipe
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of the weights that the model reads, where it is not fp32."""
+"""Data type of the weights that the model reads, if it is not fp32."""
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 CLIP_EPS = 1e-6
-"""Added to the norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does."""
+"""Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
 
 SELECTED_TOKENS = ("index_topk", "keep_window_size")
-"""Fields of configurations: how many tokens one attends to that are chosen by a score."""
+"""Fields of configurations that limit the number of tokens that attention selects by score."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or as much of it as a sequence holds."""
+    """A document, or the part of it that a sequence contains."""
 
     inputs: Tensor
     """[n], int64."""
     targets: Tensor
-    """[n], int64: the token to predict at each place; `NO_TARGET` where there is none."""
+    """[n], int64: the token to predict at each position; `NO_TARGET` if there is none."""
 
 
 Sequences = Sequence[Sequence[Document]]
-"""Of each sequence the documents that are packed into it, padding last."""
+"""For each sequence, the documents that are packed into it, with padding last."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one update was."""
+    """One update."""
 
     loss: float
     """Mean cross-entropy per target token."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     lr: float
 
 
 class ReferenceLoop:
     """Trains the model of a recipe.
 
-    Weights in fp32 are trained as they are, or under autocast. Below that there are fp32 master weights
-    (arXiv 1710.03740): they start from the rounded weights, and each forward pass reads them rounded.
-    A weight without a gradient is not updated.
+    fp32 weights are trained as they are, or under autocast. For lower precisions there are fp32 master weights (arXiv
+    1710.03740): they start from the rounded weights, and each forward pass reads them rounded. A weight without a
+    gradient is not updated.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class ReferenceLoop:
         micro_batch_size: int | None = None,
         together: bool = False,
     ) -> None:
-        """weights: initial ones, by the names of `state_dict`; None for those that the recipe names.
+        """weights: the initial weights, by the names of `state_dict`; None for those of the recipe.
 
-        micro_batch_size: sequences per backward pass; default the recipe's. A router's loss is a mean within them.
-        together: runs the documents of a micro-batch in one pass, shorter ones padded at their end. No token sees what
-        comes after it, so the result is the same except for its rounding.
+        micro_batch_size: sequences per backward pass; default: the recipe's. A router's loss is a mean within them.
+        together: whether to run the documents of a micro-batch in one pass, padded at their end. No token sees later
+        ones, so the result only differs by rounding.
         """
         self.recipe = recipe
         self.device = device
@@ -98,7 +98,7 @@ class ReferenceLoop:
         self.steps = 0
 
     def train_step(self, sequences: Sequences) -> Step:
-        """One update with a global batch."""
+        """Updates the weights with a global batch."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         micro_batches = [
@@ -125,13 +125,13 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Mean cross-entropy per target token."""
+        """Returns the mean cross-entropy per target token."""
         self.model.eval()
         return sum(self._losses([one])[0].item() for one in sequences) / count_targets(sequences)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, as the forward pass reads it; tied ones once."""
+        """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once."""
         rounded = self._rounded()
         for name, weight in self.model.named_parameters():
             yield name, rounded.get(name, weight).detach().cpu()
@@ -140,7 +140,7 @@ class ReferenceLoop:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Sum of the cross-entropies of a micro-batch, and its router's loss."""
+        """Returns the sum of the cross-entropies of a micro-batch, and its router's loss."""
         total = torch.zeros((), device=self.device)
         routers: list[Sequence[Tensor]] = []
         for documents in self._passes(sequences):
@@ -150,7 +150,10 @@ class ReferenceLoop:
         return total, self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
 
     def _passes(self, sequences: Sequences) -> list[list[tuple[Document, Tensor]]]:
-        """The rows of each forward pass of a micro-batch, and their positions. A row is a document, or a sequence."""
+        """Returns the rows of each forward pass of a micro-batch with their positions.
+
+        A row is a document, or a sequence.
+        """
         rows = [[one] for documents in sequences for one in documents]
         if self.runs_whole:
             rows = [list(documents) for documents in sequences]
@@ -158,7 +161,10 @@ class ReferenceLoop:
         return [joined] if self.together else [[one] for one in joined]
 
     def _forward(self, rows: list[tuple[Document, Tensor]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Sum of the cross-entropies, and the logits of each layer's router for all tokens that are no padding."""
+        """Returns the sum of the cross-entropies, and the logits of each layer's router.
+
+        The logits are those of all tokens except for the padding of shorter rows.
+        """
         inputs = {
             "input_ids": _pad([one.inputs for one, _ in rows]).to(self.device),
             "position_ids": _pad([positions for _, positions in rows]).to(self.device),
@@ -174,9 +180,10 @@ class ReferenceLoop:
         return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits]
 
     def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
-        """How unevenly all tokens of a micro-batch, padding among them, use the experts, by the family's own function.
+        """Returns how unevenly a micro-batch uses the experts, by the family's own function.
 
-        It is a product of two means over tokens, so that the documents' losses cannot be summed.
+        It counts all tokens, including the padding of sequences. It is a product of two means over tokens, so the
+        losses of documents cannot be summed.
         """
         if not logits:
             return torch.zeros((), device=self.device)
@@ -193,16 +200,16 @@ class ReferenceLoop:
 
 
 def count_targets(sequences: Sequences) -> int:
-    """Targets in all documents."""
+    """Returns the number of targets in all documents."""
     return sum(int((one.targets != NO_TARGET).sum()) for documents in sequences for one in documents)
 
 
 def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
-    """Of the update that comes after `step` others, of a run of `steps`."""
+    """Returns the learning rate of the update after `step` others, in a run of `steps`."""
     peak, least, warmup = optim.lr, optim.min_lr_ratio, optim.warmup_steps
     if step < warmup:
         rise = step / warmup
-        # `wsd` of transformers starts from the rate that it ends at.
+        # `wsd` of transformers starts from the rate at which it ends.
         return peak * (rise * (1 - least) + least if optim.schedule == "wsd" else rise)
     share = (step - warmup) / max(1, steps - warmup)
     if optim.schedule == "constant":
@@ -231,7 +238,7 @@ def _optimizer(trained: Iterable[nn.Parameter], optim: OptimConfig) -> torch.opt
 
 
 def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
-    """The recipe's model, as `transformers` builds or reads it; in place of a kernel it has plain attention."""
+    """Returns the recipe's model, as `transformers` builds or loads it, with plain attention instead of kernels."""
     model, fields = recipe.model, dict(recipe.model.config)
     named: dict[str, Any] = {
         "attn_implementation": model.attention_kernel if model.attention_kernel == "sdpa" else "eager",
@@ -244,7 +251,7 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         with torch.device("meta"):
             declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
         for name, weight in declared.named_parameters():
-            if not weight.requires_grad:  # forgotten where weights are read
+            if not weight.requires_grad:  # lost when weights are loaded
                 read.get_parameter(name).requires_grad_(False)
         return cast(PreTrainedModel, read.to(device))
     if recipe.vocab_size is not None:
@@ -254,20 +261,20 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
 
 
 def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
-    """Whether sequences of so many tokens run whole, in a family whose documents cannot run alone.
+    """Whether whole sequences of this length must run, in a family whose documents cannot run alone.
 
-    Some mix packed documents whatever their attention does. Others attend to the few tokens with the best scores, and
-    among equal scores, as many are 0, choose by the place in the row.
+    Some families let packed documents influence each other whatever the attention mask. Others attend to the few tokens
+    with the best scores, and among equal scores (many are 0) choose by the position in the row.
     """
     chosen = min(getattr(config, name, length) for name in SELECTED_TOKENS)
     return config.model_type in MIXES_DOCUMENTS or chosen < length
 
 
 def join(documents: Sequence[Document]) -> Document:
-    """One after another, as one."""
+    """Concatenates documents into one."""
     return Document(torch.cat([one.inputs for one in documents]), torch.cat([one.targets for one in documents]))
 
 
 def _pad(rows: Sequence[Tensor], value: int = 0) -> Tensor:
-    """[rows, longest]"""
+    """Returns [rows, longest]."""
     return pad_sequence(list(rows), batch_first=True, padding_value=value)

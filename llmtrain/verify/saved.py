@@ -1,4 +1,4 @@
-"""What a plan trains can be saved, loaded again and exported."""
+"""Checks that what a plan trains can be saved, loaded again and exported."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from llmtrain.plan import Plan
 from llmtrain.verify.compare import Weights
 
 DATA = "verify"
-"""Key of the data, which no checkpoint of a run has."""
+"""Key of the data, which no checkpoint of a real run has."""
 
 
 def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> None:
-    """Saves an engine, joins each weight as an export does, and has the engine go on from the checkpoint.
+    """Saves an engine, gathers each weight as an export does, and makes the engine continue from the checkpoint.
 
-    weights: what the engine holds. folder: for the checkpoint, removed afterwards; called by all ranks. Raises
-    CheckpointError where a weight is missing, or has other values than the engine's.
+    weights: those of the engine. folder: for the checkpoint, removed afterwards. Called by all ranks. Raises
+    CheckpointError if a weight is missing, or has other values than in the engine.
     """
     Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA))
     checkpoint = newest(folder)
@@ -51,7 +51,7 @@ def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     dtype = weight_dtype(recipe.parallel.precision)
     source = Source(checkpoint)
     for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
-        if name in weights:  # buffers are no weights that are trained
+        if name in weights:  # buffers are not trained
             whole = source.whole(name).to(dtype).view(weights[name].shape)
             _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
 

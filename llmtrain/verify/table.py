@@ -1,4 +1,4 @@
-"""A certificate as people read it. Pure."""
+"""Renders a certificate for people. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmtrain.verify.job import PROBES, Certificate, Verdict
 
 
 def table(certificate: Certificate) -> Table:
-    """Each plan with its largest deviations, its verdict and the seconds it took."""
+    """Returns a table of the plans with their largest deviations, verdicts and durations in seconds."""
     shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     shown.add_column("plan", no_wrap=True)
     for name in ("loss", "grad norm", "weights"):
@@ -25,7 +25,7 @@ def table(certificate: Certificate) -> Table:
 
 
 def summary(certificate: Certificate) -> list[str]:
-    """Why plans failed, what was allowed, how many are certified, and how many were refused by which rule."""
+    """Returns lines on why plans failed, the tolerances, and how many plans are certified or refused by which rule."""
     total, others = len(certificate.verdicts), len(certificate.deviating)
     lines = [f"{one.name} FAILED: {one.failure}" for one in certificate.verdicts if one.failure]
     for probe in PROBES:

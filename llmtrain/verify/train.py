@@ -41,22 +41,24 @@ from llmtrain.verify.reference import ReferenceLoop
 from llmtrain.verify.saved import check_saved
 
 SGD_STEP = 0.05
-"""Learning rate times the (clipped) gradient norm in the SGD probe: the length of its first full step. A matrix
-of a small model measures some units, so it moves by percents and stays where it can be trained."""
+"""Learning rate times the (clipped) gradient norm in the SGD probe: the length of its first full step.
+
+The norm of a matrix in a small model is a few units, so it moves by a few percent and remains trainable.
+"""
 ORDERS = 8
-"""References in other orders and micro-batches, for the spread of a low precision."""
+"""Number of references in other orders and micro-batches, to measure the spread of a low precision."""
 
 Say = Callable[[str], None]
-"""Tells the user something; a line ends where the text does."""
+"""Prints a message; a line ends where the text has a newline."""
 
 
 def work(job: Job, folder: Path, device: torch.device, say: Say) -> None:
-    """Makes the reference where there is none; compares the plans of this world size that have no verdict yet."""
+    """Trains the reference if it does not exist; compares the plans of this world size that have no verdict yet."""
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
     if not reference_file(folder, PROBES[-1]).is_file():
         make_references(job.recipe, batches, folder, device, say)
     gc.collect()
-    gc.freeze()  # what the libraries hold need not be gone through after each engine; that took a third of a plan
+    gc.freeze()  # scanning the libraries' objects after each engine took a third of a plan's time
     judged = {verdict.name for verdict in read_verdicts(folder)}
     numbers = {name: number for number, name in enumerate(job.plans, start=1)}
     for name, plan in job.of_size(dist.get_world_size()):
@@ -64,7 +66,7 @@ def work(job: Job, folder: Path, device: torch.device, say: Say) -> None:
             continue
         if dist.get_rank() == 0:
             write_atomically(current_file(folder), name)
-        barrier()  # no rank is so far ahead that its failure would be laid at another plan's door
+        barrier()  # no rank may be so far ahead that its failure would be attributed to another plan
         minutes, seconds = divmod(int(time.time() - job.started), 60)
         say(f"{minutes:2}:{seconds:02}  {numbers[name]}/{len(numbers)}  {name}  ")
         verdict = compare_plan(name, plan, batches, folder, device)
@@ -98,9 +100,9 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
 
 
 def sgd_fields(recipe: Recipe, grad_norms: Any) -> dict[str, Any]:
-    """The SGD probe: clipped to half of the smallest norm seen, and decayed in any case.
+    """Returns the fields of the SGD probe: clipped to half of the smallest norm, and always with weight decay.
 
-    Where the recipe does not clip, neither does the probe: some plans are legal without clipping only.
+    If the recipe does not clip, neither does the probe: some plans are only legal without clipping.
     """
     clip = min(grad_norms) / 2 or 1.0
     longest = max(grad_norms) or 1.0
@@ -114,7 +116,7 @@ def sgd_fields(recipe: Recipe, grad_norms: Any) -> dict[str, Any]:
 
 
 def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: torch.device) -> Verdict:
-    """Trains every probe of a plan; its worst deviations over all ranks."""
+    """Trains every probe of a plan; returns the worst deviations of all ranks."""
     started = time.perf_counter()
     initial = load_file(folder / "initial.safetensors")
     deviations = {}
@@ -142,10 +144,11 @@ def _compare_probe(
     allowed: Deviation,
     saved_in: Path | None,
 ) -> Deviation:
-    """The worst deviation over all ranks of a plan from `theirs`.
+    """Returns the worst deviation of a plan from `theirs` over all ranks.
 
-    saved_in: where its end is saved, loaded and exported, if that is to be tried. A plan that deviates does not try it:
-    it is not certified, and its ranks may disagree about what they save. Raises as `check_saved`.
+    saved_in: where the final state is saved, loaded and exported, if that is to be checked. It is not checked for a
+    plan that deviates: the plan is not certified, and its ranks may disagree about what they save. Raises as
+    `check_saved` does.
     """
     engine = build_engine(plan, render(plan), device)
     replica = engine.data_parallel_rank
@@ -159,12 +162,13 @@ def _compare_probe(
 
 
 def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device) -> Trace:
-    """The plain run; order 0 is the one that plans are compared with.
+    """Trains the reference; plans are compared with order 0.
 
-    The others show what rounding does: they take samples in other orders, and the documents of a micro-batch at once.
+    The other orders show the effect of rounding: they process samples in other orders, and the documents of a
+    micro-batch together.
     """
     own, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
-    # A router's loss is a mean within a micro-batch: there the size is part of the run.
+    # A router's loss is a mean within a micro-batch, so the size is part of the run.
     sizes = (own,) if recipe.model.config.get("output_router_logits") else (own, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
@@ -203,7 +207,7 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBa
 
 
 def _worst_rank(mine: Deviation) -> Deviation:
-    """The worst of all ranks: replicas may drift apart."""
+    """Returns the worst deviations of all ranks, since replicas may drift apart."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return Deviation(

@@ -22,12 +22,12 @@ def main() -> None:
     try:
         _work(rank, folder, output)
     except BaseException as error:
-        # Not sys.exit: a process group whose other ranks wait in a collective cannot be torn down.
+        # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
         os._exit(output.report_failure(error))
 
 
 def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
-    # After the output is taken over, since these load torch and DeepSpeed, which talk.
+    # After the output is redirected, since these load torch and DeepSpeed, which print.
     from torch import distributed as dist
 
     from llmtrain.engines.distributed import init_process_group

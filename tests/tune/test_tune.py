@@ -281,7 +281,7 @@ def test_a_run_beside_others_goes_by_the_rules_and_keeps_nothing(tmp_path, monke
     monkeypatch.setattr(request.sys, "executable", str(busy))
     found = kernels._choose(plan, CPU, 1, print)
     assert found.values == {}
-    assert found.why == "by the rules, as nothing could be measured: others use 0.90 of 2 cores"
+    assert found.why == "by the rules, since measuring failed: others use 0.90 of 2 cores"
     assert choice.read_cached(plan.recipe.data, found.key) is None
 
 
