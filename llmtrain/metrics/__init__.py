@@ -1,4 +1,4 @@
-"""What a run says about itself while it trains."""
+"""What a run reports about itself while it trains."""
 
 from llmtrain.metrics.busy_cores import BusyCores
 from llmtrain.metrics.logger import MetricsLogger, Record, StepMetrics

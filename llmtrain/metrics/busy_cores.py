@@ -1,4 +1,4 @@
-"""Whether others use the cores that the ranks of a host compute on."""
+"""Detects whether others use the cores on which the ranks of a host compute."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 from llmtrain.host import SPIN_COUNT, CoreMeter, are_lacking, busy, own_cores
 
 LOOK_S = 5.0
-"""That is looked at, at least."""
+"""Least number of seconds between checks."""
 
 
 class BusyCores:
-    """Says once that other processes use cores which the threads of a run need."""
+    """Reports once that other processes use cores which the threads of a run need."""
 
     def __init__(self, ranks: int, threads: int) -> None:
-        """ranks: on this host. threads: of each."""
+        """ranks: number of ranks on this host. threads: number of threads of each."""
         self._threads, self._all_threads, self._is_told = threads, ranks * threads, False
         self._meter = CoreMeter(of_launcher=True)
 
     def line(self) -> str | None:
-        """What to say now, if anything."""
+        """Returns a line to print now, or None."""
         if self._is_told or self._meter.seconds < LOOK_S:
             return None
         others = self._meter.cores_of_others()
@@ -28,10 +28,11 @@ class BusyCores:
             return None
         self._is_told = True
         used, threads = busy(others, own_cores()), self._all_threads
-        said = f"{used}; this run computes with {threads} threads, so it is slower than alone"
+        said = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):
             return said
         return (
-            f"{said}, perhaps much slower, because its threads wait for each other. Stop and continue it: its threads "
-            "then sleep while they wait, and no number changes. --set kernels.threads=1 may be faster still"
+            f"{said}, perhaps much slower, because its threads wait for each other. Stop the run and "
+            "continue it: its threads then sleep while they wait, and the results do not change. --set "
+            "kernels.threads=1 may be faster still"
         )

@@ -21,14 +21,14 @@ from llmtrain.untrusted import read_bytes
 
 Record = dict[str, Any]
 MOST_BYTES = 1 << 34
-"""Longest `metrics.jsonl`: some ten million lines."""
+"""Size of the longest `metrics.jsonl`: some ten million lines."""
 _NOT_IN_TAGS = re.compile(r"[^A-Za-z0-9-]+")
-"""What MLflow does not take in a name, and what would make another group of a path."""
+"""Characters that MLflow does not accept in a name, or that would create another group."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What the loop knows when it logs a step."""
+    """What the training loop passes when it logs a step."""
 
     step: int
     """Optimizer steps done, from 1."""
@@ -37,32 +37,35 @@ class StepMetrics:
     grad_norm: float | None
     """Global norm before clipping."""
     lr: float
-    """Rate that the step was taken with."""
+    """Learning rate of the step."""
     tokens: int
-    """Tokens trained on since the run began, over all devices."""
+    """Tokens trained on since the beginning of the run, over all devices."""
     samples: int
-    """Sequences trained on since the run began, over all devices."""
+    """Sequences trained on since the beginning of the run, over all devices."""
     window: Window
     """The steps since the last logged one."""
     peak_memory_bytes: int | None
-    """Highest memory in use on rank 0's device so far."""
+    """Peak memory use on rank 0's device so far."""
     skipped_steps: int = 0
-    """Updates that were not taken, of all steps since the run began."""
+    """Skipped updates since the beginning of the run."""
     rollbacks: int = 0
-    """How often the run went back to a checkpoint because of them."""
+    """How many times the run has rolled back to a checkpoint because of them."""
     slowest: tuple[int, float] | None = None
-    """The slowest rank of late, and its own time in that of the median rank; None where it is unknown."""
+    """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
 
 
 class MetricsLogger:
-    """Writes each record as one line, and sends it to the trackers. Only rank 0 makes one.
+    """Writes each record as one line, and sends it to the trackers. Only rank 0 creates one.
 
-    A number that is not finite is written as `null`, since JSON has none: a loss of `null` is a run
-    that diverged. `mfu` is `null` where the peak of the device is unknown.
+    A number that is not finite is written as `null`, since JSON has none: a loss of `null` is a run that diverged.
+    `mfu` is `null` if the peak of the device is unknown.
     """
 
     def __init__(self, run_dir: RunDir, plan: Plan, start_step: int = 0, warn: Callable[[str], None] = print) -> None:
-        """start_step: the step that training resumes after; later lines are removed. warn: is told of a full disk."""
+        """start_step: the step after which training resumes; later lines are removed.
+
+        warn: is called with a message about a full disk.
+        """
         self._plan = plan
         forget_after(run_dir, start_step)
         self._lines = _Lines(run_dir.metrics_file, warn)
@@ -98,7 +101,7 @@ class MetricsLogger:
         return self._write(fields, "eval")
 
     def flush(self) -> None:
-        """Waits until every line is on the disk, as far as it takes them."""
+        """Waits until all lines are on disk, as far as the disk accepts them."""
         self._lines.flush()
 
     def close(self) -> None:
@@ -120,10 +123,10 @@ class MetricsLogger:
 
 
 class _Lines:
-    """Appends lines to a file. What the disk does not take is kept, and written with the next line."""
+    """Appends lines to a file. Lines that the disk does not accept are kept, and written with the next one."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        """Raises OSError where the file cannot be opened."""
+        """Raises OSError if the file cannot be opened."""
         self._path = path
         self._warn = warn
         self._descriptor = open_log(path)
@@ -131,19 +134,19 @@ class _Lines:
         self._failed = False
 
     def add(self, line: str) -> None:
-        """Writes a line, at once where that is possible: a reader, or a kill, never sees half of one then."""
+        """Writes a line in one piece if possible: a reader, or a kill, then never sees half of one."""
         self._left += line.encode() + b"\n"
         self._try(self._write)
 
     def flush(self) -> None:
-        """Waits until the lines are on the disk, as far as it takes them."""
+        """Waits until the lines are on disk, as far as the disk accepts them."""
         self._try(lambda: os.fsync(self._descriptor))
 
     def close(self) -> None:
         """Tries for the last time."""
         self._try(self._write)
         if self._left:
-            self._warn(f"{self._path} lacks its last {self._left.count(10):,} lines, which could not be written")
+            self._warn(f"the last {self._left.count(10):,} lines of {self._path} could not be written")
         os.close(self._descriptor)
 
     def _write(self) -> None:
@@ -162,7 +165,7 @@ class _Lines:
 
 
 def _flat(record: Record, group: str) -> dict[str, Any]:
-    """The values of a record by the names that trackers have for them; those of sources are named after these."""
+    """Returns the values of a record under the trackers' names for them; those of sources are named after these."""
     values: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):
@@ -173,7 +176,7 @@ def _flat(record: Record, group: str) -> dict[str, Any]:
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss, infinite where that overflows."""
+    """Returns e to the power of the loss, or infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -181,7 +184,7 @@ def perplexity(loss: float) -> float:
 
 
 def forget_after(run_dir: RunDir, step: int) -> None:
-    """Removes the lines of steps after `step`, all of them for 0 (a new run), and a last line that was cut off."""
+    """Removes the lines of steps after `step`, all of them for 0 (a new run), and a truncated last line."""
     try:
         text = read_bytes(run_dir.metrics_file, MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:
@@ -192,7 +195,7 @@ def forget_after(run_dir: RunDir, step: int) -> None:
 
 
 def _step(line: str) -> int:
-    """Step of a line; -1 for one that is not whole."""
+    """Returns the step of a line, or -1 for an incomplete line."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):

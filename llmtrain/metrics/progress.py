@@ -1,4 +1,4 @@
-"""The training run as its user watches it: a live line on a terminal, plain lines anywhere else."""
+"""The training run as its user sees it: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.text import Text
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
-"""Span of the steps that the time left is estimated from."""
+"""Seconds of steps from which the time left is estimated."""
 SPEED_COLUMNS = 72
-"""Narrower terminals do not show the speed."""
+"""Least width of a terminal that shows the speed."""
 ALL_COLUMNS = 100
-"""Narrower terminals show neither gradient norm nor MFU."""
+"""Least width of a terminal that shows gradient norm and MFU."""
 
 
 class TrainingProgress:
-    """One line per logged step; on a terminal a live one below, with step, loss, speed and time left."""
+    """Prints one line per logged step, and on a terminal a live line with step, loss, speed and time left."""
 
     def __init__(self, console: Console, max_steps: int, start_step: int = 0) -> None:
         self._console = console
@@ -69,12 +69,12 @@ class TrainingProgress:
         self._last = record
         if self._bar is not None:
             self._bar.update(self._task, completed=record["step"], record=record)
-            self._bar.refresh()  # else the live line of before would be shown again below the one that is printed
+            self._bar.refresh()  # otherwise the previous live line would be shown again below the printed one
         self._print(_plain_line(record, self._max_steps))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Says what the run does instead of training: `evaluating`, `saving`."""
+        """Shows what the run does instead of training: `evaluating`, `saving`."""
         if self._bar is None:
             yield
             return
@@ -87,11 +87,11 @@ class TrainingProgress:
             self._bar.update(self._task, description=before)
 
     def note(self, line: str) -> None:
-        """Prints a line of its own, above the live line."""
+        """Prints a separate line above the live line."""
         self._print(line)
 
     def summary(self) -> None:
-        """Ends the live line, and says what was trained and how fast."""
+        """Ends the live line, and prints what was trained and how fast."""
         if self._bar is not None:
             self._bar.stop()
         if self._step == self._start_step:
@@ -119,21 +119,21 @@ def _bar(console: Console) -> Progress:
         expand=True,
         refresh_per_second=REFRESH_PER_SECOND,
         speed_estimate_period=SPEED_PERIOD_S,
-        # sys.stdout is the log of the rank by now, and nothing of it belongs on the terminal.
+        # sys.stdout is the rank's log by now, which does not belong on the terminal.
         redirect_stdout=False,
         redirect_stderr=False,
     )
 
 
 class _Steps(ProgressColumn):
-    """Steps done of all."""
+    """The number of steps done, and of all steps."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{int(task.completed):,}/{int(task.total or 0):,}", style="green", no_wrap=True)
 
 
 class _Numbers(ProgressColumn):
-    """Loss of the last logged step; its speed, gradient norm and MFU where there is room."""
+    """The loss of the last logged step; speed, gradient norm and MFU if there is room."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Numbers(ProgressColumn):
 
 
 class _TimeLeft(ProgressColumn):
-    """Time left at the speed of late; the time that passed while that is unknown, and in the end."""
+    """Time left at the recent speed; elapsed time while that is unknown, and at the end."""
 
     def render(self, task: Task) -> Text:
         if task.finished:
@@ -167,7 +167,7 @@ class _TimeLeft(ProgressColumn):
 
 
 def _plain_line(record: dict[str, Any], max_steps: int) -> str:
-    """A logged step as one line of a log."""
+    """Formats a logged step as one line of a log."""
     parts = [
         f"step {record['step']:,}/{max_steps:,}",
         f"loss {_number(record['loss'])}",
@@ -187,14 +187,14 @@ def _evaluation(record: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Four significant digits; a number that was not finite is None in a record."""
+    """Formats a number with four significant digits; in a record, None is a number that was not finite."""
     if value is None:
         return "not finite"
     return f"{value:.4f}" if 0.1 <= abs(value) < 10 else f"{value:.4g}"
 
 
 def compact(value: float) -> str:
-    """A count in three or four digits: 950, 12.3k, 4.56M."""
+    """Formats a count with three or four digits: 950, 12.3k, 4.56M."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit:
             scaled = value / unit
@@ -203,7 +203,7 @@ def compact(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units: 42s, 2m11s, 1h05m, 3d04h."""
+    """Formats a duration with two units: 42s, 2m11s, 1h05m, 3d04h."""
     whole = round(seconds)
     for unit, below, names in ((86400, 3600, "dh"), (3600, 60, "hm"), (60, 1, "ms")):
         if whole >= unit:

@@ -17,20 +17,20 @@ class Window:
 
     steps: int
     seconds: float
-    """Wall time of the steps alone: evaluations and checkpoints between them are left out."""
+    """Wall time of the steps only, without evaluations and checkpoints between them."""
     tokens: int
     """Tokens trained on, over all devices."""
     data_wait_s: float
-    """Seconds of it in which rank 0 waited for data."""
+    """Seconds of these in which rank 0 waited for data."""
     save_blocked_s: float = 0.0
-    """Seconds between these steps in which checkpoints held training up; no part of `seconds`."""
+    """Seconds between these steps in which checkpoints blocked training; not included in `seconds`."""
 
 
 class Meter:
-    """Counts steps into windows.
+    """Counts steps in windows.
 
-    Devices run ahead of the host, so a window must end where the host has waited for them, as it
-    does when it reads the loss.
+    Devices run ahead of the host, so a window must end where the host has waited for them, as it does when it reads the
+    loss.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,7 +52,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what runs inside, as evaluation."""
+        """Excludes the time of the block, for example an evaluation."""
         started = self._clock()
         try:
             yield
@@ -61,7 +61,7 @@ class Meter:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Leaves out a save, and counts how long it held training up."""
+        """Excludes the time of a save, and counts how long it blocked training."""
         before = self._paused_s
         try:
             with self.paused():
@@ -70,7 +70,7 @@ class Meter:
             self._save_blocked_s += self._paused_s - before
 
     def close(self) -> Window:
-        """The window since the last one; the next begins now. Raises ValueError where no step was counted."""
+        """Returns the window since the last one and begins the next. Raises ValueError if no step was counted."""
         if not self._steps:
             raise ValueError("a window without a step has no step time")
         seconds = self._clock() - self._started - self._paused_s
@@ -81,18 +81,18 @@ class Meter:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed over a window, by the FLOP convention of `Plan.flops_per_token`."""
+    """Speed over a window, with the FLOP convention of `Plan.flops_per_token`."""
 
     tokens_per_second: float
     tokens_per_second_per_device: float
     tflops_per_device: float
-    """Model TFLOP/s of one device; recomputation does not count."""
+    """Model TFLOP/s of one device, without recomputation."""
     mfu: float | None
-    """Share of the device's dense peak; None where that is unknown."""
+    """Fraction of the device's dense peak; None if that is unknown."""
 
 
 def rates(plan: Plan, window: Window) -> Rates:
-    """Speed of a window under a plan."""
+    """Returns the speed of a window under a plan."""
     per_second = window.tokens / window.seconds
     per_device = per_second / plan.cluster.world_size
     flops = plan.flops_per_token * per_device

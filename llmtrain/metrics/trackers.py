@@ -1,4 +1,4 @@
-"""Trackers beside `metrics.jsonl`: TensorBoard, W&B and MLflow, through accelerate's tracker classes."""
+"""Trackers in addition to `metrics.jsonl`: TensorBoard, W&B and MLflow, through accelerate's tracker classes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from llmtrain.run_dir import RunDir, write_json
 from llmtrain.untrusted import UNREADABLE, read_json
 
 PARAMETER_LENGTH = 250
-"""Longest parameter value that every tracker takes; MLflow drops longer ones."""
+"""Longest parameter value that every tracker accepts; MLflow drops longer ones."""
 ROOM_BYTES = 1 << 20
-"""Free on a disk, for TensorBoard to be tried there again."""
+"""Bytes that must be free on a disk before TensorBoard is tried there again."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raises RecipeError where the package of a wanted tracker is not installed; imports none of them."""
+    """Raises RecipeError if the package of a chosen tracker is not installed; imports none of them."""
     missing = [name for name in recipe.logging.trackers if not _installed(name)]
     problems = [
         Problem("logging.tracker", "logging.trackers", f"'{name}' is not installed", f"pip install '{_package(name)}'")
@@ -38,7 +38,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 def _installed(package: str) -> bool:
     spec = find_spec(package)
-    # Trackers leave folders of their own name behind, which Python takes for a package without an origin.
+    # Trackers leave folders with their own name behind, which Python treats as packages without an origin.
     return spec is not None and spec.origin is not None
 
 
@@ -49,12 +49,12 @@ def _package(tracker: str) -> str:
 class Trackers:
     """The trackers of one run, on rank 0. A resumed run continues in each of them.
 
-    They have a thread of their own, since some ask a server for each line, and training waits for none of them. All
-    that they do is done there: to MLflow a run belongs to the thread that began it.
+    They run in a separate thread, since some query a server for each line, and training must not wait. All their work
+    is done there: for MLflow, a run belongs to the thread that started it.
     """
 
     def __init__(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
-        """Raises what the trackers raise where they cannot begin."""
+        """Raises the errors of trackers that cannot start."""
         self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
         self._trackers: dict[str, Any] = {}
         self._waiting = False
@@ -62,12 +62,12 @@ class Trackers:
         self._thread.submit(self._begin, run_dir, recipe, start_step).result()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Sends the numbers among `values`, without waiting; what is None is left out."""
+        """Sends the numbers among `values`, without waiting; None is left out."""
         numbers = {name: value for name, value in values.items() if value is not None}
         self._thread.submit(self._log, numbers, step)
 
     def close(self) -> None:
-        """Sends what is left and ends the run in each tracker."""
+        """Sends the rest and ends the run in each tracker."""
         self._thread.submit(self._each, "at its end", lambda tracker: tracker.finish())
         self._thread.shutdown()
 
@@ -91,30 +91,30 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # of any tracker's own kind; the run is worth more than its picture
+            except Exception as error:  # trackers raise errors of their own kinds; the run matters more than its plots
                 del self._trackers[name]
-                # Its writer is of no use after that; another one may be, once the disk has room again.
+                # Its writer is useless after that; a new one may work once the disk has room again.
                 self._waiting = name == "tensorboard" and getattr(error, "errno", None) in DISK_FULL
                 until = "until the disk has room" if self._waiting else "from now on"
-                lost = f"tracker {name} failed {when}, and is left out {until}: {error!r}"
+                lost = f"tracker {name} failed {when}, and is disabled {until}: {error!r}"
                 print(f"{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
 
 
 def _leave_signals() -> None:
-    # They are the main thread's: two threads of a stopped rank would take its dump and its end at once.
+    # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
     from accelerate import tracking
 
-    # The classes are used without an Accelerator, on rank 0 alone. Their module logs through an
-    # adapter that demands accelerate's global state, which would set the thread count and take
-    # every worker for a lonely one on a CPU; a plain logger demands nothing.
+    # The classes are used without an Accelerator, on rank 0 only. Their module logs through an adapter that needs
+    # accelerate's global state, which would set the thread count and treat every worker as a single process on a CPU; a
+    # plain logger needs no state.
     tracking.logger = logging.getLogger(tracking.__name__)
     project = recipe.logging.project
     if name == "tensorboard":
-        # Steps after the resumed one were logged by the attempt that was lost.
+        # Steps after the resumed one were logged by the lost attempt.
         tracker = tracking.TensorBoardTracker("", run_dir.tensorboard, purge_step=start_step + 1)
     elif name == "wandb":
         identity = identities.setdefault(name, uuid.uuid4().hex[:8])
@@ -123,7 +123,7 @@ def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identiti
         )
     else:
         tracker = tracking.MLflowTracker(project, run_name=recipe.name, run_id=identities.get(name))
-    tracker.main_process_only = False  # else each call would create accelerate's state
+    tracker.main_process_only = False  # otherwise each call would create accelerate's state
     tracker.start()
     if name == "mlflow":
         identities[name] = tracker.tracker.info.run_id
@@ -131,7 +131,7 @@ def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identiti
 
 
 def _store_recipe(name: str, tracker: Any, recipe: Recipe) -> None:
-    """The recipe, and nothing else of the machine or its environment, as the run's parameters."""
+    """Stores the recipe as the run's parameters, and nothing else about the machine or its environment."""
     if name == "tensorboard":
         # As text: its hyperparameters would open another run in the same folder.
         text = json.dumps(recipe.model_dump(mode="json"), indent=2)

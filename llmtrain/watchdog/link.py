@@ -1,7 +1,7 @@
-"""How the watchers of a run talk: each tells that of rank 0 how its rank does, and is told what to do.
+"""Communication between watchers: each reports its rank's status to that of rank 0, and receives orders from it.
 
-Lines over TCP. Each end begins with a random word. Every line after that is JSON behind an HMAC, which covers both
-words, the direction and the number of the line: what a stranger makes up, or repeats, ends the connection before it is
+The protocol is lines over TCP. Each end begins with a random word. Every further line is JSON after an HMAC, which
+covers both words, the direction and the number of the line: a forged or repeated line ends the connection before it is
 parsed.
 """
 
@@ -27,11 +27,11 @@ from llmtrain.watchdog.verdict import Status
 LONGEST_LINE = 65536
 LONGEST_NAME = 256
 SILENT_S = 8.0
-"""A watcher that says nothing for so long is taken for gone, and its rank with it; and one that takes nothing."""
+"""Seconds of silence after which a watcher is considered gone, and its rank too; also if it accepts no data."""
 SEND_S = 2.0
-"""A connection that takes nothing for so long is given up."""
+"""Seconds after which a connection that accepts no data is given up."""
 MOST_STRANGERS = 64
-"""Connections beyond one for each rank that have not shown yet whose they are; the oldest is closed for a new one."""
+"""Connections beyond one per rank that have not been identified yet; a new one replaces the oldest."""
 _WORD = re.compile(rb"[0-9a-f]{32}")
 _NUMBER = (int, float)
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -39,39 +39,39 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     **{"pid": (int,), "step": (int,), "phase": (int,), "measured": (int,)},
     **{"idle_s": _NUMBER, "own_s": _NUMBER, "limit_s": (*_NUMBER, type(None))},
 }
-"""Of the fields of a `Status`, as they come."""
+"""The types of the fields of a `Status`, as received."""
 
 
 @dataclass
 class _Connection:
-    """One end of a line."""
+    """One end of a connection."""
 
     socket: socket.socket
     seal: Seal
     end: Literal["hub", "peer"]
-    """Which one."""
+    """Which end it is."""
     buffer: bytes = b""
     rank: int | None = None
-    """Of whom the other end watches, once it has said so."""
+    """The rank of the watcher at the other end, once it is known."""
     since: float = field(default_factory=time.monotonic)
     sent: int = 0
     taken: int = 0
-    """Lines sent and taken."""
+    """Number of lines sent and received."""
     own_word: str = field(default_factory=lambda: secrets.token_hex(16))
     other_word: str | None = None
 
     def greet(self) -> None:
-        """Sends the own word. Raises OSError where the other end is gone."""
+        """Sends our own word. Raises OSError if the other end is gone."""
         self.socket.sendall(self.own_word.encode() + b"\n")
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Raises OSError where the other end is gone."""
+        """Sends a message. Raises OSError if the other end is gone."""
         line = self.seal.seal(f"{self.end} {self.own_word} {self.other_word} {self.sent}", json.dumps(message))
         self.sent += 1
         self.socket.sendall(line.encode() + b"\n")
 
     def received(self) -> list[dict[str, Any]]:
-        """What has come. Raises OSError at the end of the line, ValueError for what is none of this run's."""
+        """Returns the received messages. Raises OSError at the end of the connection, ValueError for foreign data."""
         data = self.socket.recv(LONGEST_LINE)
         if not data:
             raise ConnectionError("the other end is gone")
@@ -99,7 +99,7 @@ class _Connection:
 
 
 class Hub:
-    """At rank 0's watcher: what those of the other ranks say."""
+    """Rank 0's end: receives the statuses of the other ranks."""
 
     def __init__(self, listener: socket.socket, seal: Seal, world_size: int) -> None:
         self._seal = seal
@@ -114,7 +114,7 @@ class Hub:
 
     @property
     def statuses(self) -> dict[int, Status]:
-        """Of each rank that has ever been heard of; one that is gone has no process."""
+        """Rank → status, for each rank that was ever heard of; a rank that is gone has no process state."""
         now = time.monotonic()
         return {
             rank: replace(status, state="") if rank in self._gone or now - heard > SILENT_S else status
@@ -122,7 +122,7 @@ class Hub:
         }
 
     def poll(self, seconds: float) -> None:
-        """Tells all that it is there, and listens for so long."""
+        """Sends a sign of life to all watchers, and listens for `seconds`."""
         self._send({"do": "stay"})
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -136,19 +136,19 @@ class Hub:
                 self._drop(stranger)
 
     def ask_for_stacks(self) -> None:
-        """Has all ranks write their stacks to their logs."""
+        """Makes all ranks write their stacks to their logs."""
         self._frames.clear()
         self._send({"do": "dump"})
 
     def answers(self, seconds: float) -> dict[int, str]:
-        """Where each rank is, of those that answer in time."""
+        """Returns rank → innermost frame, for the ranks that answer in time."""
         deadline = time.monotonic() + seconds
         while {link.rank for link in self._known()} - set(self._frames) and time.monotonic() < deadline:
             self.poll(0.05)
         return dict(self._frames)
 
     def end(self, problem: Problem) -> None:
-        """Has all ranks end."""
+        """Makes all ranks end."""
         self._send({"do": "end", "problem": problem.as_dict()})
 
     def _links(self) -> list[_Connection]:
@@ -158,7 +158,7 @@ class Hub:
         return [link for link in self._links() if link.rank is not None]
 
     def _strangers(self) -> list[_Connection]:
-        """Those that have not shown yet whose they are; the oldest first."""
+        """Returns the connections that have not been identified yet, the oldest first."""
         return [link for link in self._links() if link.rank is None]
 
     def _send(self, message: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class Hub:
         strangers = self._strangers()
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # perhaps there are too many open files
+        except OSError:  # possibly too many open files
             if strangers:
                 self._drop(strangers[0])
             return
@@ -215,7 +215,7 @@ class Hub:
 
 
 class Peer:
-    """At the watcher of any other rank."""
+    """The end of any other rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -224,7 +224,7 @@ class Peer:
 
     @property
     def has_link(self) -> bool:
-        """Whether a connection is there, perhaps to nobody who answers."""
+        """Whether there is a connection, even if nothing answers."""
         return self._link is not None
 
     @property
@@ -233,7 +233,7 @@ class Peer:
         return self._link is not None and self._link.other_word is not None
 
     def connect(self, address: str) -> None:
-        """Tries to reach rank 0's watcher at what `address_of` made."""
+        """Tries to reach rank 0's watcher at an address from `address_of`."""
         host, port, key = json.loads(address)
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=SEND_S)
@@ -243,18 +243,18 @@ class Peer:
             self._link, self._heard = link, time.monotonic()
 
     def tell(self, status: Status) -> None:
-        """How the rank does."""
+        """Sends the status of the rank."""
         self._send({"status": asdict(status)})
 
     def answer(self, frame: str) -> None:
-        """Where the rank is, after its stacks were written."""
+        """Sends the rank's innermost frame, after its stacks were written."""
         self._send({"frame": frame})
 
     def poll(self, seconds: float) -> list[Literal["dump"] | Problem]:
-        """What it is told to do within so many seconds: to have the stacks written, or to end for a reason."""
+        """Returns the orders received within `seconds`: to write the stacks, or to end for a reason."""
         link, now = self._link, time.monotonic()
         if now - self._polled > SILENT_S:
-            self._heard = now  # it stood still itself
+            self._heard = now  # it was stopped itself
         self._polled = now + seconds
         if link is None:
             time.sleep(seconds)
@@ -287,7 +287,7 @@ class Peer:
 
 
 def _order(message: Mapping[str, Any]) -> Literal["dump"] | Problem:
-    """Raises ValueError for what is none."""
+    """Parses an order. Raises ValueError if it is invalid."""
     if message.get("do") == "dump":
         return "dump"
     problem = message.get("problem")
@@ -299,7 +299,7 @@ def _order(message: Mapping[str, Any]) -> Literal["dump"] | Problem:
 
 
 def _status(given: object) -> Status:
-    """Raises ValueError for what is none."""
+    """Parses a status. Raises ValueError if it is invalid."""
     if not isinstance(given, dict) or given.keys() != _KINDS.keys():
         raise ValueError("no status")
     for name, kinds in _KINDS.items():
@@ -310,19 +310,19 @@ def _status(given: object) -> Status:
 
 
 def _name(text: object) -> str:
-    """What can be printed. Raises ValueError for what is no text."""
+    """Returns a printable text. Raises ValueError if it is not a string."""
     if not isinstance(text, str):
         raise ValueError("no text")
     return printable(text[:LONGEST_NAME]).replace("\n", " ")
 
 
 def _notice_silence(connection: socket.socket) -> None:
-    """Has the kernel give up what nobody acknowledges: a machine without power closes no connection."""
+    """Makes the kernel close a connection without acknowledgements: a machine without power does not close it."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
 
 
 def listen(on_one_machine: bool) -> socket.socket:
-    """A socket that all watchers can reach: those of other machines only where there are any."""
+    """Opens a socket that all watchers can reach; from other machines only if there are any."""
     if on_one_machine:
         return socket.create_server((LOOPBACK, 0), backlog=4096)
     dual = socket.has_dualstack_ipv6()
@@ -332,5 +332,5 @@ def listen(on_one_machine: bool) -> socket.socket:
 
 
 def address_of(host: str, port: int, seal: Seal) -> str:
-    """What `Peer.connect` takes."""
+    """Returns an address for `Peer.connect`."""
     return json.dumps([host, port, seal.key])

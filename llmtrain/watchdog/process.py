@@ -1,7 +1,7 @@
-"""The watcher of a rank: a child of it, forked before it has threads, that the kernel ends with it.
+"""The watcher of a rank: its child, forked before it has threads, which the kernel ends with it.
 
-A thread of the rank would stand still with it, and not every launcher is ours. The child shares the page of the
-heartbeat and looks at it once a second. Rank 0's watcher hears the others, and decides for all.
+A thread would stop together with its rank, and the launcher may be another program's. The child shares the page of the
+heartbeat and checks it once a second. Rank 0's watcher hears the others, and decides for all.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PR_SET_NAME = 15  # <linux/prctl.h>
 
 
 class Watch:
-    """A rank's side of its watcher."""
+    """A rank's handle of its watcher."""
 
     def __init__(self, heart: Heartbeat, rank: Rank, pid: int | None = None, port: int = 0) -> None:
-        """pid: of the watcher, None where there is none. port: that rank 0's listens on."""
+        """pid: that of the watcher, or None. port: the one on which rank 0's watcher listens."""
         self._heart = heart
         self._rank = rank
         self._pid = pid
@@ -54,7 +54,7 @@ class Watch:
             self._heart.tell_address(address_of(host, port, seal))
 
     def stop(self) -> None:
-        """Ends the watcher. The kernel does that too, but leaves a zombie to whoever started the rank."""
+        """Ends the watcher. The kernel does that too, but leaves a zombie to the program that started the rank."""
         if self._pid is not None:
             os.kill(self._pid, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -63,9 +63,9 @@ class Watch:
 
 
 def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, seal: Seal, stderr: TextIO) -> Watch:
-    """Forks the watcher of this process. To be called before there are threads, with the log as standard error.
+    """Forks the watcher of this process. Must be called before there are threads, with the log as standard error.
 
-    seal: of rank 0, if this is it. stderr: the terminal, for who has no launcher of ours to say what happened.
+    seal: that of rank 0, on rank 0. stderr: the terminal, for messages if the launcher is not ours.
     """
     config = plan.recipe.watchdog
     if not (config.min_seconds or config.straggler_ratio):
@@ -90,13 +90,13 @@ def start(rank: Rank, run_dir: RunDir, plan: Plan, heart: Heartbeat, seal: Seal,
 
 
 def _live(make: Callable[[], Watcher], parent: int, prctl: ctypes._NamedFuncPointer) -> NoReturn:
-    """The whole life of the child."""
+    """Runs the whole life of the child."""
     try:
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # they are the rank's, and reach all of its process group
+            signal.signal(number, signal.SIG_IGN)  # they concern the rank, but reach its whole process group
         prctl(PR_SET_NAME, b"llmtrain-watch")
         die_with(parent, prctl)
-        gc.freeze()  # what was inherited stays shared with the rank
+        gc.freeze()  # inherited memory stays shared with the rank
         make().run()
     except BaseException:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Which rank is slower than the others; pure."""
+"""Determines which rank is slower than the others; pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 WINDOW_S = 5.0
-"""Least time that ranks are compared over."""
+"""Least time in seconds over which ranks are compared."""
 WINDOW_STEPS = 5
-"""Fewest steps that ranks are compared over."""
+"""Fewest steps over which ranks are compared."""
 IN_A_ROW = 2
-"""Windows that a rank is slow in before it is named: once may be anything."""
+"""Number of windows in which a rank must be slow to be reported, since a single one may be chance."""
 QUIET_S = 300.0
-"""Time in which the same rank is not named again."""
+"""Seconds in which the same rank is not reported again."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class Slowest:
 
     rank: int
     ratio: float
-    """Its own time per step in those of the median rank of its stage."""
+    """Its own time per step, relative to that of the median rank of its stage."""
     is_named: bool
-    """Whether it is to be told of."""
+    """Whether to report it."""
 
 
 class Stragglers:
-    """Compares the time that ranks need themselves, window by window.
+    """Compares the time that ranks need for their own work, window by window.
 
-    Only ranks of one pipeline stage are compared, since stages differ by design. Of an even number of ranks the
+    Only ranks of the same pipeline stage are compared, since stages differ by design. For an even number of ranks the
     median is the faster one of the two in the middle: of two ranks, the faster.
     """
 
     def __init__(self, ratio: float, stages: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
-        """ratio: from which a rank is named; 0: never. stages: of each rank, the stage."""
+        """ratio: the one from which a rank is reported; 0: never. stages: rank → pipeline stage."""
         self._ratio = ratio
         self._stages = stages
         self._clock = clock
@@ -46,9 +46,9 @@ class Stragglers:
         self._quiet_until: dict[int, float] = {}
 
     def seen(self, totals: Mapping[int, tuple[float, int]]) -> Slowest | None:
-        """The slowest rank, where a window ends here.
+        """Returns the slowest rank if a window ends here, else None.
 
-        totals: of each rank the seconds and the steps that it has measured since it began.
+        totals: rank → the seconds and the steps that it has measured since its beginning.
         """
         if not self._base:
             self._open(totals)

@@ -1,4 +1,4 @@
-"""Whether a run hangs, and which ranks did not arrive; pure."""
+"""Decides whether a run hangs, and which ranks did not arrive; pure."""
 
 from __future__ import annotations
 
@@ -123,16 +123,16 @@ def problem(statuses: Mapping[int, Status], world_size: int) -> Problem:
     silent = [rank for rank in range(world_size) if rank not in statuses]
     late = max((one for one in statuses.values() if one.late), key=lambda one: one.idle_s)
     doing = f"{late.phase}" if late.phase in WORKING else "no step"
-    message = f"{doing} for {late.idle_s:.0f} s, where {late.limit_s or 0:.0f} s are allowed"
+    message = f"{doing} for {late.idle_s:.0f} s, but only {late.limit_s or 0:.0f} s are allowed"
     lines = [_described(rank, statuses[rank]) for rank in missing[:MOST_NAMED]]
     others = [rank for rank in statuses if rank not in missing]
     if missing:
         message = f"did not arrive: {message}"
         lines += [f"the others wait: {_ranks(others)}"] if others else []
     elif not silent:
-        message += "; which of them the others wait for cannot be told from outside"
+        message += "; from outside it is unknown for which of them the others wait"
         lines += [_described(rank, statuses[rank]) for rank in others[:MOST_NAMED]]
-    lines += [f"nothing is heard of {_ranks(silent)}"] if silent else []
+    lines += [f"nothing was heard from {_ranks(silent)}"] if silent else []
     lines.append("the stacks of all ranks are in logs/rank_*.log; the same command continues from the last checkpoint")
     return Problem(RULE, _ranks(missing or silent or list(statuses)), message, "\n    ".join(lines))
 

@@ -203,7 +203,7 @@ def test_a_disk_that_stays_full_is_said_at_the_end(small_disk, plan):
     assert "could not be written" in warned[-1]
 
 
-def test_what_is_in_the_place_of_the_file_is_not_waited_for(run_dir, plan):
+def test_the_logger_does_not_wait_for_a_fifo_in_place_of_its_file(run_dir, plan):
     os.mkfifo(run_dir.metrics_file)
-    with pytest.raises(OSError, match="is a FIFO and no file"):
+    with pytest.raises(OSError, match="is a FIFO, not a file"):
         MetricsLogger(run_dir, plan)

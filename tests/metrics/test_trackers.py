@@ -182,4 +182,4 @@ def test_tensorboard_goes_on_after_a_full_disk(plan, small_disk, event_accumulat
     trackers.close()
     steps = [step for step, _ in scalars(event_accumulator, run_dir, "train/loss")]
     assert steps[-2:] == [100, 101]
-    assert "left out until the disk has room" in capfd.readouterr().err
+    assert "disabled until the disk has room" in capfd.readouterr().err

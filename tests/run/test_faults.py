@@ -62,7 +62,7 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(small_recipe, tmp_pa
     run_dir = tmp_path / "run"
     result = train(small_recipe, run_dir, f"{fault}:1:5", *HANGS)
     assert result.returncode == 5, result.stderr
-    assert re.search(r"^error: rank 1: did not arrive: no step for \d+ s, where 8 s are allowed", result.stderr)
+    assert re.search(r"^error: rank 1: did not arrive: no step for \d+ s, but only 8 s are allowed", result.stderr)
     assert re.search(rf"rank 1 on \S+ \(process \d+\): step 5, training for \d+ s, .*{re.escape(says)}", result.stderr)
     assert "the others wait: rank 0" in result.stderr
     assert "Traceback" not in result.stderr

@@ -70,36 +70,36 @@ def test_who_waits_for_a_rank_that_saves_is_no_hang():
         ({0: WAITING, 1: status(phase=Phase.DONE, state="")}, []),
     ],
 )
-def test_who_did_not_arrive(statuses, missing):
+def test_ranks_that_did_not_arrive(statuses, missing):
     assert absent(statuses) == missing
 
 
 def test_the_message_names_rank_host_process_step_phase_and_time():
     found = problem({0: WAITING, 1: status(host="b", state="T", idle_s=63.2), 2: WAITING}, 3)
     assert (found.rule, found.field) == ("worker.hang", "rank 1")
-    assert found.message == "did not arrive: no step for 63 s, where 60 s are allowed"
+    assert found.message == "did not arrive: no step for 63 s, but only 60 s are allowed"
     lines = found.fix.splitlines()
     assert lines[0] == "rank 1 on b (process 7): step 57, training for 63 s, stopped by a signal (SIGSTOP)"
     assert lines[1] == "    the others wait: ranks 0, 2"
     assert "logs/rank_*.log" in lines[2]
 
 
-def test_the_message_says_what_cannot_be_told():
+def test_the_message_says_that_the_late_rank_is_unknown():
     found = problem({0: status(frame="a.py:3 in f"), 1: status()}, 2)
     assert found.field == "ranks 0-1"
-    assert "cannot be told" in found.message
+    assert "from outside it is unknown" in found.message
     assert "in a.py:3 in f" in found.fix
     alone = problem({0: WAITING, 2: WAITING}, 4)
     assert alone.field == "ranks 1, 3"
-    assert "nothing is heard of ranks 1, 3" in alone.fix
+    assert "nothing was heard from ranks 1, 3" in alone.fix
 
 
-def test_a_save_without_end_is_called_so():
+def test_an_endless_save_is_reported_as_saving():
     found = problem({0: status(phase=Phase.SAVING, idle_s=2000, limit_s=1800)}, 1)
-    assert found.message == "did not arrive: saving for 2000 s, where 1800 s are allowed"
+    assert found.message == "did not arrive: saving for 2000 s, but only 1800 s are allowed"
 
 
-def test_who_ended_before_the_run():
+def test_ranks_that_ended_before_the_run():
     ended = status(state="")
     assert gone({0: status(), 1: ended, 2: WAITING}) == [1]
     assert gone({0: status(), 1: status(phase=Phase.DONE, state="")}) == []
@@ -107,7 +107,7 @@ def test_who_ended_before_the_run():
     assert gone({0: status(), 1: WAITING}) == []
 
 
-def test_who_ended_is_named():
+def test_the_message_names_the_rank_that_ended():
     found = loss({0: status(), 1: status(host="b", state="", idle_s=4.0)}, [1])
     assert (found.rule, found.field) == ("worker.gone", "rank 1")
     assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, not heard of any more"
