@@ -1,6 +1,6 @@
-"""Files that are whole after a crash at any instant, and on the disk when we say so.
+"""Files that are complete after a crash at any instant, and on disk when we say so.
 
-Everything that a checkpoint does to the filesystem goes through here.
+Everything that a checkpoint does to the file system uses this module.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NEW_FILE = 0o666
-"""Permissions of a new file, of which the user's umask takes some away."""
+"""Permissions of a new file, restricted by the user's umask."""
 BUFFER_BYTES = 1 << 20
-"""Small writes are gathered up to this, and files are read back in such pieces."""
+"""Small writes are gathered up to this size, and files are read in chunks of it."""
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Has an OSError name its file: one of a write or a flush names none."""
+    """Adds the file's name to an OSError: errors of a write or a flush have none."""
     try:
         yield
     except OSError as error:
@@ -42,15 +42,15 @@ def naming(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a file must be, to be what was written."""
+    """Size and hash of a file as it was written."""
 
     bytes: int
     xxh3_128: str
-    """Hexadecimal. Finds damage at the speed of memory; it is no proof against somebody who means harm."""
+    """Hexadecimal. Detects damage at the speed of memory; it does not protect against a malicious change."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that a reader, or a crash at any instant, finds the old text or the new one."""
+    """Replaces a file such that a reader, or a crash at any instant, sees the old text or the new one."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
     try:
@@ -67,10 +67,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def create(path: Path) -> Iterator[DurableFile]:
-    """A new file; when the context ends it is on the disk and has its `fingerprint`.
+    """Creates a file, which is on disk and has its `fingerprint` when the context ends.
 
-    Raises OSError, but not before the context ends: a serializer that is half way through a file cannot
-    always be interrupted, so what comes after a failed write is dropped.
+    Raises OSError, but not before the context ends: a serializer in the middle of a file cannot always be interrupted,
+    so data after a failed write are dropped.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with DurableFile(path) as raw:
@@ -79,7 +79,7 @@ def create(path: Path) -> Iterator[DurableFile]:
 
 
 class DurableFile(io.RawIOBase):
-    """A file for writing that takes the hash of what it writes, and keeps its first error to itself until `finish`."""
+    """A file for writing that hashes its content, and keeps its first error until `finish`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,25 +88,27 @@ class DurableFile(io.RawIOBase):
         self._bytes = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, NEW_FILE)
         self.stream: BinaryIO = io.BufferedWriter(self, BUFFER_BYTES)
-        """What to write to: small writes are gathered."""
+        """The stream to write to, which gathers small writes."""
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of what was written so far."""
+        """The fingerprint of what was written so far."""
         return Fingerprint(self._bytes, self._hash.hexdigest())
 
     def writable(self) -> bool:
-        """It is for writing."""
+        """Returns True, since it is for writing."""
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Writes all of `data`; returns how many bytes that are."""
+        """Writes all of `data`; returns its number of bytes."""
         view = memoryview(data).cast("B")
         try:
             left = view
             while left and self.error is None:
                 if not (done := os.write(self._descriptor, left)):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))  # as some filesystems say it
+                    raise OSError(
+                        errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)
+                    )  # as some file systems report it
                 self._hash.update(left[:done])
                 self._bytes += done
                 left = left[done:]
@@ -115,7 +117,7 @@ class DurableFile(io.RawIOBase):
         return len(view)
 
     def finish(self) -> None:
-        """Waits until the file is on the disk. Raises OSError where any write has failed."""
+        """Waits until the file is on disk. Raises OSError if any write has failed."""
         with naming(self.path):
             self.stream.flush()
             if self.error is not None:
@@ -123,7 +125,7 @@ class DurableFile(io.RawIOBase):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Lets the file go, as it is."""
+        """Closes the file as it is."""
         if not self.closed:
             super().close()
             os.close(self._descriptor)
@@ -131,7 +133,7 @@ class DurableFile(io.RawIOBase):
 
 
 def open_log(path: Path) -> int:
-    """Descriptor of a regular file that is appended to. Raises OSError for anything else, and waits for nothing."""
+    """Opens a regular file for appending and returns its descriptor. Raises OSError for anything else; never blocks."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, NEW_FILE)
     try:
         require_regular(os.fstat(descriptor), path)
@@ -142,7 +144,7 @@ def open_log(path: Path) -> int:
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """Of a file on the disk, read once. Raises OSError."""
+    """Computes the fingerprint of a file on disk, which is read once. Raises OSError."""
     digest, length = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(BUFFER_BYTES))
     with open_regular(path) as file:
@@ -153,7 +155,7 @@ def fingerprint(path: Path) -> Fingerprint:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, has reached the disk."""
+    """Waits until a file's content, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -170,19 +172,19 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush_folders(folder: Path, files: Iterable[str]) -> None:
-    """Flushes the lists of names that lead from `folder` to the files, which are given relative to it."""
+    """Flushes the folders on the paths from `folder` to the files, which are given relative to it."""
     parents = {parent for file in files for parent in Path(file).parents}
     for parent in sorted(parents, key=lambda path: len(path.parts), reverse=True):
         flush(folder / parent)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames within a folder, on the disk when it returns. `new` must not be there."""
+    """Renames within a folder; on disk when it returns. `new` must not exist."""
     old.rename(new)
     flush(new.parent)
 
 
 def remove_tree(folder: Path) -> None:
-    """Deletes a folder with all that is in it, if it is there."""
+    """Deletes a folder with its content, if it exists."""
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The last line of a recipe: makes its file a script for python, torchrun, deepspeed and accelerate."""
+"""The last line of a recipe, which makes its file a script for python, torchrun, deepspeed and accelerate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from llmtrain.recipe import Recipe
 
 
 def main(recipe: Callable[[], Recipe]) -> None:
-    """`llmtrain train` for the file that defines `recipe`, with the script's own arguments.
+    """Runs `llmtrain train` for the file that defines `recipe`, with the script's own arguments.
 
-    Where a launcher started this process it becomes one worker; else it starts them. The function is the file's
+    If a launcher started this process, it becomes one worker; otherwise it starts them. The function is the file's
     `recipe`, or its `recipe_VARIANT`; the argument `--variant NAME` chooses another variant.
     """
     from llmtrain import cli
@@ -30,7 +30,7 @@ def main(recipe: Callable[[], Recipe]) -> None:
 
 
 def _arguments(recipe: Callable[[], Recipe], arguments: list[str]) -> list[str]:
-    """Those of the command `llmtrain`. Raises RecipeError for a function that this command could not find."""
+    """Returns the arguments for the command `llmtrain`. Raises RecipeError for a function that it could not find."""
     name = getattr(recipe, "__name__", "")
     module = sys.modules.get(getattr(recipe, "__module__", ""))
     path = getattr(module, "__file__", None)

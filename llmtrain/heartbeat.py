@@ -1,7 +1,7 @@
-"""A rank's heartbeat: a page of memory that it shares with who watches it.
+"""A rank's heartbeat: a page of memory that it shares with its watcher.
 
-A beat is a handful of stores into that page, well under a microsecond each: no system call, no lock, no
-device. Who reads it needs nothing of the rank, so a rank that is stopped, or whose GIL is held, is read as well.
+A beat is a handful of stores to that page, well under a microsecond each: no system call, no lock, no device. Reading
+it needs no cooperation of the rank, so it also works for a rank that is stopped, or whose GIL is held.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 BEATS_VARIABLE = "LLMTRAIN_BEATS"
-"""File descriptor of the pages of all workers of a launcher of ours, which reads them after their end."""
+"""File descriptor of the pages of all workers of our launcher, which reads them after the workers' end."""
 RECENT = 1000
-"""Step times that the running p99 is taken of."""
+"""Number of step times for the running p99."""
 WARM_STEPS = 2
-"""First steps of a start, in which kernels are compiled, caches filled, and ZeRO-3 learns what comes when."""
+"""First steps of a start, in which kernels are compiled, caches filled, and ZeRO-3 records the order of modules."""
 
 WORD = 8
 # Words of a page.
@@ -32,47 +32,47 @@ PAGE_BYTES = 16384  # whole pages of the kernel's, and room for RECENT
 
 
 class Phase(IntEnum):
-    """What a rank does."""
+    """What a rank is doing."""
 
     LOADING = 0
-    """Preparing data, starting engines, reading a checkpoint; takes as long as it takes."""
+    """Preparing data, starting engines, reading a checkpoint; has no time limit."""
     FIRST_STEPS = 1
-    """The first `WARM_STEPS` steps, and what a later one compiles."""
+    """The first `WARM_STEPS` steps, and compilation in a later one."""
     TRAINING = 2
     """A step."""
     BETWEEN = 3
-    """Between two steps: rank 0 logs, the others wait for its word whether to stop."""
+    """Between two steps: rank 0 logs, and the others wait for its verdict on stopping."""
     EVALUATING = 4
     SAVING = 5
     FINISHING = 6
     """After the last step and the last save: closing trackers, leaving the process group."""
     DONE = 7
-    """Nothing is left that another rank waits for."""
+    """Nothing is left for which another rank waits."""
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
 
 
 class OwnTime(Protocol):
-    """Measures how long this rank works in a step, waiting for others left out."""
+    """Measures how long this rank works in a step, without waiting for others."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
 
     def end(self, data_wait_s: float) -> float:
-        """Seconds that the rank worked in this step, those included in which it waited for data."""
+        """Returns the seconds that the rank worked in this step, including waiting for data."""
 
 
 class Heartbeat:
-    """What a rank says of itself while it trains."""
+    """What a rank reports about itself while it trains."""
 
     def __init__(self, memory: mmap.mmap | None = None, offset: int = 0) -> None:
-        """memory: holds the page, at `offset`; without it nobody watches."""
+        """memory: contains the page, at `offset`; without it the rank is not watched."""
         memory = mmap.mmap(-1, PAGE_BYTES) if memory is None else memory
         page = memoryview(memory)[offset : offset + PAGE_BYTES]
         self._numbers, self._reals, self._bytes = page.cast("q"), page.cast("d"), page
         self.own: OwnTime | None = None
-        """Set by who knows the engine."""
+        """Set once the engine exists."""
         self._begun: float | None = None
         self._steps = 0
         self._told = 0
@@ -80,7 +80,7 @@ class Heartbeat:
 
     @classmethod
     def of_worker(cls, rank: int) -> Self:
-        """On the page that a launcher of ours has made for this worker; else on a new one."""
+        """Uses the page that our launcher has created for this worker, else a new one."""
         descriptor = os.environ.pop(BEATS_VARIABLE, None)
         if descriptor is None:
             return cls()
@@ -89,7 +89,7 @@ class Heartbeat:
         return cls(memory, rank * PAGE_BYTES)
 
     def begin_step(self, step: int) -> None:
-        """Step `step` begins."""
+        """Marks the beginning of step `step`."""
         self._end_of_step()
         self._numbers[_STEP] = step
         self._steps += 1
@@ -99,7 +99,7 @@ class Heartbeat:
             self.own.begin()
 
     def end_step(self, data_wait_s: float) -> None:
-        """The step is submitted. data_wait_s: seconds that it waited for its data."""
+        """Marks that the step has been submitted. data_wait_s: seconds that it waited for its data."""
         if self.own is not None and self._steps > WARM_STEPS:
             self._reals[_OWN_S] += self.own.end(data_wait_s)
             self._numbers[_MEASURED] += 1
@@ -108,7 +108,7 @@ class Heartbeat:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Something else than a step, with a limit of its own."""
+        """Marks a phase other than a step, with a time limit of its own."""
         self._end_of_step()
         self._beat(phase)
         try:
@@ -117,12 +117,12 @@ class Heartbeat:
             self._beat(Phase.BETWEEN)
 
     def beat(self) -> None:
-        """The phase goes on."""
+        """Marks progress within the phase."""
         self._reals[_BEAT] = time.monotonic()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Something is compiled in the midst of a phase: a step may take as long as the first ones."""
+        """Marks that something is compiled within a phase: a step may then take as long as the first ones."""
         phase = self._numbers[_PHASE]
         self._beat(Phase.FIRST_STEPS if phase == Phase.TRAINING else Phase(phase))
         try:
@@ -132,7 +132,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Waits for a device or for other ranks: it has arrived where they have to."""
+        """Marks that the rank waits for a device or for other ranks, which have to arrive at the same point."""
         self._numbers[_WAITING] = 1
         try:
             yield
@@ -140,15 +140,15 @@ class Heartbeat:
             self._numbers[_WAITING] = 0
 
     def finish(self) -> None:
-        """There will be no step any more."""
+        """Marks that no steps will follow."""
         self._beat(Phase.FINISHING)
 
     def done(self) -> None:
-        """Nobody waits for this rank any more."""
+        """Marks that no other rank waits for this one any more."""
         self._beat(Phase.DONE)
 
     def tell_address(self, address: str) -> None:
-        """Where the watchers of all ranks meet."""
+        """Stores the address at which the watchers of all ranks meet."""
         encoded = address.encode()
         if len(encoded) > _TEXT_BYTES:
             raise ValueError(f"an address of {len(encoded)} bytes")
@@ -156,12 +156,12 @@ class Heartbeat:
         self._numbers[_ADDRESS] = len(encoded)
 
     def slowest(self) -> tuple[int, float] | None:
-        """The slowest rank of late, and how many times the median rank's time it needs; None where unknown."""
+        """Returns the slowest rank recently, and the ratio of its time to the median rank's, or None if unknown."""
         ratio = self._reals[_SLOW_RATIO]
         return (self._numbers[_SLOW_RANK], ratio) if ratio else None
 
     def straggler(self) -> tuple[int, float] | None:
-        """As `slowest`, once each time that the watcher has found it too slow."""
+        """Returns the same as `slowest`, once for each time that the watcher found it too slow, else None."""
         named = self._numbers[_NAMED]
         if named == self._told:
             return None
@@ -169,7 +169,7 @@ class Heartbeat:
         return self.slowest()
 
     def reader(self) -> Reader:
-        """Reads this page."""
+        """Returns a reader of this page."""
         return Reader(self._bytes)
 
     def _beat(self, phase: Phase) -> None:
@@ -177,7 +177,7 @@ class Heartbeat:
         self._reals[_BEAT] = time.monotonic()
 
     def _end_of_step(self) -> None:
-        """Takes down how long the last step took, with the logging after it."""
+        """Records the duration of the last step, including the logging after it."""
         if self._begun is not None:
             count = self._numbers[_TIMES]
             self._reals[_RING + count % RECENT] = time.monotonic() - self._begun
@@ -187,27 +187,27 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a page says."""
+    """The content of a page."""
 
     step: int
-    """The last one that was begun; 0 before the first."""
+    """The last step that was begun; 0 before the first."""
     phase: Phase
     beat: float
-    """Time of the last beat, as `time.monotonic` counts, the same for all processes of a machine."""
+    """Time of the last beat by `time.monotonic`, which is the same for all processes of a machine."""
     waiting: bool
     own_s: float
-    """Seconds that `measured` steps took, waiting for others left out."""
+    """Seconds that `measured` steps took, without waiting for others."""
     measured: int
 
 
 class Reader:
-    """Reads a heartbeat in another process than the one that beats."""
+    """Reads a heartbeat in another process."""
 
     def __init__(self, page: memoryview) -> None:
         self._numbers, self._reals, self._bytes = page.cast("q"), page.cast("d"), page
 
     def read(self) -> Pulse:
-        """Now."""
+        """Returns the current content."""
         return Pulse(
             step=self._numbers[_STEP],
             phase=Phase(self._numbers[_PHASE]),
@@ -218,23 +218,23 @@ class Reader:
         )
 
     def p99(self) -> float:
-        """Seconds that 99 of 100 of the last `RECENT` steps stayed below; 0 where there are none."""
+        """Returns the 99th percentile of the last `RECENT` step times in seconds; 0 without any."""
         times = sorted(self._reals[_RING : _RING + min(self._numbers[_TIMES], RECENT)])
         return times[math.ceil(0.99 * len(times)) - 1] if times else 0.0
 
     def address(self) -> str | None:
-        """What `tell_address` told."""
+        """Returns the address of `tell_address`, or None."""
         length = self._numbers[_ADDRESS]
         return bytes(self._bytes[_TEXT * WORD : _TEXT * WORD + length]).decode() if length else None
 
     def tell_slowest(self, rank: int, ratio: float, is_named: bool) -> None:
-        """What `slowest` and, where it `is_named`, `straggler` answer from now on."""
+        """Stores what `slowest` and, if `is_named`, `straggler` return from now on."""
         self._numbers[_SLOW_RANK], self._reals[_SLOW_RATIO] = rank, ratio
         self._numbers[_NAMED] += is_named
 
 
 class Board:
-    """The pages of all workers of one machine, made by their launcher."""
+    """The pages of all workers of one machine, created by their launcher."""
 
     def __init__(self, workers: int) -> None:
         self._descriptor = os.memfd_create("llmtrain-beats")
@@ -245,16 +245,16 @@ class Board:
 
     @property
     def descriptor(self) -> int:
-        """To be inherited by the workers, which find it by `environment`."""
+        """The descriptor for the workers to inherit, which find it by `environment`."""
         return self._descriptor
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What tells the workers of it."""
+        """The variable that passes the descriptor to the workers."""
         return {BEATS_VARIABLE: str(self._descriptor)}
 
     def step(self) -> int:
-        """The step that the last of the workers has begun; 0 where one of them never came to one."""
+        """Returns the last step that all workers have begun; 0 if one of them has begun none."""
         return min(reader.read().step for reader in self._readers)
 
     def has_begun(self) -> bool:
@@ -262,5 +262,5 @@ class Board:
         return any(reader.read().step for reader in self._readers)
 
     def close(self) -> None:
-        """Lets go of the descriptor."""
+        """Closes the descriptor."""
         os.close(self._descriptor)

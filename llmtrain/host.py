@@ -1,4 +1,4 @@
-"""What this machine lets a process use, and what others use of it."""
+"""What this machine lets a process use, and how much of it others use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 BUSY_CORES = 0.15
-"""Cores that others may use beside a measurement: what a system does by itself, on a machine of few cores."""
+"""Cores that others may use during a measurement: the background load of a small machine."""
 BUSY_SHARE = 0.01
-"""The same, of the cores of a larger machine, which does more by itself."""
+"""The same as a fraction of the cores, for a larger machine with more background load."""
 LACKING_CORES = 0.5
-"""That threads lack before anything is done about it."""
+"""Number of missing cores from which on the waiting of threads is changed."""
 LOOK_S = 0.3
-"""In which it is seen whether others use the cores, when a run starts."""
+"""Seconds for which the load by others is measured when a run starts."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SPIN_COUNT = 10_000
 """Turns of GNU OpenMP's loop in which a thread waits for the others before it sleeps; its own default is 300,000, which
@@ -26,12 +26,12 @@ one (`docs/design/decisions.md`). The number of threads, and so the numbers of a
 
 
 def memory_bytes() -> int:
-    """Of the whole machine."""
+    """Returns the memory of the whole machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_limit() -> int | None:
-    """Bytes that the control group grants; None without a limit."""
+    """Returns the bytes that the control group grants, or None without a limit."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -40,18 +40,18 @@ def memory_limit() -> int | None:
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:
-    """Has OpenMP's threads wait for each other as `SPIN_COUNT` says, where nobody has said otherwise.
+    """Limits the spinning of OpenMP's threads to `SPIN_COUNT`, unless the user has set it.
 
-    It is read when torch is loaded.
+    The variable is read when torch is loaded.
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
 def sleep_beside_others(environment: MutableMapping[str, str], ranks: int) -> str | None:
-    """Has threads sleep at once when they wait, where others use their cores now and nobody has said otherwise.
+    """Makes waiting threads sleep at once if others use their cores now, unless the user has set it.
 
-    ranks: to be started on this host. A line on what was seen and done; None where nothing was.
+    ranks: number of ranks to start on this host. Returns a line on what was done, or None.
     """
     named = environment.get("OMP_NUM_THREADS", "")
     threads = int(named) if named.isdecimal() else own_cores() // ranks
@@ -65,53 +65,56 @@ def sleep_beside_others(environment: MutableMapping[str, str], ranks: int) -> st
 
 
 def are_lacking(others: float, threads: int) -> bool:
-    """Whether so many threads lack cores, where others use so many."""
+    """Whether this many threads lack cores if others use that many."""
     return others + threads - own_cores() >= LACKING_CORES
 
 
 class CoreMeter:
-    """How much others use of the cores that this process may run on: others than itself and its children."""
+    """Measures the use of this process's cores by others: not by itself and its children."""
 
     def __init__(self, of_launcher: bool = False) -> None:
-        """of_launcher: the parent of this process and all that it has started are no others either, running or not."""
+        """of_launcher: whether to exclude also the parent of this process and everything that it has started."""
         self._own_s = partial(_tree_s, os.getppid()) if of_launcher else _own_s
         self._started, self._all, self._own = time.monotonic(), _busy_s(), self._own_s()
 
     @property
     def seconds(self) -> float:
-        """Since this object was made."""
+        """Seconds since this object was created."""
         return time.monotonic() - self._started
 
     def cores_of_others(self) -> float:
-        """On average since this object was made; children count once they have ended."""
+        """Returns the cores used by others on average since this object was created.
+
+        Children count once they have ended.
+        """
         others = _busy_s() - self._all - (self._own_s() - self._own)
         return max(0.0, others / self.seconds)
 
 
 def cores_of_others(seconds: float) -> float:
-    """That others use in the next seconds, in which this process sleeps."""
+    """Returns the cores used by others in the next seconds, in which this process sleeps."""
     meter = CoreMeter()
     time.sleep(seconds)
     return meter.cores_of_others()
 
 
 def own_cores() -> int:
-    """That this process may run on."""
+    """Returns the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def most_cores_of_others(cores: int) -> float:
-    """What others may use of so many cores beside a measurement that is worth keeping."""
+    """Returns how many of these cores others may use during a measurement that is worth keeping."""
     return max(BUSY_CORES, BUSY_SHARE * cores)
 
 
 def busy(others: float, cores: int) -> str:
-    """What others use, for people."""
+    """Describes the load by others for people."""
     return f"others use {others:.2f} of {cores} cores"
 
 
 def _busy_s() -> float:
-    """Seconds in which those cores did not idle, together, since the machine was started."""
+    """Returns the seconds in which those cores were busy since the machine was started, in total."""
     own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     lines = (line.split() for line in Path("/proc/stat").read_text().splitlines())
     ticks = 0
@@ -128,12 +131,12 @@ def _own_s() -> float:
 
 
 def _tree_s(root: int) -> float:
-    """Of a process and all that it and its children have started, with those of them that have ended."""
+    """Returns the CPU seconds of a process and all its descendants, including ended ones."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            fields = file.read_text(errors="replace").rpartition(")")[2].split()  # from the third one on
+            fields = file.read_text(errors="replace").rpartition(")")[2].split()  # from the third field on
             process = int(file.parent.name)
             parents[process], ticks[process] = int(fields[1]), sum(map(int, fields[11:15]))
 

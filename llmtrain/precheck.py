@@ -1,6 +1,6 @@
-"""What is found out before a worker starts: refusals end with the nearest legal plans, and a pipeline's cut is tried.
+"""Checks before a worker starts: refusals list the nearest legal plans, and a pipeline's stages are tried.
 
-Whether a family can be cut into stages is no arithmetic: it loads torch and compares a tiny copy.
+Whether a family can be split into stages cannot be computed: the check loads torch and compares a tiny copy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WITHOUT_PIPELINE = {"parallel.pipeline": 1}
 
 @contextmanager
 def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None = None) -> Iterator[None]:
-    """Adds the nearest legal plans to a refusal that is raised within.
+    """Adds the nearest legal plans to a refusal that is raised within the context.
 
-    forced: what every suggestion has to change, where the fault is none of the rules'.
+    forced: what every suggestion has to change, if the fault is not one of the rules.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def suggesting(recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None =
 
 
 def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[str, int] | None) -> None:
-    """What is nearest to a refused plan; where it is refused for its memory alone, what fits and is fastest."""
+    """Adds the plans nearest to a refused one; if only its memory was refused, the fastest ones that fit."""
     if forced or {problem.rule for problem in error.problems} != {"memory.fits"}:
         error.nearest = nearest_plans(recipe, cluster, forced)
         return
@@ -51,9 +51,9 @@ def _suggest(error: RecipeError, recipe: Recipe, cluster: Cluster, forced: dict[
 
 
 def runnable_plan(recipe: Recipe, cluster: Cluster, workers: int | None = None) -> Plan:
-    """The plan of a recipe, which can be started here; `workers` as in `check_runnable`.
+    """Returns the plan of a recipe that can be started here; `workers` as in `check_runnable`.
 
-    Raises RecipeError with all faults, and what is legal nearby.
+    Raises RecipeError with all faults, and the nearest legal plans.
     """
     with suggesting(recipe, cluster):
         plan = resolve(recipe, cluster)
@@ -68,20 +68,20 @@ def check_machine(plan: Plan) -> None:
 
 
 def check_stages(plan: Plan) -> None:
-    """Cuts a tiny copy of the model as the plan's pipeline would. Raises RecipeError where that fails; loads torch."""
+    """Splits a tiny copy of the model as the plan's pipeline would. Raises RecipeError if that fails; loads torch."""
     if plan.layout.pp == 1:
         return
     from llmtrain.models import find_stages
 
-    told = f"comparing a tiny copy of the model in {plan.layout.pp} stages with the whole"
+    told = f"comparing a tiny copy of the model in {plan.layout.pp} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(told):
         find_stages(plan.recipe, plan.layout.pp, plan.layout.tp)
 
 
 def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tuple[list[NamedPlan], list[Refused]]:
-    """Moves those pipelines to the refused plans whose model does not come apart into their stages.
+    """Moves pipelines to the refused plans if their model cannot be split into their stages.
 
-    Raises RecipeError where no plan is left.
+    Raises RecipeError if no plan is left.
     """
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)

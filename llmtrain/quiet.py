@@ -1,4 +1,4 @@
-"""Keeping what libraries print while a command runs off its output."""
+"""Keeps the output of libraries off the output of a command."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llmtrain.errors import UserError
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Holds back what is printed meanwhile, also by C++ and by children.
+    """Holds back what is printed within the context, also by C++ and by children.
 
-    Where an error is not the user's, that is written to standard error: it may say why.
+    If an error is not the user's, the held output is written to standard error, since it may explain the error.
     """
     held = os.memfd_create("llmtrain-libraries")
     own = {number: os.dup(number) for number in (1, 2)}

@@ -1,4 +1,4 @@
-"""Starting a job again that died, from its last checkpoint."""
+"""Restarts a job that died from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmtrain.run_dir import RunDir
 from llmtrain.stops import is_impatient, say, wait_for_signal
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before the first restart; twice as long before each one after it, until there is a new checkpoint."""
+"""Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Death:
     """Where an attempt died."""
 
     step: int
-    """The last one that all workers had begun; 0 before the first."""
+    """The last step that all workers had begun; 0 before the first."""
     checkpoint: str | None
-    """The newest one."""
+    """The newest checkpoint."""
 
     def __str__(self) -> str:
         where = f"in step {self.step:,}" if self.step else "before its first step"
@@ -45,11 +45,11 @@ def train_with_restarts(
     template: Template | None = None,
     allowed_s: float = ALLOWED_S,
 ) -> int:
-    """Runs workers until the job is over; starts a job that died again, `max_restarts` times at most.
+    """Runs workers until the job is finished; restarts a job that died, at most `max_restarts` times.
 
-    command: of a worker, without its --resume. template, allowed_s: as for `run_workers`. A job is not started again
-    where a user's mistake or a signal ended it, nor where it dies twice in the same step with no checkpoint in between.
-    Returns as `run_workers`. Raises what that raises, of the last attempt.
+    command: that of a worker, without its --resume. template, allowed_s: as for `run_workers`. A job is not restarted
+    if a user's mistake or a signal ended it, or if it dies twice in the same step without a checkpoint in between.
+    Returns as `run_workers` does, and raises its error in the last attempt.
     """
     deaths: list[Death] = []
     while True:
@@ -78,23 +78,26 @@ def train_with_restarts(
 
 
 def enough(deaths: Sequence[Death], max_restarts: int) -> str | None:
-    """Why a job that died so often is not started again; None where it is."""
+    """Returns why a job is not restarted after these deaths, or None if it is."""
     if len(deaths) > 1 and deaths[-1] == deaths[-2]:
-        return f"died twice {deaths[-1]}: another attempt would too"
+        return f"died twice {deaths[-1]}: another attempt would die too"
     if len(deaths) > max_restarts:
         return f"died {deaths[-1]}, after {max_restarts} restarts"
     return None
 
 
 def next_resume(resume: str, death: Death) -> str:
-    """Where the next attempt starts: at the newest checkpoint, or where this one should have and never came to it."""
+    """Returns where the next attempt starts.
+
+    It is the newest checkpoint, or where this attempt should have started if it did not begin a step.
+    """
     if death.checkpoint is None or (resume not in ("auto", "never") and death.step == 0):
         return resume
     return "auto"
 
 
 def pause_after(deaths: Sequence[Death]) -> float:
-    """Seconds before the next restart: twice as long as the last time, unless a checkpoint was added since."""
+    """Returns the seconds before the next restart: doubled each time, unless a checkpoint was added since."""
     alike = 1
     while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
         alike += 1

@@ -1,4 +1,4 @@
-"""What follows after too many skipped updates: back to a checkpoint and past the data, or the end of the run."""
+"""Handles too many skipped updates: rolls back to a checkpoint and skips the data, or ends the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from llmtrain.errors import DivergedError, Problem
 from llmtrain.plan import Plan
 
 WAYS_ON = (
-    "look at the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma or guard.spike_norm_ratio, "
-    "changes what is skipped"
+    "check the data of these steps; a smaller optim.lr, or a larger guard.spike_sigma or "
+    "guard.spike_norm_ratio, changes which updates are skipped"
 )
 
 
@@ -26,7 +26,7 @@ class Trouble:
 
     plan: Plan
     state: TrainerState
-    """After the last step; `go_back` changes it."""
+    """The state after the last step; `go_back` changes it."""
     skipped: Skipped
 
     @property
@@ -35,7 +35,7 @@ class Trouble:
         return self.state.step - self.skipped.recent[0].steps_ago
 
     def told(self) -> str:
-        """Which steps, their numbers, and the rule."""
+        """Describes the steps, their numbers, and the rule."""
         guard, recent = self.plan.recipe.guard, self.skipped.recent
         first, last = recent[0], recent[-1]
         return (
@@ -56,12 +56,12 @@ class Trouble:
 
 
 def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, storage: Storage) -> None:
-    """Loads the last checkpoint from before the skipped steps, and goes past their data; called by all ranks.
+    """Loads the last checkpoint before the skipped steps, and skips their data; called by all ranks.
 
-    Skipped updates change no weights, but what led to them may have: so it is one from before the first of them.
-    Where none is kept, it is the newest. Steps, schedule, weights and random numbers are those of the checkpoint;
-    the cursor of the data, and what is counted, stay where they are. Raises DivergedError where the recipe says
-    so, the run has gone back too often or has saved nothing.
+    Skipped updates do not change the weights, but what led to them may have: therefore the checkpoint is from before
+    the first of them, or the newest one if no such checkpoint is kept. Steps, schedule, weights and random state are
+    those of the checkpoint; the position in the data and the counters are kept. Raises DivergedError if the recipe says
+    so, or the run has rolled back too often or has saved nothing.
     """
     guard, state = trouble.plan.recipe.guard, trouble.state
     choice = choose_newest(checkpoints, run, storage, before=trouble.first_step) or choose_newest(
@@ -85,13 +85,14 @@ def _problem(trouble: Trouble, choice: Choice | None) -> Problem:
     guard, state = trouble.plan.recipe.guard, trouble.state
     message = trouble.told()
     if guard.then == "stop":
-        kept = f"the same command goes on from {choice.folder.name}" if choice else "no checkpoint was saved"
+        kept = f"the same command continues from {choice.folder.name}" if choice else "no checkpoint was saved"
         fix = f"{kept}; --set guard.then=rollback skips the data as well; {WAYS_ON}"
     elif choice is None:
-        fix = f"no checkpoint was saved to go back to (checkpoint.every_steps); {WAYS_ON}"
+        fix = f"no checkpoint was saved to roll back to (checkpoint.every_steps); {WAYS_ON}"
     else:
-        message += f"; the run may not go back again, after {state.rollbacks} of {guard.max_rollbacks} times"
+        message += f"; the run may not roll back again, after {state.rollbacks} of {guard.max_rollbacks} times"
         fix = (
-            f"{choice.folder.name} is the last checkpoint before; {WAYS_ON}, guard.max_rollbacks how often it goes back"
+            f"{choice.folder.name} is the last checkpoint before; {WAYS_ON}, guard.max_rollbacks how "
+            "often the run rolls back"
         )
     return Problem("guard.skipped", "guard.max_skipped", message, fix)

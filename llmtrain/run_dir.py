@@ -1,4 +1,4 @@
-"""The run directory: all that a run is, and where each part of it lies."""
+"""The run directory: the files of a run, and their locations."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from llmtrain.untrusted import UNREADABLE, read_json, read_text, why
 T = TypeVar("T")
 MOST_ID_BYTES = 4096
 
-# A run may be continued with other values of these. Every other field decides the model, its
-# optimizer, the arithmetic or the order of the samples, and so makes another run. (Where `data.special_tokens` changes
-# tokens, the checkpoints' key of the data says so.)
+# A run may be continued with other values of these fields. Every other field affects the model, its optimizer, the
+# arithmetic or the order of the samples, and so defines another run. (If `data.special_tokens` changes tokens, the data
+# key in the checkpoints differs.)
 MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.max_steps|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
@@ -45,8 +45,8 @@ PACKAGES = (
     *("numpy", "pydantic", "tensorboard", "wandb", "mlflow", "horovod"),
 )
 
-# What explains a run's speed or numbers. Only these names are recorded, and of them none that
-# could hold a secret.
+# Variables that explain a run's speed or numbers. Only these names are recorded, except for those that could be
+# secrets.
 VARIABLES = re.compile(
     r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF|DS_ACCELERATOR"
     r"|GLIBC_TUNABLES|MALLOC_\w+|LD_PRELOAD|OMP_(NUM_THREADS|WAIT_POLICY)|GOMP_SPINCOUNT|MKL_NUM_THREADS|KMP_AFFINITY|PYTHONHASHSEED"
@@ -58,45 +58,47 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNOREC
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Replaces a file by a JSON document, atomically. Raises RecipeError where it cannot be written."""
+    """Replaces a file with a JSON document, atomically. Raises RecipeError if it cannot be written."""
     with _writing(path):
         write_atomically(path, json.dumps(document, indent=2) + "\n")
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Says which file of a run directory cannot be written."""
+    """Reports which file of a run directory cannot be written."""
     try:
         yield
     except OSError as error:
         message = f"cannot write {error.filename or path}: {error.strerror or error}"
-        raise RecipeError(Problem("run_dir.write", "--run-dir", message, "make room, or name another folder")) from None
+        raise RecipeError(
+            Problem("run_dir.write", "--run-dir", message, "free some space, or choose another folder")
+        ) from None
 
 
 def default_run_dir(recipe: Recipe, variant: str | None = None) -> RunDir:
-    """`runs/NAME` or `runs/NAME-VARIANT` below the working folder."""
+    """Returns `runs/NAME` or `runs/NAME-VARIANT` in the working directory."""
     return RunDir(Path("runs") / (f"{recipe.name}-{variant}" if variant else recipe.name))
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run directory, and its declaration: recipe, plan, ds_config, environment, launch."""
+    """Paths of a run directory, and the files that declare the run: recipe, plan, ds_config, environment, launch."""
 
     path: Path
 
     @property
     def recipe_file(self) -> Path:
-        """What is trained."""
+        """The recipe."""
         return self.path / "recipe.json"
 
     @property
     def plan_file(self) -> Path:
-        """The recipe resolved on its cluster; what a worker reads."""
+        """The recipe resolved for its cluster, which a worker reads."""
         return self.path / "plan.json"
 
     @property
     def ds_config_file(self) -> Path:
-        """The plan as DeepSpeed JSON; absent where another engine runs the steps."""
+        """The plan as DeepSpeed JSON; absent if another engine runs the steps."""
         return self.path / "ds_config.json"
 
     @property
@@ -111,22 +113,22 @@ class RunDir:
 
     @property
     def id_file(self) -> Path:
-        """Identity of the run, made once: what its checkpoints are known by."""
+        """The id of the run, created once, by which its checkpoints are recognised."""
         return self.path / "run_id"
 
     @property
     def history_file(self) -> Path:
-        """What the run was trained with, from which step on."""
+        """The values that the run was trained with, by step."""
         return self.path / "history.json"
 
     @property
     def metrics_file(self) -> Path:
-        """A JSON object per logged step or evaluation."""
+        """One JSON object per logged step or evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def trackers_file(self) -> Path:
-        """Identity of the run in trackers that have one, so that a resumed run continues it there."""
+        """Ids of the run in trackers that have them, with which a resumed run continues there."""
         return self.path / "trackers.json"
 
     @property
@@ -141,7 +143,7 @@ class RunDir:
 
     @property
     def tokenizer(self) -> Path:
-        """Copy of the tokenizer, so that a run can be exported where its data is not."""
+        """Copy of the tokenizer, so that a run can be exported without its data."""
         return self.path / "tokenizer"
 
     @property
@@ -155,15 +157,15 @@ class RunDir:
         return self.path / "logs"
 
     def log_file(self, rank: int) -> Path:
-        """What a worker prints, and what its libraries do."""
+        """Output of a worker and of its libraries."""
         return self.logs / f"rank_{rank}.log"
 
     def error_file(self, rank: int) -> Path:
-        """The `Failure` of a worker, where it had one."""
+        """The `Failure` of a worker, if any."""
         return self.logs / f"rank_{rank}.error.json"
 
     def keep_failures(self, attempt: int) -> None:
-        """Renames the error files of an attempt, which the next one would replace. Logs are appended to."""
+        """Renames the error files of an attempt, which the next one would overwrite. Logs are appended to."""
         for file in self.logs.glob("rank_*.error.json"):
             file.rename(file.with_name(f"attempt_{attempt}.{file.name}"))
 
@@ -174,11 +176,11 @@ class RunDir:
             raise RecipeError(problems)
 
     def create(self, plan: Plan, ds_config: Mapping[str, Any]) -> None:
-        """Writes what the run is, into a new folder or into that of a run to be continued.
+        """Writes the files that declare the run, to a new folder or to that of a run to continue.
 
-        ds_config: empty where DeepSpeed does not run the steps; then there is no such file.
-        Raises RecipeError, with nothing changed, where the folder holds something else, or a run
-        that was started with another recipe; every differing field that matters is named.
+        ds_config: empty if DeepSpeed does not run the steps; then there is no such file. Raises RecipeError, with
+        nothing changed, if the folder has other content, or a run that was started with another recipe; then every
+        relevant field that differs is named.
         """
         self.check(plan.recipe)
         with _writing(self.path):
@@ -192,63 +194,68 @@ class RunDir:
             if not self.id_file.exists():
                 write_atomically(self.id_file, uuid.uuid4().hex[:12] + "\n")
             self.write_environment()
-            # Last, since a folder with a recipe is a run.
+            # Last, since a folder with a recipe is considered a run.
             write_json(self.recipe_file, plan.recipe.model_dump(mode="json"))
 
     def write_plan(self, plan: Plan) -> None:
-        """Replaces the plan of the run: by one that knows its kernels."""
+        """Replaces the plan of the run with one that includes its kernels."""
         write_json(self.plan_file, plan.model_dump(mode="json"))
 
     def _kernels(self) -> KernelChoice | None:
-        """The kernels that the run had so far: with others it would not continue bit for bit."""
+        """Returns the kernels that the run has used so far: with others it would not continue bit for bit."""
         try:
             return self.read_plan().kernels
         except UserError:
             return None
 
     def read_plan(self) -> Plan:
-        """The plan of the run. Raises RecipeError where the folder holds none, or one that cannot be read."""
+        """Reads the plan of the run.
+
+        Raises RecipeError if the folder has none, CheckpointError for an unreadable one.
+        """
         return self._read(self.plan_file, lambda file: read_json(file, Plan))
 
     def read_ds_config(self) -> dict[str, Any]:
-        """What `create` was given."""
+        """Reads the DeepSpeed configuration that `create` was given."""
         if not self.ds_config_file.exists():
             return {}
         return self._read(self.ds_config_file, lambda file: read_json(file, dict[str, Any]))
 
     def read_id(self) -> str:
-        """Identity of the run. Raises RecipeError where the folder holds none, CheckpointError for a damaged one."""
+        """Reads the id of the run. Raises RecipeError if the folder has none, CheckpointError for an unreadable one."""
         return self._read(self.id_file, _identity)
 
     def read_recipe(self) -> Recipe:
-        """The recipe that the run was last started with. Raises as `read_id`."""
+        """Reads the recipe that the run was last started with. Raises as `read_id` does."""
         return self._read(self.recipe_file, lambda file: read_json(file, Recipe))
 
     def _read(self, file: Path, read: Callable[[Path], T]) -> T:
         try:
             return read(file)
         except FileNotFoundError:
-            raise RecipeError(Problem("run_dir.missing", str(self.path), f"is no run: it has no {file.name}")) from None
+            raise RecipeError(
+                Problem("run_dir.missing", str(self.path), f"is not a run: it has no {file.name}")
+            ) from None
         except UNREADABLE as error:
             fix = "restore the file, or start a new run with --run-dir"
             problem = Problem("run_dir.damaged", str(file), f"cannot be read: {why(error)}", fix)
         raise CheckpointError(problem)
 
     def keep_tokenizer(self, folder: Path) -> None:
-        """Copies a tokenizer. Raises RecipeError where that cannot be written."""
+        """Copies a tokenizer to the run directory. Raises RecipeError if it cannot be written."""
         with _writing(self.tokenizer):
             self.tokenizer.mkdir(exist_ok=True)
             for file in folder.iterdir():
-                shutil.copyfile(file, self.tokenizer / file.name)  # without its permissions: the umask decides
+                shutil.copyfile(file, self.tokenizer / file.name)  # without its permissions: the umask determines them
 
     def write_environment(self) -> None:
-        """Records versions, machine, commit and the variables that matter, as this process has them."""
+        """Records versions, machine, commit and the relevant variables of this process."""
         write_json(self.environment_file, environment())
 
     def write_launch(self, launcher: str, world_size: int, command: list[str]) -> None:
         """Records how the workers were started.
 
-        command: of one worker; it goes to `launch.json`, so no secret may be in it.
+        command: that of one worker; it is written to `launch.json`, so it must not contain a secret.
         """
         document = {
             "launcher": launcher,
@@ -263,48 +270,48 @@ class RunDir:
     def _problems(self, recipe: Recipe) -> list[Problem]:
         there = next((one for one in (self.path, *self.path.parents) if one.exists()), None)
         if there is not None and not there.is_dir():
-            return [Problem("run_dir.folder", "--run-dir", f"{there} is a file", "name another folder")]
+            return [Problem("run_dir.folder", "--run-dir", f"{there} is a file", "choose another folder")]
         if not self.recipe_file.exists():
             return self._foreign()
         if not self._started():
-            return []  # Nothing will be continued, so a corrected recipe may take the folder.
+            return []  # Nothing would be continued, so a corrected recipe may use the folder.
         return changes(self.read_recipe(), recipe, f"the run in {self.path}")
 
     def _foreign(self) -> list[Problem]:
-        """A folder without a recipe may hold only what an interrupted `create` leaves."""
+        """Returns a problem if a folder without a recipe contains more than an interrupted `create` leaves."""
         ours = {file.name for file in (self.plan_file, self.ds_config_file, self.environment_file, self.id_file)}
         ours |= {self.logs.name, self.checkpoints.name, self.tensorboard.name}
         entries = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
         others = sorted(name for name in entries - ours if not name.startswith("."))
         if not others:
             return []
-        message = f"{self.path} is not empty and holds no run ({others[0]} is in it)"
-        return [Problem("run_dir.folder", "--run-dir", message, "name a new folder, or that of a run")]
+        message = f"{self.path} is not empty and contains no run ({others[0]} is in it)"
+        return [Problem("run_dir.folder", "--run-dir", message, "choose a new folder, or that of a run")]
 
     def _started(self) -> bool:
-        """Whether training got so far that something could be continued or lost."""
+        """Whether training has progressed so far that something could be continued or lost."""
         logged = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
-        # What a killed first save has left is hidden, and is lost anyway.
+        # What a killed first save leaves is hidden, and lost anyway.
         return logged or any(self.checkpoints.glob("[!.]*"))
 
 
 def _identity(file: Path) -> str:
     name = read_text(file, MOST_ID_BYTES).strip()
     if not re.fullmatch(r"[\w-]{1,64}", name):
-        raise ValueError(f"holds {name[:40]!r}, which names no run")
+        raise ValueError(f"contains {name[:40]!r}, which is not the id of a run")
     return name
 
 
 def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
-    """What a run may not change and two recipes differ in; `what` was started with the old one."""
+    """Returns the differences between two recipes that a run may not have; `what` was started with the old one."""
     before, now = old.dotted(), new.dotted()
     fields = [*now, *(field for field in before if field not in now)]
     return [
         Problem(
             "run_dir.recipe",
             field,
-            f"{what} was started with {before.get(field)!r}, the recipe now says {now.get(field)!r}",
-            "set it back to continue the run, or start another one with --run-dir",
+            f"{what} was started with {before.get(field)!r}, but the recipe now has {now.get(field)!r}",
+            "restore the value to continue the run, or start another run with --run-dir",
         )
         for field in fields
         if before.get(field) != now.get(field) and not MAY_CHANGE.fullmatch(field)
@@ -312,15 +319,15 @@ def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
 
 
 def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:
-    """Raises RecipeError for all of `changes`."""
+    """Raises RecipeError with all problems of `changes`."""
     if problems := changes(old, new, what):
         raise RecipeError(problems)
 
 
 def identity_of(recipe: Recipe) -> str:
-    """Digest of all that a run may not change.
+    """Returns a digest of all fields that a run may not change.
 
-    Fields that have their defaults are left out, so that it stays the same where a later version adds some.
+    Fields with their default values are left out, so that the digest does not change if a later version adds fields.
     """
     fields = {
         name: value for name, value in recipe.dotted(exclude_defaults=True).items() if not MAY_CHANGE.fullmatch(name)
@@ -329,7 +336,7 @@ def identity_of(recipe: Recipe) -> str:
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the run was started with: versions, machine, commit and the variables that matter."""
+    """Returns the environment of a run: versions, machine, commit and the relevant variables."""
     env = os.environ if env is None else env
     return {
         "packages": versions(),
@@ -346,7 +353,7 @@ def environment(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of packages, those that a run's numbers may depend on, as far as they are installed."""
+    """Returns the versions of installed packages; by default those that a run's numbers may depend on."""
     found = {}
     for package in packages:
         try:
@@ -357,7 +364,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit of the working folder, and whether tracked files differ from it; None outside a repository."""
+    """Returns the commit of the working directory, and whether tracked files differ; None outside a repository."""
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     try:
         commit, changes = (

@@ -1,10 +1,10 @@
-"""The lock of a run directory: one run at a time, also where several hosts share the disk.
+"""The lock of a run directory: one run at a time, even if several hosts share the disk.
 
-The lock is the folder `.lock`. It holds one file, which describes the owner and has a name that no other owner has. The
-lock relies on two operations that every filesystem does atomically. A folder cannot be renamed to one that has content:
-to take the lock, a run makes a folder with its file in it and renames that to `.lock`. A file is removed by its name:
-to take over from an owner that is gone, a run removes the owner's file, and then takes the lock as above. So when two
-runs take over at once, neither can remove the file of the other.
+The lock is the folder `.lock`. It contains one file, which describes the owner and has a unique name. The lock relies
+on two operations that are atomic on every file system. A folder cannot be renamed to one that has content: to take the
+lock, a run creates a folder with its file in it and renames that to `.lock`. A file is removed by name: to take over
+from a dead owner, a run removes the owner's file, and then takes the lock as above. So if two runs take over at the
+same time, neither can remove the file of the other.
 
 An owner on the same machine is alive while its process exists. An owner elsewhere is alive while it touches its file,
 which the new run watches; it compares the file's times with each other, and never with a clock.
@@ -35,35 +35,35 @@ from llmtrain.errors import Exit, Problem, RecipeError
 from llmtrain.untrusted import UNREADABLE, open_regular, read_json
 
 BEAT_S = 10.0
-"""Seconds after which an owner touches its file again."""
+"""Seconds between touches of an owner's file."""
 STALE_S = 120.0
-"""An owner on another machine that has not touched its file for so many seconds is gone."""
+"""Seconds without a touch after which an owner on another machine is considered dead."""
 LOOK_S = 0.5
-"""Seconds between two looks at another owner's file."""
+"""Seconds between checks of another owner's file."""
 MOST_BYTES = 4096
-"""Of an owner's file."""
+"""Largest size of an owner's file."""
 ENDED = -1
-"""In place of its start, for a process that has ended."""
+"""Used instead of the start time for a process that has ended."""
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _PRINTABLE = r"^[\x20-\x7e]{1,255}$"
 
 
 class Owner(BaseModel):
-    """Who holds a lock."""
+    """The owner of a lock."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     host: Annotated[str, Field(pattern=_PRINTABLE)]
     machine: Annotated[str, Field(pattern=_PRINTABLE)]
-    """What its process id counts in: a boot of a kernel, and a container in it."""
+    """The scope of its process id: a boot of a kernel, and a container in it."""
     pid: Annotated[int, Field(gt=0)]
     start: int
-    """When its process began, in the kernel's clock: ids are used again."""
+    """Start time of its process, in the kernel's clock, since process ids are reused."""
     since: Annotated[str, Field(pattern=_PRINTABLE)]
 
     @classmethod
     def here(cls) -> Self:
-        """This process."""
+        """Describes this process."""
         return cls(
             host=socket.gethostname(),
             machine=_machine(),
@@ -74,12 +74,12 @@ class Owner(BaseModel):
 
     @property
     def is_on_this_machine(self) -> bool:
-        """Whether its process can be looked at from here."""
+        """Whether its process can be examined from here."""
         return self.machine == _machine()
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is alive. Only for one of this machine."""
+        """Whether its process is alive. Only valid for an owner on this machine."""
         start = _start_of(self.pid)
         return start == self.start or (start is None and _exists(self.pid))
 
@@ -89,7 +89,7 @@ class Owner(BaseModel):
 
 @dataclass
 class RunLock:
-    """A run directory that is this process's own until `release`, or until the process ends."""
+    """A run directory that this process owns until `release`, or until the process ends."""
 
     folder: Path
     file: Path
@@ -98,10 +98,10 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path, say: Callable[[str], None]) -> Self:
-        """Takes the lock of a run directory, which is made where it is not there.
+        """Takes the lock of a run directory, which is created if it does not exist.
 
-        say: is told of an owner that is gone, and of a wait for one on another machine. Raises RecipeError where
-        another run holds the lock, or the folder cannot be written.
+        say: is called with a message about a dead owner, and about waiting for one on another machine. Raises
+        RecipeError if another run holds the lock, or the folder cannot be written.
         """
         identity = uuid.uuid4().hex
         lock, staged = folder / ".lock", folder / f".lock-{identity}"
@@ -113,7 +113,7 @@ class RunLock:
                 _remove_dead_owner(lock, say)
         except OSError as error:
             message = f"cannot write {error.filename2 or error.filename or folder}: {error.strerror}"
-            problem = Problem("run_dir.write", "--run-dir", message, "name another folder, or make this one writable")
+            problem = Problem("run_dir.write", "--run-dir", message, "choose another folder, or make this one writable")
             raise RecipeError(problem) from None
         finally:
             shutil.rmtree(staged, ignore_errors=True)
@@ -123,7 +123,7 @@ class RunLock:
         return held
 
     def release(self) -> None:
-        """Lets others take the folder, which goes where nothing was written to it."""
+        """Lets others take the folder, and removes it if nothing was written to it."""
         self._released.set()
         if self._thread is not None:
             self._thread.join()
@@ -139,7 +139,7 @@ class RunLock:
         self.release()
 
     def _keep(self) -> None:
-        """Touches the file, in a thread. Ends the process where another one has taken the lock over."""
+        """Touches the file, in a thread. Ends the process if another one has taken over the lock."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._released.wait(BEAT_S):
             try:
@@ -150,11 +150,11 @@ class RunLock:
                     print(told, file=sys.stderr, flush=True)
                     os._exit(Exit.WORKER)
             except OSError:
-                continue  # the disk may come back
+                continue  # the disk may recover
 
 
 def _renamed(staged: Path, lock: Path) -> bool:
-    """Whether the lock is ours now; not where it is somebody's."""
+    """Tries to rename; returns whether the lock is ours now. It is not if another run holds it."""
     try:
         staged.rename(lock)
     except OSError as error:
@@ -165,7 +165,7 @@ def _renamed(staged: Path, lock: Path) -> bool:
 
 
 def _remove_dead_owner(lock: Path, say: Callable[[str], None]) -> None:
-    """Returns once the owner has gone. Raises RecipeError where it is alive."""
+    """Returns once the owner is gone. Raises RecipeError if it is alive."""
     file = _owner_file(lock)
     if file is None:
         time.sleep(LOOK_S)  # it is being released
@@ -179,13 +179,16 @@ def _remove_dead_owner(lock: Path, say: Callable[[str], None]) -> None:
         if not _is_stale(file, owner, say):
             return
         gone = f"{owner or 'another run'}, which has not touched its lock for {STALE_S:.0f} s"
-    with suppress(FileNotFoundError):  # somebody else has seen it as well
+    with suppress(FileNotFoundError):  # another run has removed it
         file.unlink()
         say(f"{lock.parent}: taking over from {gone}")
 
 
 def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bool:
-    """Whether an owner elsewhere gives no sign of life; False where it has let go. Raises RecipeError for one."""
+    """Whether an owner elsewhere shows no sign of life; False if it has released the lock.
+
+    Raises RecipeError if it is alive.
+    """
     first, deadline = _touched(file), time.monotonic() + STALE_S
     if first is not None:
         held = f"{file.parent.parent} is held by {owner or 'another run'}"
@@ -203,24 +206,28 @@ def _is_stale(file: Path, owner: Owner | None, say: Callable[[str], None]) -> bo
 def _in_use(lock: Path, owner: Owner | None) -> RecipeError:
     since = f" since {owner.since}" if owner else ""
     message = f"{lock.parent} is in use: {owner or 'another run'} has been training in it{since}"
-    fix = "wait for that run, stop it, or name another folder"
+    fix = "wait for that run, stop it, or choose another folder"
     return RecipeError(Problem("run_dir.locked", "--run-dir", message, fix))
 
 
 def _owner_file(lock: Path) -> Path | None:
-    """The file of the owner; None where there is none. Raises RecipeError where something else is there."""
+    """Returns the file of the owner, or None. Raises RecipeError if something else is in the lock."""
     try:
-        found = [path for path in lock.iterdir() if not path.name.startswith(".nfs")]  # removed, and open elsewhere
+        found = [
+            path for path in lock.iterdir() if not path.name.startswith(".nfs")
+        ]  # removed, but still open elsewhere
     except FileNotFoundError:
         return None
     strange = [path for path in found if not _IDENTITY.fullmatch(path.name)]
     if strange:
-        raise RecipeError(Problem("run_dir.lock", str(strange[0]), "is no lock of llmtrain", "remove it"))
+        raise RecipeError(
+            Problem("run_dir.lock", str(strange[0]), "does not belong to a lock of llmtrain", "remove it")
+        )
     return found[0] if found else None
 
 
 def _read(file: Path) -> Owner | None:
-    """The owner that a file names; None where it cannot be told."""
+    """Reads the owner from a file; returns None if it is unreadable."""
     try:
         return read_json(file, Owner, MOST_BYTES)
     except UNREADABLE:
@@ -228,9 +235,9 @@ def _read(file: Path) -> Owner | None:
 
 
 def _touched(file: Path) -> int | None:
-    """When a file was touched last; None where it is gone.
+    """Returns when a file was last touched, or None if it does not exist.
 
-    It is opened for that: a network filesystem then asks its server.
+    The file is opened for this, so that a network file system asks its server.
     """
     try:
         with open_regular(file) as content:
@@ -240,7 +247,7 @@ def _touched(file: Path) -> int | None:
 
 
 def _machine() -> str:
-    """What process ids count in; where that cannot be told, a name that no owner has, so that files are watched."""
+    """Returns the scope of process ids; if it is unknown, a unique name, so that files are watched."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -253,13 +260,13 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # it belongs to another user
         return True
     return True
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process began; `ENDED` for one that was not reaped yet, None where that cannot be seen."""
+    """Returns the start time of a process; `ENDED` if it was not reaped yet, None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

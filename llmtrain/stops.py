@@ -1,6 +1,6 @@
-"""The signals that end a run, before it has anything to save and while it has.
+"""The signals that end a run, before and while it has something to save.
 
-From the first line of ours on, none of them ends a run with another exit code than a promised one.
+From our first line on, none of them ends a run with an undocumented exit code.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What tells a run to save and stop, the launcher and the workers alike."""
+"""Signals that tell a run to save and stop, for the launcher and the workers."""
 QUIT = signal.SIGQUIT
-"""What ends a run at once (Ctrl-\\), as a second SIGINT does."""
+"""The signal that ends a run at once (Ctrl-\\), as a second SIGINT does."""
 RESUME, INTERRUPTED = 75, 130
 """As in `errors.Exit`, which takes longer to import."""
 MODULES = ("llmtrain.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
-"""What `python -m` runs as a part of a run, besides `llmtrain train`."""
+"""Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
 
 TOGETHER_S = 0.1
-"""Nobody who means one signal after another sends them so close together."""
+"""Seconds; two signals that are closer together than this were not sent one after the other by a person."""
 _hung_up = -math.inf
-"""When SIGHUP was heard last."""
+"""Time of the last SIGHUP (`time.monotonic`)."""
 _events: SimpleQueue[Any] | None = None
-"""Where signals go at present, but for those that nobody asked for yet."""
+"""The queue that receives signals at present, or None."""
 
 
 class Stopped(BaseException):
@@ -45,23 +45,26 @@ class Stopped(BaseException):
 
 
 def before_the_first_step(number: int) -> str:
-    """What a user is told of a run that has nothing to save."""
+    """Returns the message for a run that has nothing to save."""
     return f"stopped on {signal.Signals(number).name} before the first step; the same command starts it again"
 
 
 def is_impatient(number: int, stopped_by: int | None) -> bool:
-    """Whether a signal ends a run at once. stopped_by: the one that had told it to stop, if any."""
+    """Whether a signal ends a run at once. stopped_by: the earlier signal to stop, if any."""
     return number == QUIT or (number == signal.SIGINT and stopped_by is not None)
 
 
 def say(line: str) -> None:
-    """To the user, if there is still one."""
+    """Prints a line for the user, if standard error is still open."""
     with suppress(OSError, ValueError):
         os.write(2, f"{line}\n".encode())
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process, not the interpreter: that would first put back handlers by which a late signal kills."""
+    """Ends the process without the interpreter's shutdown.
+
+    That would restore handlers that let a late signal kill it.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -69,14 +72,14 @@ def leave(code: int) -> NoReturn:
 
 
 def hear_no_more() -> None:
-    """The run is over: a signal that comes while the interpreter ends makes no other exit code of it."""
+    """Ignores signals from now on, so that one during the interpreter's shutdown does not change the exit code."""
     for number in (*STOPS, QUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While a run's first modules are imported, a signal ends it; after that too, until somebody else hears them."""
+    """Ends a run on a signal while its first modules are imported, and after that until another handler is set."""
     is_run, is_script = _is_run(), sys.argv[:1] != ["-c"] and sys.argv[:1] != ["-m"] and bool(sys.argv[:1])
     if threading.current_thread() is not threading.main_thread() or not (is_run or is_script):
         yield
@@ -89,12 +92,15 @@ def importing() -> Iterator[None]:
 
 
 def stop_at_once() -> dict[signal.Signals, Any]:
-    """From now on a signal ends the process, which has nothing to clean up; returns what heard them before."""
+    """Makes signals end the process, which has nothing to clean up; returns the previous handlers."""
     return _handle(lambda number, _: _end_before_the_first_step(number))
 
 
 def stop_by_exception() -> None:
-    """From now on a signal raises `Stopped` in the main thread, once; while the interpreter ends none is heard."""
+    """Makes the first signal raise `Stopped` in the main thread.
+
+    Signals during the interpreter's shutdown are ignored.
+    """
     global _events
     told = _events = SimpleQueue()
 
@@ -112,9 +118,9 @@ def stop_by_exception() -> None:
 
 @contextmanager
 def caught_signals() -> Iterator[SimpleQueue[Any]]:
-    """A queue into which the signals that end a program go, instead of ending this one.
+    """Collects the signals that end a program in a queue, instead of ending this one.
 
-    Inside of another one it begins with what came there, and hands back what nobody took.
+    A nested queue begins with the signals of the outer one, and returns those that were not consumed.
     """
     global _events
     outer, events = _events, SimpleQueue[Any]()  # its `put` may be called from a signal handler
@@ -132,7 +138,7 @@ def caught_signals() -> Iterator[SimpleQueue[Any]]:
 
 
 def wait_for_signal(seconds: float) -> int | None:
-    """Waits so long; ends at once with the number of a signal that stops a program. From the main thread only."""
+    """Waits for `seconds`, or until a signal stops the program; returns its number, or None. Main thread only."""
     with caught_signals() as events:
         try:
             number: int = events.get(timeout=seconds)
@@ -142,10 +148,10 @@ def wait_for_signal(seconds: float) -> int | None:
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
-    """Hears all of them but those that were ignored, which stay so (nohup); what heard them before.
+    """Handles all signals except for ignored ones, which stay ignored (nohup); returns the previous handlers.
 
-    Python hears signals that wait together in the order of their numbers, SIGHUP before SIGINT. So a SIGINT right after
-    a SIGHUP may have been sent first, and is no sign of impatience.
+    Python handles pending signals in the order of their numbers, SIGHUP before SIGINT. A SIGINT right after a SIGHUP
+    may thus have been sent first, and is no sign of impatience.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -161,7 +167,7 @@ def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Sig
 
 
 def _move(given: SimpleQueue[Any] | None, taker: SimpleQueue[Any]) -> None:
-    """The signals of one queue to another."""
+    """Moves the signals of one queue to another."""
     while given is not None and not given.empty():
         event = given.get()
         if isinstance(event, int):
@@ -184,7 +190,7 @@ def _end_before_the_first_step(number: int) -> NoReturn:
 
 
 def _end_at_once() -> NoReturn:
-    """Without any cleaning up; the kernel ends what has asked to end with this process."""
+    """Ends the process without cleaning up; the kernel ends its children that asked for it."""
     with suppress(OSError, ValueError):
         me = os.getpid()
         for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():

@@ -1,4 +1,4 @@
-"""Standard streams that take any text, and that may fail: a closed terminal, a full disk, a pipe that nobody reads."""
+"""Standard streams that accept any text, and may fail: a closed terminal, a full disk, a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class _Lossy(io.FileIO):
 
     def write(self, data: ReadableBuffer, /) -> int:
         with suppress(OSError):
-            if done := super().write(data):  # nothing, where a terminal is not ready and does not wait
+            if done := super().write(data):  # None if a terminal is not ready and does not block
                 return done
         return memoryview(data).nbytes
 
 
 def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> TextIO:
-    """A text stream on a descriptor, for what is worth less than the work that it tells of.
+    """Opens a text stream on a descriptor, for output that must not stop the work.
 
     owned: whether the descriptor is closed with it. encoding: by default that of the terminal.
     """
@@ -33,9 +33,9 @@ def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> T
 
 
 def open_closed() -> None:
-    """Opens the standard streams that are closed, to nothing.
+    """Opens closed standard streams on /dev/null.
 
-    A descriptor that is left closed would be that of the next file, which would get what is printed.
+    Otherwise the next file would get the free descriptor, and with it the printed output.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -45,16 +45,16 @@ def open_closed() -> None:
 
 
 def take_any_text() -> None:
-    """Has the standard streams, once they are open, take what their encoding lacks."""
+    """Opens closed standard streams, and makes them accept characters that their encoding lacks."""
     open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is sys.__stderr__:
-        sys.stderr = lossy(2, owned=False)  # whatever it tells, the exit code tells too
+        sys.stderr = lossy(2, owned=False)  # the exit code also says whatever it prints
 
 
 def outlive_the_terminal() -> None:
-    """From now on, what cannot be printed is lost, and nothing else."""
+    """Makes output that cannot be printed get lost without an error."""
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         sys.__stdout__.flush()
         sys.stdout = lossy(1, owned=False)

@@ -1,7 +1,7 @@
-"""Reading what a user, another program or a failing disk may have changed.
+"""Reads files that a user, another program or a failing disk may have changed.
 
-Only regular files are opened, since a FIFO or a device may block for ever. No more is read than is asked for. JSON is
-checked against the type that it must have. Whatever is wrong with a file is an OSError or a ValueError: `UNREADABLE`.
+Only regular files are opened, since a FIFO or a device may block forever. The size of what is read is limited. JSON is
+validated against the expected type. Every problem with a file is an OSError or a ValueError: `UNREADABLE`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
-"""Longest text or JSON document that is read."""
+"""Size of the longest text or JSON document that is read."""
 UNREADABLE = (OSError, ValueError)
-"""What the functions below raise about a file, for `except`; `why` says it to people."""
+"""The exceptions of the functions below about a file, for `except`; `why` formats them."""
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -35,9 +35,9 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> FileIO:
-    """A regular file, or a link to one, opened for reading without a buffer. Raises OSError for anything else."""
+    """Opens a regular file, or a link to one, for unbuffered reading. Raises OSError for anything else."""
     try:
-        # Asked before it is opened: to open a device may do something. Asked again of what was opened.
+        # Checked before opening, since opening a device may have effects, and again for the opened file.
         require_regular(path.stat(), path)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL in the path
@@ -51,13 +51,13 @@ def open_regular(path: Path) -> FileIO:
 
 
 def expanded(name: str) -> Path:
-    """A path with its `~` replaced; as it is where nobody knows that home."""
+    """Returns a path with `~` expanded, or unchanged if that home directory is unknown."""
     return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises RuntimeError
 
 
 @contextmanager
 def utf8_name(folder: Path) -> Iterator[Path]:
-    """A folder under a name that is UTF-8, which libraries written in Rust demand."""
+    """Yields a folder under a UTF-8 name, which libraries written in Rust require."""
     if str(folder).isascii() or os.fsencode(folder).decode(errors="replace") == str(folder):
         yield folder
         return
@@ -69,7 +69,7 @@ def utf8_name(folder: Path) -> Iterator[Path]:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file. Raises OSError, also for a file that is longer than `most` bytes."""
+    """Reads a regular file. Raises OSError, also for a file longer than `most` bytes."""
     with open_regular(path) as file:
         content = read_most(file, most + 1)
     if len(content) > most:
@@ -78,7 +78,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_most(file: FileIO, most: int) -> bytes:
-    """The next bytes of a file without a buffer: so many, or all that are left."""
+    """Reads at most this many bytes from an unbuffered file."""
     content = bytearray()
     while len(content) < most and (part := file.read(most - len(content))):
         content += part
@@ -86,23 +86,23 @@ def read_most(file: FileIO, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """The content of a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
+    """Reads a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
     return read_bytes(path, most).decode("utf-8")
 
 
 def read_json(path: Path, kind: type[T], most: int = MOST_BYTES) -> T:
-    """The JSON document of a regular file, as an object of a type. Raises OSError or ValueError."""
+    """Reads the JSON document in a regular file as an object of a type. Raises OSError or ValueError."""
     return parse_json(read_bytes(path, most), kind)
 
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
-    """A JSON document as an object of a type. Raises ValueError for another content."""
+    """Parses a JSON document as an object of a type. Raises ValueError for other content."""
     value: T = _adapter(kind).validate_json(content)
     return value
 
 
 def why(error: Exception) -> str:
-    """What was wrong with a file, on one line, without its path."""
+    """Describes what was wrong with a file on one line, without its path."""
     if isinstance(error, ValidationError):
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
         where = ".".join(map(str, first["loc"]))
@@ -114,13 +114,13 @@ def why(error: Exception) -> str:
 
 
 def printable(text: str, longest: int = 300) -> str:
-    """A text of a stranger, safe for any terminal and any encoding, and of bounded length."""
+    """Makes a text from elsewhere safe for any terminal and any encoding, and limits its length."""
     short = text if len(text) <= longest else text[:longest] + "…"
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)
 
 
 def require_regular(status: os.stat_result, path: Path) -> None:
-    """Raises OSError for what is no regular file."""
+    """Raises OSError unless it is a regular file."""
     if not stat.S_ISREG(status.st_mode):
         found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"is {found} and no file", str(path))
+        raise OSError(errno.EINVAL, f"is {found}, not a file", str(path))

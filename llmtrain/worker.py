@@ -1,7 +1,7 @@
 """A worker: one rank of a run, whichever launcher started it.
 
-`python -m llmtrain.worker --run-dir=DIR` is what our own launcher starts; a recipe file started by
-torchrun, deepspeed or accelerate arrives at `work` by way of the command line.
+Our own launcher starts `python -m llmtrain.worker --run-dir=DIR`; a recipe file started by torchrun, deepspeed or
+accelerate reaches `work` through the command line.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def work(
     signals: StopSignals,
     lock: RunLock | None = None,
 ) -> None:
-    """Trains as `rank`; leaves the process with the exit code of its failure, or 75 where a signal stopped it.
+    """Trains as `rank`. Exits with the code of its failure, or 75 if a signal stopped it; returns otherwise.
 
-    resume: `auto`, `never` or a checkpoint folder. max_steps: step to stop after. signals: those so far. lock: of the
-    run directory, where this process holds it; released in the end.
+    resume: `auto`, `never` or a checkpoint folder. max_steps: the step to stop after. signals: those received so far.
+    lock: of the run directory, if this process holds it; released at the end.
     """
     output = take_over_output(run_dir, rank)
     _set_interfaces(rank, run_dir, plan)
@@ -83,7 +83,7 @@ def work(
         watch.stop()
         if lock:
             lock.release()
-        # Not sys.exit: a process group whose other ranks wait in a collective cannot be torn down.
+        # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
         os._exit(failed)
     watch.stop()
     if lock:
@@ -104,7 +104,7 @@ def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What is there before torch is."""
+    """What exists before torch is loaded."""
 
     rank: Rank
     run_dir: RunDir
@@ -116,7 +116,7 @@ class _Worker:
     secret: Secret
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
-        """The whole life of a worker."""
+        """Runs the whole life of a worker."""
         from llmtrain.data import Progress, prepare
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
@@ -139,7 +139,7 @@ class _Worker:
         resume: str,
         max_steps: int | None,
     ) -> Exit:
-        """What is left of it once the ranks have met and the plan's kernels are known."""
+        """Runs the rest of it, once the ranks have met and the plan's kernels are known."""
         from torch import distributed as dist
 
         from llmtrain.checkpoint.manifest import already_taken
@@ -152,7 +152,7 @@ class _Worker:
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed"):
             storage = probe(run_dir.checkpoints)
-            # A checkpoint is checked before the engine is built: a damaged one costs no minutes.
+            # A checkpoint is verified before the engine is built: a damaged one costs no minutes.
             choice = self._choose(resume, storage)
             if choice and (nothing_left := already_taken(run_dir.path, choice.manifests[0].step, max_steps)):
                 self._say(nothing_left)
@@ -182,7 +182,7 @@ class _Worker:
         return Exit.DONE
 
     def _note_kernels(self) -> None:
-        """Into the run directory, and for people where they were measured."""
+        """Writes the kernels to the run directory, and prints them if they were measured."""
         if self.plan.kernels is None or not self.rank.is_main:
             return
         self.run_dir.write_plan(self.run_dir.read_plan().model_copy(update={"kernels": self.plan.kernels}))
@@ -191,7 +191,7 @@ class _Worker:
             self._say(chosen_line(self.plan.kernels))
 
     def _fit(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
-        """Trains, and goes back to a checkpoint as often as the guard says; whether a signal stopped it."""
+        """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
         from llmtrain.loop import TooManySkippedError
         from llmtrain.rollback import Trouble, go_back
 
@@ -210,7 +210,7 @@ class _Worker:
                 )
 
     def _attempt(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
-        """Whether a signal stopped it. Raises TooManySkippedError."""
+        """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         from llmtrain.engines.distributed import barrier
         from llmtrain.loop import Run, fit
         from llmtrain.metrics import MetricsLogger, TrainingProgress
@@ -235,12 +235,12 @@ class _Worker:
                 metrics.close()
         if stop.stopped_by is None:
             return False
-        barrier()  # rank 0 keeps the store that the others have just read a verdict from
+        barrier()  # rank 0 keeps the store from which the others have just read a verdict
         self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
         return True
 
     def _cores(self) -> BusyCores | None:
-        """What looks at the cores of rank 0's host; None on a GPU, and on other ranks."""
+        """Returns a watcher of the cores of rank 0's host; None on a GPU, and on other ranks."""
         import torch
 
         from llmtrain.metrics import BusyCores
@@ -250,7 +250,7 @@ class _Worker:
         return BusyCores(self.rank.local_world_size, torch.get_num_threads())
 
     def _choose(self, resume: str, storage: Storage) -> Choice | None:
-        """The verified checkpoint to go on from, and a word on newer ones that are not whole; None for a new run."""
+        """Returns the verified checkpoint to continue from, or None for a new run. Warns about damaged newer ones."""
         from llmtrain.checkpoint.resume import choose_named, choose_newest
 
         if resume == "never":
@@ -267,7 +267,7 @@ class _Worker:
         return choice
 
     def _start(self, engine: Engine, choice: Choice | None, data: str, storage: Storage) -> TrainerState:
-        """The state to start from."""
+        """Returns the state to start from."""
         from llmtrain.checkpoint.resume import go_on_from
         from llmtrain.checkpoint.state import begin, restore
 
@@ -278,7 +278,7 @@ class _Worker:
         return state
 
     def _note_history(self, state: TrainerState) -> None:
-        """Into the run directory, for people: what goes on from a checkpoint reads it there."""
+        """Writes the history to the run directory, for people; a resume reads it from the checkpoint."""
         if not self.rank.is_main:
             return
         try:
@@ -287,7 +287,7 @@ class _Worker:
             self.output.warn(str(error))
 
     def _tell_changes(self, state: TrainerState) -> None:
-        """What is not as it was when the run began, and what that does to the learning rate."""
+        """Prints what has changed since the start of the run, and the effect on the learning rate."""
         from llmtrain.checkpoint.history import changes
         from llmtrain.engines.optim import rate_of
 
@@ -300,7 +300,7 @@ class _Worker:
             self._say(f"learning rate of step {step:,}: {now:.2e}, which {steps}={first[steps]} made {before:.2e}")
 
     def _run_id(self) -> str:
-        """Identity of the run; its file may lie on rank 0's node only."""
+        """Returns the run's id; its file may only be on rank 0's node."""
         from llmtrain.checkpoint.agree import broadcast
 
         return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
