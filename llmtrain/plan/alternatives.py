@@ -1,4 +1,4 @@
-"""What the kernels that a recipe leaves open may be: the values that no rule refuses; pure."""
+"""The values that a kernel field which a recipe leaves open may have: those that no rule refuses; pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from llmtrain.recipe import Recipe
 
 THREADS, ATTENTION, BLOCKS, LOSS = "kernels.threads", "model.attention", "kernels.blocks", "kernels.loss"
 KERNELS = (THREADS, ATTENTION, BLOCKS, LOSS)
-"""Fields in which a recipe leaves its kernels open, in the order in which they are chosen."""
+"""The fields in which a recipe can leave its kernels open, in the order in which they are chosen."""
 AUTO = "auto"
 
 
 def open_kernels(recipe: Recipe) -> tuple[str, ...]:
-    """Those of `KERNELS` that a recipe leaves open."""
+    """Returns those of `KERNELS` that a recipe leaves open."""
     values = recipe.dotted()
     return tuple(field for field in KERNELS if values[field] == AUTO)
 
@@ -34,12 +34,12 @@ def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, 
 
 
 def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]]:
-    # Not "eager" on a GPU: it holds what grows with the square of the sequence, and was never the faster one there.
+    # No "eager" on a GPU: its memory grows with the square of the sequence, and it was never the faster one there.
     attention = (
         ("varlen", "eager") if on_cpu else ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
     )
     blocks = ("compiled",) if on_cpu else ("compiled", "liger")
-    # The logits are held at once only where the plan's memory has room for them.
+    # All logits are held at once only if the plan's memory has room for them.
     losses = ("chunked",) if chunks_loss(plan) else ("whole", "chunked")
     return {
         **({THREADS: [threads, *_halves(threads)]} if on_cpu else {}),

@@ -1,4 +1,4 @@
-"""A plan from a draft, whether or not the rules let it pass."""
+"""Builds a plan from a draft, whether or not the rules accept it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmtrain.plan.stages import plan_stages
 
 
 def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
-    """The plan of a draft, legal or not; `resolve` is what asks the rules. Needs facts and whole degrees."""
+    """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
     recipe, parallel, facts = draft.recipe, draft.recipe.parallel, draft.facts
     dp, accumulation = draft.dp, draft.accumulation
     assert facts is not None, "a draft without facts has been refused"

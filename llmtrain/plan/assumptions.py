@@ -1,4 +1,4 @@
-"""What a prediction of step time assumes beside the datasheets: one table, every figure with its reason.
+"""The assumptions of a predicted step time beyond the datasheets: one table, every figure with its reason.
 
 None of these was measured here. `docs/guides/time.md` says how far the predictions lie from published runs.
 """
@@ -18,9 +18,9 @@ class Reached(Part):
     """Shares of a device's peak that computation reaches."""
 
     matmul: Share
-    """By the matrix products of a layer."""
+    """The share that the matrix products of a layer reach."""
     attention: Share
-    """By a fused attention kernel."""
+    """The share that a fused attention kernel reaches."""
 
 
 REACHED = {
@@ -32,45 +32,46 @@ REACHED = {
 }
 """By device. An A100 keeps its clock in large products; newer devices reach their power limit first: the best product
 that anyone reaches on an H100 is about 790 of 989 TFLOP/s, and a training step stays below that throughout.
-FlashAttention 2 reaches up to 70% on an A100 and 35 to 40% on an H100 (arXiv 2407.08608), less backward. The B200's and
-the MI300X's are guesses, by the H100's and by published products of 600 of 1307 TFLOP/s."""
+FlashAttention 2 reaches up to 70% on an A100 and 35 to 40% on an H100 (arXiv 2407.08608), less in the backward pass.
+The values of the B200 and the MI300X are guesses, based on the H100's and on published products of 600 of 1307
+TFLOP/s."""
 REACHED_ELSEWHERE = Reached(matmul=0.6, attention=0.3)
-"""By a device that is not listed."""
+"""The shares for a device that is not listed."""
 
 
 class Assumptions(Part):
-    """What kernels cost beside matrix products, and what links and hosts do."""
+    """The costs of kernels other than matrix products, and of links and hosts."""
 
     attention_eager: Share = 0.1
-    """Of the device's peak, by attention that writes its scores to memory."""
+    """Share of the device's peak that attention reaches if it writes its scores to memory."""
     memory: Share = 0.8
-    """Of the memory bandwidth, by kernels that do nothing but read and write."""
+    """Share of the memory bandwidth that kernels reach which only read and write."""
     link: Share = 0.8
-    """Of a link's bandwidth, by the large messages of NCCL: 360 to 370 of 450 GB/s within an H100's node."""
+    """Share of a link's bandwidth that large NCCL messages reach: 360 to 370 of 450 GB/s within an H100's node."""
     overlap: Share = 0.8
-    """Of the computation, what communication can hide behind, where the engine overlaps the two at all."""
+    """Share of the computation that communication can hide behind, if the engine overlaps the two at all."""
     residual_passes: PositiveFloat = 70.0
-    """Elements read or written per token and layer, in units of the model's width, by what is not a matrix product of
-    the eager kernels of `transformers`, forward: two norms in fp32 (2 × 19), the residual sums (2 × 3), and reading
+    """Elements that the eager kernels of `transformers` read or write per token and layer in the forward pass outside
+    matrix products, in units of the model's width: two norms in fp32 (2 × 19), the residual sums (2 × 3), and reading
     and writing the ends of the products."""
     width_passes: PositiveFloat = 2.5
-    """The same in units of the widths of all matrix products together: activation, product of the gate, rotary."""
+    """The same in units of the sum of the widths of all matrix products: activation, product of the gate, rotary."""
     logit_bytes: PositiveFloat = 32.0
     """Bytes read or written per logit, forward and backward, by a loss in fp32."""
     kernel_floor_s: PositiveFloat = 6e-4
-    """Seconds that a host takes to launch the kernels of a layer's forward pass: some 60 of them, 10 µs each."""
+    """Seconds that a host takes to launch the kernels of a layer's forward pass: about 60 of them, 10 µs each."""
     node_latency_s: PositiveFloat = 15e-6
-    """Seconds of a message within a node."""
+    """Latency of a message within a node, in seconds."""
     network_latency_s: PositiveFloat = 25e-6
-    """Seconds of a message between nodes, for each doubling of their number."""
+    """Latency of a message between nodes, in seconds, for each doubling of their number."""
     host_update_bandwidth: PositiveFloat = 30e9
-    """Bytes per second and device by which a host updates offloaded optimizer states: eight devices share about 240
+    """Bytes per second and device at which a host updates offloaded optimizer states: eight devices share about 240
     GB/s of a host's memory."""
     nvme_bandwidth: PositiveFloat = 1.5e9
     """Bytes per second and device of local disks: eight devices share four disks of 3 GB/s."""
 
 
 EAGER = Assumptions()
-"""The kernels of `transformers` as they are: what this package runs."""
+"""The unchanged kernels of `transformers`, which this package runs."""
 FUSED = Assumptions(residual_passes=20.0, width_passes=1.5, logit_bytes=16.0, kernel_floor_s=1e-4)
 """Compiled or hand-fused kernels, as in the published runs that the model is compared with."""

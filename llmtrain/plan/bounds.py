@@ -1,4 +1,4 @@
-"""Which decoder layers each pipeline stage has."""
+"""Distribution of decoder layers over pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class StageBounds:
 
 
 def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
-    """Cuts the layers into contiguous stages, the costliest of which costs as little as possible.
+    """Splits the layers into contiguous stages so that the cost of the costliest one is minimal.
 
-    costs: one per decoder layer, in any unit; the embedding's is part of the first, the head's of
-    the last. Raises RecipeError where there are more stages than layers.
+    costs: one per decoder layer, in any unit; the embedding's is part of the first, the head's of the last. Raises
+    RecipeError if there are more stages than layers.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
-        message = f"{stages} was given: the model has {layers} layers, and a stage without one has nothing to run"
+        message = f"{stages} was given: the model has {layers} layers, and every stage needs at least one"
         raise RecipeError(Problem("pipeline.layers", "parallel.pipeline", message, f"--set parallel.pipeline={layers}"))
     sums = [0.0]
     for cost in costs:
@@ -42,14 +42,14 @@ def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
 
 
 Best = dict[int, tuple[float, int]]
-"""Number of layers → costliest stage, and where the last stage begins."""
+"""Number of layers → cost of the costliest stage, and where the last stage begins."""
 
 
 def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
-    """The best cuts into `stage` stages, from those into one fewer; of equal ones that with the longest last stage.
+    """Returns the best splits into `stage` stages, from those into one fewer; of equal ones that with the longest last.
 
-    With the place of the last cut, the stages before it cost more and the last one less: the best cut lies
-    where the two meet, and moves on with the end. So all ends take one walk along the layers.
+    If the last cut moves on, the stages before it cost more and the last one less: the best cut lies where the two
+    meet, and moves on with the end. All ends thus need only one walk along the layers.
     """
     best: Best = {}
     cut = stage - 1

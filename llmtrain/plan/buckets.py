@@ -1,11 +1,11 @@
-"""How large DeepSpeed's buffers are made: what the configuration says and the memory of a plan counts."""
+"""Sizes of DeepSpeed's buffers, both for its configuration and for the predicted memory of a plan."""
 
 from __future__ import annotations
 
 from llmtrain.plan.plan import Plan
 
 MAX_LIVE_PARAMETERS = 1_000_000_000
-"""Elements that ZeRO-3 has gathered at once, before it waits with the next ones."""
+"""Elements that ZeRO-3 gathers at most before it waits with the next ones."""
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements that ZeRO-3 updates at once."""
 
@@ -21,5 +21,5 @@ def bucket_elements(plan: Plan) -> int:
 
 
 def persistence_threshold(plan: Plan) -> int:
-    """Largest parameter that ZeRO-3 keeps whole: norms and biases are not worth a message of their own each."""
+    """Returns the size of the largest parameter that ZeRO-3 does not shard: norms and biases are not worth messages."""
     return 10 * plan.model.hidden_size

@@ -1,4 +1,4 @@
-"""The cheapest ways to make a run fit, by predicted speed: what a plan that is too large is refused with."""
+"""The cheapest ways to make a run fit, by predicted speed; the refusal of a plan that is too large suggests them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EQUAL = 0.05
 """Predicted speeds no further apart are taken for equal, and then fewer changes are better: a prediction is not
 closer to what is measured than that (`docs/guides/time.md`)."""
 MOST_DEVICES = 1024
-"""Beyond them the search takes longer than somebody waits for a refusal."""
+"""With more devices the search takes longer than a user should wait for a refusal."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Way:
     """A plan that fits."""
 
     changes: Fields
-    """What it changes in the recipe."""
+    """The changed fields of the recipe."""
     plan: Plan
     time: StepTime
 
@@ -40,7 +40,7 @@ class Way:
 
     @property
     def figures(self) -> str:
-        """How fast it is predicted to be, and what it needs."""
+        """Returns the predicted speed and memory of the plan."""
         memory, said = memory_of(self.plan), f"{self.time.tokens_per_second:,.0f} tokens/s predicted"
         if memory is None:
             return said

@@ -15,7 +15,7 @@ WEIGHT_DTYPE: dict[Precision, str] = {
     "autocast_bf16": "fp32",
     "autocast_fp16": "fp32",
 }
-"""Type that the engine holds the weights of the forward pass in."""
+"""The type of the weights that the engine uses in the forward pass."""
 
 COMPUTE_DTYPE: dict[Precision, str] = {
     "fp32": "fp32",
@@ -24,7 +24,7 @@ COMPUTE_DTYPE: dict[Precision, str] = {
     "autocast_bf16": "bf16",
     "autocast_fp16": "fp16",
 }
-"""Type of the matrix products, whose peak a device is measured against: autocast runs them in the lower type."""
+"""The type of the matrix products, for whose peak rate a device is measured: autocast runs them in the lower type."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Draft:
     recipe: Recipe
     cluster: Cluster
     facts: ModelFacts | None
-    """None where the model's own configuration is at fault."""
+    """None if the model's own configuration is invalid."""
 
     @property
     def parallel(self) -> ParallelConfig:

@@ -32,7 +32,7 @@ from llmtrain.plan.variants import (
 from llmtrain.recipe import Recipe
 
 SHORT = dict(zip(DEGREES, ("pp", "tp", "sp", "ep"), strict=True))
-"""Degree → its short form in a candidate's name."""
+"""Degree → its abbreviation in a candidate's name."""
 BACKENDS = {
     "ddp": ("accelerate", "ddp", 0),
     "fsdp2": ("accelerate", "fsdp2", 3),
@@ -41,7 +41,7 @@ BACKENDS = {
     "horovod": ("horovod", "ddp", 0),
     "data_parallel": ("data_parallel", "ddp", 0),
 }
-"""Part of a candidate's name → backend, what accelerate runs, and ZeRO stage."""
+"""Part of a candidate's name → backend, strategy of accelerate, and ZeRO stage."""
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,19 @@ class Count:
     embedding: int
     """Input tables, learned positions included."""
     head: int
-    """Output projection; 0 where it is tied to the embedding."""
+    """Output projection; 0 if it is tied to the embedding."""
     norm: int
     """The final norm."""
     layers: tuple[int, ...]
-    """Each decoder layer, all experts included."""
+    """Parameters of each decoder layer, all experts included."""
     idle: tuple[int, ...]
-    """Of each decoder layer, the expert parameters that a token does not meet."""
+    """Expert parameters of each decoder layer that a token is not routed to."""
     largest: int
     """Largest single parameter."""
     experts: int = 0
     """Experts per layer."""
     experts_per_token: int = 0
-    """Experts that a token meets in a layer."""
+    """Experts per layer that a token is routed to."""
 
 
 class Decoder(Protocol):
@@ -76,15 +76,15 @@ class Family:
     count: Decoder
     """Counts the parameters of a configuration with its defaults filled in."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Standard name → the family's own (`attribute_map` of `transformers`)."""
+    """Standard name → the family's own name (`attribute_map` of `transformers`)."""
     extra_keys: frozenset[str] = frozenset()
     """Keys that the model reads without declaring them."""
     inner_key: str = "intermediate_size"
     """Key of the width of the feed-forward layer."""
     learned_positions: bool = False
-    """Whether positions are a table, which no sequence may run past."""
+    """Whether positions are a table, whose length limits the sequence."""
     moe_block: str | None = None
-    """Class of the module that holds a layer's router and experts; None for dense families."""
+    """Class of the module that contains a layer's router and experts; None for dense families."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -132,7 +132,7 @@ class RotaryDecoder:
     """RMSNorms per layer over the residual stream."""
     experts: Callable[[dict[str, Any]], Experts] | None = None
     router_first: bool = False
-    """Whether a block of experts declares its router before them."""
+    """Whether a block of experts declares its router before its experts."""
 
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
         """Parameters of a whole model."""
@@ -187,7 +187,7 @@ class Experts:
     per_token: int = 0
     inner: int = 0
     step: int = 1
-    """Every `step`-th layer is sparse; 1 is all of them."""
+    """Every `step`-th layer is sparse; 1 means all."""
     dense_layers: tuple[int, ...] = ()
 
     def sparse(self, total: int) -> list[bool]:
@@ -394,4 +394,4 @@ EXPERT_PRESETS = {
     "qwen3_5_moe_text": "qwen3_5_moe",
     "qwen3_moe": "qwen3_moe",
 }
-"""Family → the engine's preset for it, of the families whose experts it spreads over ranks."""
+"""Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""

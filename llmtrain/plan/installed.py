@@ -22,9 +22,10 @@ KERNELS = {
     ("kernels.fp8", "tensorwise"): _FP8,
     ("kernels.fp8", "rowwise"): _FP8,
 }
-"""Field of the recipe and its value → the packages that it imports, each with its likes, and the command."""
+"""Field of the recipe and its value → the packages that it imports, each with its alternatives, and the install
+command."""
 INSTEAD = {"model.attention": "varlen", "kernels.blocks": "auto", "kernels.loss": "auto", "kernels.fp8": "off"}
-"""What needs no package."""
+"""The value of each field that needs no package."""
 
 
 def is_installed(backend: str) -> bool:

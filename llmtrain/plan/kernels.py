@@ -9,21 +9,21 @@ from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe
 
 CHUNK_TOKENS = 1024
-"""Tokens whose logits are held at once: enough for the head's product to be limited by arithmetic, not by memory."""
+"""Tokens whose logits are held at once: enough for the head's product to be compute bound, not memory bound."""
 LOGIT_BYTES = 12
 """Bytes per logit when the loss's backward pass begins: log-softmax, and the gradients of both, in fp32."""
 LARGE_LOSS = 2**30
-"""Bytes of the logits of a micro-batch from which on they are not held at once."""
+"""Size in bytes of a micro-batch's logits from which on they are not held at once."""
 SMALL_HEAD = 0.03
-"""Largest part of a token's parameters that the head may be for its product to be worth doing twice."""
+"""Largest share of a token's parameters that the head may have for its product to be worth computing twice."""
 
 IN_CHUNKS = ("chunked", "compiled")
-"""Values of `kernels.loss` by which the loss is computed in chunks."""
+"""Values of `kernels.loss` with which the loss is computed in chunks."""
 WHOLE_LOSS = {
-    "data_parallel": "nn.DataParallel copies the model, and not what takes its forward's place",
-    "fsdp2": "FSDP2 has given the head's weights back when its product is made again (a segmentation fault)",
+    "data_parallel": "nn.DataParallel copies the model, but not a replacement of its forward method",
+    "fsdp2": "FSDP2 has already freed the head's weights when its product is computed again (a segmentation fault)",
 }
-"""Strategies that must have the logits, and why."""
+"""Strategies that need the logits, and why."""
 
 
 def chunks_loss(plan: Plan) -> bool:

@@ -73,13 +73,13 @@ class Links:
     """Devices of a node."""
     node: float
     network: float
-    """Of one device."""
+    """Bandwidth of one device."""
     host: float
-    """Of one device, to the memory of its host."""
+    """Bandwidth of one device to the memory of its host."""
     assumed: Assumptions
 
     def seconds(self, kind: Kind, size: float, where: Group | Store) -> float:
-        """How long it takes to send what `sent` counts."""
+        """Returns the seconds that it takes to send the bytes that `sent` counts."""
         if not isinstance(where, Group):
             return size / (self.host if where == "cpu" else self.assumed.nvme_bandwidth)
         if where.size == 1:

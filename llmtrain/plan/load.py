@@ -58,7 +58,7 @@ def import_recipe(path: Path) -> ModuleType:
         raise RecipeError(Problem("recipe.file", str(path), message))
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module
-    with users_program(path, "does not import"), _importable(path.parent):
+    with users_program(path, "cannot be imported"), _importable(path.parent):
         module_spec.loader.exec_module(module)
     return module
 

@@ -26,13 +26,13 @@ _SIZES = {
     "num_key_value_heads": "kv_heads",
 }
 LARGEST_SIZE = 2**31 - 1
-"""Of any size of a model: beyond it a matrix has more elements than torch counts (63 bits)."""
+"""Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
 ANSWER_S = 3.0
-"""Seconds that the hub has to answer."""
+"""Timeout of a request to the hub, in seconds."""
 MOST_LAYERS = 1_000
-"""Decoder layers: each is looked at by itself."""
+"""Most decoder layers of a model: each is examined by itself."""
 TRIED_TOKENS = 8
-"""Of the sequence that a model's own code is tried on."""
+"""Length of the sequence with which a model's own code is tried."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 
@@ -81,7 +81,7 @@ def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_si
 
 
 def _no_vocabulary() -> Problem:
-    message = "is unknown: the tokenizer is not trained by this recipe, so the size of the embedding has to be said"
+    message = "is unknown: this recipe does not train the tokenizer, so the size of the embedding has to be given"
     return Problem("model.vocab_size", "model.config.vocab_size", message, "--set model.config.vocab_size=50304")
 
 
@@ -163,7 +163,7 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
     for key, value in given.items():
         own = family.aliases.get(key, key)
         if own != key and given.get(own, value) != value:
-            message = f"{value!r} was given, and {given[own]!r} as {own}: the two are one setting"
+            message = f"{value!r} was given, but {given[own]!r} as {own}: both names mean the same setting"
             problems.append(Problem("model.config_twice", f"model.config.{key}", message, f"keep {own} only"))
         config[own] = value
     return config, problems
@@ -281,7 +281,10 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
 
     name = model.pretrained
     assert name is not None
-    fix = f"download it where the hub is reached (hf download {name}), or name a folder: --set model.pretrained=FOLDER"
+    fix = (
+        f"download it on a machine that reaches the hub (hf download {name}), or name a folder: "
+        "--set model.pretrained=FOLDER"
+    )
     if hub_has(name, model.revision) is not None:
         from transformers.utils import cached_file
 
@@ -289,12 +292,12 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
             return _read_config(Path(cached_file(name, "config.json", revision=model.revision)))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            message = f"'{name}' is neither a folder nor a model that the hub or its cache gives: {reason}"
+            message = f"'{name}' is neither a folder nor a model that the hub or its cache provides: {reason}"
     else:
         kept = _kept_config(model)
         if kept is not None:
             return _read_config(kept)
-        message = f"'{name}' is no folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
+        message = f"'{name}' is not a folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
     raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
 
 
@@ -322,10 +325,10 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
 
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in given:
-            message = f"'{model_type}' is code that comes with '{model.pretrained}': look at it before you trust it"
+            message = f"'{model_type}' is code that comes with '{model.pretrained}': inspect it before you trust it"
             fix = "--set model.trust_remote_code=true"
             raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
-        message = f"'{model_type}' is no architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
+        message = f"'{model_type}' is not an architecture of transformers{nearest(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message))
     config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | LEGACY_ROPE_KEYS

@@ -1,4 +1,4 @@
-"""The legal plans nearest to a refused one: the same run on the same devices, split or stored otherwise."""
+"""The legal plans nearest to a refused one: the same run on the same devices, with another layout or storage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from llmtrain.plan.variants import DEGREES, MICRO_BATCH, Fields, changed, choice
 from llmtrain.recipe import Recipe
 
 MOST = 3
-"""Suggestions."""
+"""Number of suggestions."""
 TRIALS = 1_500
-"""Variants that are looked at, some 50 µs each."""
+"""Variants that are tried, about 50 µs each."""
 PATIENCE_S = 1.5
-"""Seconds after which no further variant is looked at: a model of thousands of layers takes long for each."""
+"""Seconds after which no further variant is tried: a model with thousands of layers takes long for each."""
 
 WIDTH = 8
-"""Other values of one field that are looked at."""
+"""Values of one field that are tried."""
 
 WEIGHTS = {
     # What changes nothing but the layout comes first, then what costs time, then what changes the numbers.
@@ -45,7 +45,7 @@ WEIGHTS = {
     "parallel.precision": 3.0,
     "parallel.backend": 3.0,
 }
-"""Fields that may be changed → how far one change is."""
+"""Fields that may be changed → distance of one change."""
 RELATED = {
     # What lowers the memory of a rank.
     "parallel": (
@@ -60,7 +60,7 @@ RELATED = {
     "parallel.grad_accum_dtype": ("parallel.precision", "parallel.offload_optimizer"),
     "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
 }
-"""Fields that a rule names → others that it depends on."""
+"""Fields that a rule reports → other fields that it depends on."""
 
 
 def nearest_plans(

@@ -1,4 +1,4 @@
-"""The plan: a recipe on a cluster, every degree and batch number concrete."""
+"""The plan: a recipe on a cluster, with concrete values for every degree and batch size."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from llmtrain.recipe import Part, Recipe
 
 
 class Layout(Part):
-    """How many devices each kind of parallelism takes; dp × pp × tp × sp = world size."""
+    """Number of devices for each kind of parallelism; dp × pp × tp × sp = world size."""
 
     dp: int
-    """Data parallel size: replicas that see different samples."""
+    """Data parallel size: the number of replicas, which read different samples."""
     pp: int
     """Pipeline stages."""
     tp: int
     """Tensor parallel size."""
     sp: int
-    """Sequence parallel size; the ranks of a group see parts of the same samples."""
+    """Sequence parallel size; the ranks of a group read parts of the same samples."""
     ep: int
-    """Expert parallel size; its groups lie within data, tensor and sequence parallelism."""
+    """Expert parallel size; its groups are subsets of the data, tensor and sequence parallel ranks."""
     zero_stage: int
     """ZeRO stage."""
 
@@ -46,32 +46,32 @@ class StagePlan(Part):
     """A pipeline stage."""
 
     layers: tuple[int, int]
-    """Its first and its last decoder layer, counted from 0."""
+    """The first and the last decoder layer, counted from 0."""
     parameters: int
-    """Parameters that its ranks hold, embedding and head included; a tied head counts where it is used, too."""
+    """Parameters on its ranks, embedding and head included; a tied head counts on its own stage, too."""
     cost_share: float
-    """Its part of the FLOPs of a step, of all stages together; 1 / pp where they are in balance."""
+    """Its share of the FLOPs of a step; 1 / pp if all stages are balanced."""
 
 
 class ModelFacts(Part):
-    """What the plan must know of a model, found without building it where that is possible."""
+    """Properties of a model that the plan depends on, determined without building the model if possible."""
 
     model_type: str
     """`model_type` of `transformers`."""
     parameters: int
-    """Trainable parameters, tied ones once."""
+    """Trainable parameters; tied ones count once."""
     active_parameters: int
-    """Parameters that a token meets; fewer than `parameters` in a mixture of experts."""
+    """Parameters used by a token; fewer than `parameters` in a mixture of experts."""
     embedding_parameters: int
-    """Input embeddings, positions included; looked up, so they cost no FLOPs."""
+    """Input embeddings, positions included; they are looked up and thus cost no FLOPs."""
     largest_parameter: int
-    """Elements of the largest single parameter, as the model holds it."""
+    """Elements of the largest single parameter, as stored in the model."""
     layers: int
     """Decoder layers."""
     layer_parameters: tuple[int, ...]
-    """Parameters of each decoder layer; empty for a model that is no chain of layers."""
+    """Parameters of each decoder layer; empty for a model that is not a chain of layers."""
     layer_idle_parameters: tuple[int, ...]
-    """Of each decoder layer, the expert parameters that a token does not meet."""
+    """Expert parameters of each decoder layer that a token is not routed to."""
     hidden_size: int
     """Width of the residual stream."""
     heads: int
@@ -83,47 +83,49 @@ class ModelFacts(Part):
     vocab_size: int
     """Rows of the embedding."""
     max_positions: int | None
-    """Longest sequence the configuration declares."""
+    """Longest sequence that the configuration declares."""
     learned_positions: bool = False
-    """Whether positions are a table, which no sequence may run past."""
+    """Whether positions are a table, whose length limits the sequence."""
     rotary_follows: tuple[str, int] | None = None
-    """Rotary type whose frequencies follow the longest position of a batch, and the length up to which they do not."""
+    """Rotary type whose frequencies depend on the longest position of a batch, and the length up to which they do
+    not."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
-    """Experts that a token meets in a layer; 0 for a dense model, and where the configuration does not say."""
+    """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
     expert_modules: bool = False
-    """Whether each expert is a module of its own: one that no token meets has no gradient then."""
+    """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
     without_gradient: tuple[str, ...] = ()
-    """Trained parameters that the loss does not depend on, as far as a model's own code shows it."""
+    """Trained parameters that the loss does not depend on, as far as the model's own code shows it."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None
-    """The parameters one by one; None for a model that is no chain of layers."""
+    """The parameters one by one; None for a model that is not a chain of layers."""
     source: str
     """`arithmetic` or `meta device`."""
 
 
 class KernelChoice(Part):
-    """What the kernels that a recipe leaves open (`auto`) are in a run, and what that was learned from."""
+    """The kernels of a run whose recipe leaves them open (`auto`), and how they were chosen."""
 
     key: str
-    """Of the device, the packages and the shapes that it was found for (`llmtrain.tune.choice.key_of_run`)."""
+    """Key of the device, the packages and the shapes that the choice is valid for
+    (`llmtrain.tune.choice.key_of_run`)."""
     device: str
-    """That it was found on."""
+    """The device that the choice was made on."""
     why: str
-    """Where it comes from: a measurement, or the rules, and why these."""
+    """Origin of the choice: a measurement, or the rules, and the reason."""
     values: dict[str, str | int]
-    """Dotted fields of the recipe and what they are; those that are not here are as the rules have them."""
+    """Dotted fields of the recipe and their values; fields that are missing here follow the rules."""
     milliseconds: dict[str, dict[str, float]] = Field(default_factory=dict)
-    """Of each measured field each value's forward and backward pass of a micro-batch through a few layers. A field that
-    is not among the values was measured for people to know."""
+    """For each measured field, each value's time for a micro-batch's forward and backward pass through a few layers. A
+    field that is not in `values` was measured for information only."""
     failed: dict[str, str] = Field(default_factory=dict)
     """FIELD=VALUE and why it could not be measured."""
 
 
 class Plan(Part):
-    """Recipe × cluster, resolved. Everything that a worker and a launcher need."""
+    """Recipe × cluster, resolved: everything that a worker and a launcher need."""
 
     recipe: Recipe
     cluster: Cluster
@@ -135,27 +137,27 @@ class Plan(Part):
     flops_per_token: float
     """Model FLOPs of forward and backward per token, without recomputation: 6·N + 12·L·d·T."""
     notes: tuple[dict[str, str], ...] = Field(default=())
-    """What is legal but worth knowing, as `Problem` dictionaries."""
+    """Remarks about a legal plan, as `Problem` dictionaries."""
     kernels: KernelChoice | None = None
     """The kernels of a run whose recipe leaves some open; None until it has started."""
 
     @property
     def workers(self) -> int:
-        """Processes: one for each device, but a single one where `nn.DataParallel` drives them all."""
+        """Number of processes: one per device, or a single one if `nn.DataParallel` drives all devices."""
         return 1 if self.recipe.parallel.strategy == "data_parallel" else self.cluster.world_size
 
     @property
     def readers(self) -> int:
-        """Replicas, or groups of them in one process, that read samples of their own."""
+        """Number of replicas, or groups of them in one process, that read their own samples."""
         return self.layout.dp * self.workers // self.cluster.world_size
 
     @property
     def read_size(self) -> int:
-        """Sequences that a process reads per forward pass: the micro-batches of its devices, joined."""
+        """Sequences that a process reads per forward pass: the micro-batches of its devices, concatenated."""
         return self.batch.micro_batch_size * self.layout.dp // self.readers
 
     def summary(self) -> dict[str, Any]:
-        """The plan as `llmtrain plan --json` prints it, without the engine's configuration."""
+        """Returns the plan as `llmtrain plan --json` prints it, without the engine's configuration."""
         return {
             "legal": True,
             "recipe": self.recipe.name,
@@ -175,5 +177,5 @@ class Plan(Part):
 
 
 def note(problem: Problem) -> dict[str, str]:
-    """A problem that does not stop a run, as it is kept in a plan."""
+    """Returns a problem that does not stop a run in the form in which a plan stores it."""
     return problem.as_dict()

@@ -12,7 +12,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.variants import CHECKPOINTING, MICRO_BATCH, changed
 
 Fits = Callable[[Plan], Shortage | None]
-"""What a plan lacks; None where it fits."""
+"""By how much a plan does not fit; None if it fits."""
 
 
 class Room:

@@ -11,9 +11,9 @@ from llmtrain.plan.plan import Batch
 from llmtrain.plan.time import bubble_of
 
 FORWARD, BACKWARD = 1.0, 2.0
-"""Lengths of the two passes, in units of a forward pass: a backward one has twice the products."""
+"""Lengths of the two passes, in units of a forward pass: a backward pass has twice the products."""
 MOST_SHOWN = 32
-"""Micro-batches that a picture has; more would be no more than lines, and all that repeats between is alike."""
+"""Micro-batches that a picture shows; more would only be thin lines, and the middle repeats itself."""
 
 
 @dataclass(frozen=True)

@@ -37,20 +37,20 @@ from llmtrain.plan.variants import (
 from llmtrain.recipe import Recipe
 
 MOST = 10
-"""Plans that are shown."""
+"""Number of best plans that are shown."""
 MOST_MISSES = 16
-"""Slower plans that are shown."""
+"""Number of slower plans that are shown."""
 MOST_TOO_LARGE = 6
-"""Plans that do not fit which are shown."""
+"""Number of plans that do not fit which are shown."""
 MOST_ASKED = 1000
-"""Plans that are asked what they lack, which takes a millisecond each; beyond, what cannot fit is passed over."""
+"""Plans whose shortage is computed, which takes a millisecond each; beyond, plans that cannot fit are skipped."""
 MOST_SIZES = 16
 """Micro-batch sizes that are tried: the smallest ones, and the recipe's own."""
 WHATEVER_BATCH = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
-"""Rules that ask for no batch: what they refuse is refused with every micro-batch."""
+"""Rules that do not depend on the batch: a layout that they refuse is refused with every micro-batch."""
 
 Timed = tuple[StepTime, Fields, Draft]
-"""A legal plan: its predicted time, what it changes in the recipe, and its draft."""
+"""A legal plan: its predicted time, its changes to the recipe, and its draft."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Found:
     """A plan of the search."""
 
     arguments: str
-    """The `--set` arguments that make it of the recipe; empty for the recipe as it is."""
+    """The `--set` arguments that create it from the recipe; empty for the recipe as it is."""
     plan: Plan
     time: StepTime
     why: str = ""
-    """Why it loses; empty for one of the best."""
+    """Why it is slower; empty for one of the best."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ class SearchResult:
     """What a search has found."""
 
     best: tuple[Found, ...]
-    """The fastest first."""
+    """The best plans, the fastest first."""
     too_large: tuple[Found, ...]
-    """Faster than the first of `best`, but they do not fit; the smallest shortage first. Empty where memory is not
-    known."""
+    """Plans that are faster than the first of `best` but do not fit; the smallest shortage first. Empty if memory is
+    not known."""
     slower: tuple[Found, ...]
     """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
     legal: int
-    """Plans that were compared."""
+    """Number of plans that were compared."""
     memory_known: bool
-    """Whether it was asked what fits."""
+    """Whether the memory of the plans was checked."""
 
 
 def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> SearchResult:
@@ -221,7 +221,7 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     first = next(legal_plans(recipe, cluster, facts), None)
     if first is None:
         message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
-        return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search says what is wrong")
+        return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search reports why")
     fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
     return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
 

@@ -8,7 +8,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.search import Found, SearchResult
 from llmtrain.plan.variants import offload_name
 
-UNKNOWN_MEMORY = "memory is not predicted: whether a plan fits was not asked"
+UNKNOWN_MEMORY = "memory is not predicted: it is unknown which plans fit"
 
 
 def lines(result: SearchResult) -> list[str]:
@@ -18,8 +18,8 @@ def lines(result: SearchResult) -> list[str]:
         found.append(UNKNOWN_MEMORY)
     found += [line for number, one in enumerate(result.best, 1) for line in _entry(f"{number:>2}", one)]
     for title, misses in (
-        ("faster, but too large; of each kind what lacks least", result.too_large),
-        ("the fastest of other kinds, and why they lose", result.slower),
+        ("faster, but too large; of each kind the one with the smallest shortage", result.too_large),
+        ("the fastest of other kinds, and why they are slower", result.slower),
     ):
         if misses:
             found += [f"{title}:", *(line for one in misses for line in _entry(" ·", one))]

@@ -21,26 +21,26 @@ class StepTime(Part):
     compute_s: float
     """Seconds of its forward and backward passes, recomputation included."""
     recompute_s: float
-    """Those of `compute_s` that activation checkpointing costs."""
+    """The part of `compute_s` that activation checkpointing costs."""
     communication_s: dict[str, float]
-    """Seconds in which it does nothing but wait for others, by kind: `all_reduce`, `reduce_scatter`, `all_gather`,
-    `all_to_all`, `p2p`, `host`."""
+    """Seconds in which it only waits for others, by kind: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`,
+    `p2p`, `host`."""
     bubble_s: float
     """Seconds in which it waits for the pipeline to fill and to drain."""
     update_s: float
-    """Seconds of the optimizer."""
+    """Seconds of the optimizer's update."""
     step_s: float
     """Seconds of the whole step."""
     overlapped_s: float
-    """Seconds of communication that computation hides; not in `step_s` again."""
+    """Seconds of communication that computation hides; not part of `step_s`."""
     bubble: float
-    """Idle part of the pipeline's time: (p − 1) / (m + p − 1) for p stages and m micro-batches."""
+    """Idle share of the pipeline's time: (p − 1) / (m + p − 1) for p stages and m micro-batches."""
     tokens_per_second: float
-    """Over all devices."""
+    """Tokens per second of all devices."""
     tokens_per_second_per_device: float
-    """By one device."""
+    """Tokens per second of one device."""
     mfu: float
-    """Part of the peak, by the convention of `Plan.flops_per_token`."""
+    """Share of the peak, with the convention of `Plan.flops_per_token`."""
 
 
 def bubble_of(stages: int, micro_batches: int) -> float:
@@ -74,7 +74,7 @@ def unknown(plan: Plan) -> str | None:
     wanted = {"memory_bandwidth": True, "node_bandwidth": cluster.devices_per_node > 1}
     wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": _offloads(plan)}
     missing += [name for name, needed in wanted.items() if needed and getattr(device, name) is None]
-    return f"nothing is known of {device.name}'s {', '.join(missing)}" if missing else None
+    return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
 
 
 def described(time: StepTime) -> str:

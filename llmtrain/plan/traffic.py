@@ -18,39 +18,40 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.work import DeviceShare, Held, held_by
 
 REUSE_DISTANCE = 1_000_000_000
-"""Elements that may be used between two uses of a parameter which ZeRO-3 keeps gathered meanwhile."""
+"""Elements that may be used between two uses of a parameter for ZeRO-3 to keep it gathered meanwhile."""
 ROW_PRODUCTS = 2
-"""Products of a layer whose results tensor parallel ranks sum forward: those that end attention and feed-forward."""
+"""Products of a layer whose results tensor parallel ranks sum in the forward pass: the last ones of attention and
+feed-forward."""
 COLUMN_PRODUCTS = 5
-"""Products of a layer whose inputs' gradients they sum backward, each for itself: query, key, value, gate and up. A
-family that joins some of them sends less."""
+"""Products of a layer for whose inputs the gradients are summed in the backward pass, one by one: query, key, value,
+gate and up. A family that fuses some of them sends less."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Tensors that a rank sends one after another."""
+    """Tensors that a rank sends one after the other."""
 
     kind: Kind
     tensors: tuple[tuple[float, Group | Store], ...]
-    """Bytes of each, and the ranks that take part or where on the host it goes."""
+    """Bytes of each tensor, and the ranks that take part or the place on the host that it is sent to."""
     times: float = 1.0
 
 
 class Traffic(NamedTuple):
-    """What each rank of a stage sends."""
+    """The transfers of each rank of a stage."""
 
     waited: list[Transfer]
-    """Each micro-batch, with nothing else to do."""
+    """For each micro-batch, not overlapped with anything."""
     hidden: list[Transfer]
-    """Each micro-batch, beside the computation as far as that lasts."""
+    """For each micro-batch, overlapped with the computation as far as that lasts."""
     step: list[Transfer]
-    """Once a step, with nothing else to do."""
+    """Once per step, not overlapped with anything."""
     step_hidden: list[Transfer]
-    """Once a step, beside the last backward pass as far as that lasts."""
+    """Once per step, overlapped with the last backward pass as far as that lasts."""
 
 
 def by_kind(transfers: Iterable[Transfer], amount: Callable[[Kind, float, Group | Store], float]) -> dict[str, float]:
-    """An amount of each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
+    """Returns the amount for each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
     amounts: list[dict[str, float]] = [
         {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
     ]
@@ -58,7 +59,7 @@ def by_kind(transfers: Iterable[Transfer], amount: Callable[[Kind, float, Group 
 
 
 def summed(*parts: Mapping[str, float]) -> dict[str, float]:
-    """The amounts of each kind in all parts together; kinds with none are left out."""
+    """Returns the sums of all parts for each kind; kinds with a sum of 0 are left out."""
     total = defaultdict[str, float](float)
     for part in parts:
         for kind, amount in part.items():
@@ -84,12 +85,12 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
 
 
 class CommunicationGroups:
-    """The groups of a plan's ranks, and what each of them sends."""
+    """The groups of a plan's ranks, and the transfers within each of them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan.layout)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
-        """Bytes of a micro-batch between layers, on one device."""
+        """Bytes that a micro-batch passes between layers, on one device."""
 
     def traffic(self, held: Held) -> Traffic:
         """All that the ranks of a stage send."""

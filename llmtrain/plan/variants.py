@@ -14,7 +14,7 @@ from llmtrain.plan.divisors import divisors
 from llmtrain.recipe import ParallelConfig, Recipe
 
 Fields = dict[str, Any]
-"""Dotted recipe fields, as `Recipe.with_` takes them."""
+"""Dotted recipe fields, as `Recipe.with_` accepts them."""
 
 DEGREES = PIPELINE, TENSOR, SEQUENCE, EXPERT = (
     "parallel.pipeline",

@@ -42,9 +42,9 @@ class LayerRun(Part):
     """Neighbouring decoder layers that are alike."""
 
     layers: int
-    """How many."""
+    """Number of layers."""
     weights: tuple[Weight, ...]
-    """Of each."""
+    """Weights of each layer."""
 
 
 class Weights(Part):
@@ -55,11 +55,11 @@ class Weights(Part):
     runs: tuple[LayerRun, ...]
     """The decoder layers, in order."""
     outside: tuple[Weight, ...]
-    """The final norm, and whatever else lies in no layer."""
+    """The final norm, and everything else outside layers."""
     head: tuple[Weight, ...]
-    """The output projection; the embedding's table where it is tied to it."""
+    """The output projection; the embedding's table if it is tied to it."""
     tied: bool
-    """Whether `head` is the embedding's."""
+    """Whether `head` is the embedding."""
 
     @property
     def elements(self) -> int:

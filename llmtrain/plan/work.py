@@ -14,9 +14,9 @@ from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 BACKWARD = 2.0
-"""Matrix products of a backward pass, for each of the forward pass; passes over memory alike."""
+"""Matrix products of a backward pass for each one of the forward pass; the same holds for passes over memory."""
 ATTENTION_BACKWARD = 2.5
-"""The same of a fused attention kernel, which computes the scores again (FlashAttention, arXiv 2205.14135)."""
+"""The same for a fused attention kernel, which computes the scores again (FlashAttention, arXiv 2205.14135)."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Held:
 
     layers: int
     active: int
-    """Parameters of its layers that a token meets."""
+    """Parameters of its layers that a token uses."""
     parameters: int
-    """All, embedding and head included."""
+    """All parameters, embedding and head included."""
     experts: int
-    """Those of `parameters` that expert parallelism spreads."""
+    """Those of `parameters` that expert parallelism distributes."""
     head: bool
     """Whether it has the output projection."""
 
@@ -63,7 +63,8 @@ class Work:
 
     forward: float
     recompute: float
-    """Of the layers' forward pass, again, under activation checkpointing, and of the head's for a loss in chunks."""
+    """Seconds of computing again: the layers' forward pass under activation checkpointing, and the head's for a loss in
+    chunks."""
     backward: float
 
     @property
@@ -73,7 +74,7 @@ class Work:
 
 
 class DeviceShare:
-    """What one device of a plan holds and works on, whatever the device can do."""
+    """The tokens and weights of one device of a plan, independent of the device's speed."""
 
     def __init__(self, plan: Plan) -> None:
         recipe, layout = plan.recipe, plan.layout

@@ -145,7 +145,7 @@ def test_experts_keep_the_micro_batch_that_their_router_loss_depends_on():
 
 
 def test_what_cannot_be_searched_is_told(llama, tiny):
-    with pytest.raises(RecipeError, match="nothing is known of cpu's peak_flops") as error:
+    with pytest.raises(RecipeError, match="the datasheet of cpu lacks peak_flops") as error:
         search_plans(tiny, Cluster(devices_per_node=2))
     assert error.value.problems[0].rule == "search.device"
     with pytest.raises(RecipeError) as error:

@@ -124,7 +124,7 @@ def test_faster_links_and_devices_of_ones_own(llama):
 def test_nothing_is_predicted_of_what_nothing_is_known(llama, tiny):
     plan = resolve(tiny, Cluster(devices_per_node=2))
     assert predict(plan) is None
-    assert unknown(plan) == "nothing is known of cpu's peak_flops['fp32'], memory_bandwidth, node_bandwidth"
+    assert unknown(plan) == "the datasheet of cpu lacks peak_flops['fp32'], memory_bandwidth, node_bandwidth"
     bare = Device(name="bare", memory_bytes=None, peak_flops={"fp32": 1e12}, memory_bandwidth=1e11)
     alone = resolve(tiny, Cluster(device="bare", own_devices=[bare]))
     assert unknown(alone) is None

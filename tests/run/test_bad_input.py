@@ -298,7 +298,7 @@ def test_search_as_text_and_in_json(small_recipe, tmp_path):
     pasted = json.loads(llmtrain(*node[:-1], *first["set"].split(), "--json").stdout)
     assert pasted["time"] == first["time"]
     _refused(llmtrain(*node, "--write", tmp_path), USAGE, "--write", "[search.write]")
-    _refused(llmtrain("plan", small_recipe, "--search"), USAGE, "nothing is known of cpu", "[search.device]")
+    _refused(llmtrain("plan", small_recipe, "--search"), USAGE, "the datasheet of cpu lacks", "[search.device]")
 
 
 def test_write_leaves_a_picture_of_the_pipeline(small_recipe, tmp_path):

@@ -20,7 +20,7 @@ from llmtrain.plan.weights import Weight, Weights
 STATISTICS = 4
 """Bytes per token that a norm keeps of its variance."""
 INDICES = 32
-"""Bytes per token and expert that it met: sorted positions and their inverse, the weight of the expert."""
+"""Bytes per token and expert that it is routed to: sorted positions and their inverse, the weight of the expert."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Widths:
     computed: int
     """Outputs of matrix products."""
     norm: int
-    """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast rounds the last
-    for each projection anew, three times and twice."""
+    """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast casts the last one
+    again for each projection: three times and twice."""
 
 
 WIDTHS = {

@@ -14,7 +14,7 @@ from llmtrain.recipe import Part
 CONTEXT = GIB
 """Assumed: a device's context, its libraries and their workspaces."""
 COMMUNICATORS = GIB
-"""Assumed: buffers of NCCL's communicators, where there is somebody to talk to."""
+"""Assumed: buffers of NCCL's communicators, if there is more than one rank."""
 
 MOMENTS = ("start", "forward", "backward", "update")
 
@@ -23,17 +23,18 @@ class StageMemory(Part):
     """The fullest rank of a pipeline stage."""
 
     start: Parts
-    """While the engine is made, where that takes more than what it then holds."""
+    """While the engine is created, if that takes more than it holds afterwards."""
     forward: Parts
-    """When the last micro-batch's backward pass begins: all activations, gradients of those before."""
+    """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
+    micro-batches."""
     backward: Parts
-    """When it ends: all gradients, no activations."""
+    """At its end: all gradients, no activations."""
     update: Parts
     """While the optimizer runs."""
     host: int
-    """Bytes of host memory of this rank, where something is offloaded."""
+    """Bytes of this rank's host memory, if something is offloaded."""
     host_copies: int
-    """Bytes of host memory of this rank for a checkpoint on its way to the disk (`checkpoint.background`)."""
+    """Bytes of this rank's host memory for a checkpoint that is being written (`checkpoint.background`)."""
     in_flight: int
     """Micro-batches whose activations are held at once."""
 
@@ -54,9 +55,9 @@ class PlanMemory(Part):
 
     stages: tuple[StageMemory, ...]
     capacity: int | None
-    """Bytes of a device; None where it is unknown, as a host's."""
+    """Memory of a device in bytes; None if unknown, as for a CPU."""
     is_traced: bool = False
-    """Whether activations come from a trace of the model, not from an estimate."""
+    """Whether the activations were traced on the model instead of estimated."""
 
     @property
     def fullest(self) -> int:
@@ -113,7 +114,7 @@ class PlanMemory(Part):
 
 
 LABELS = {
-    "start": "while the engine is made",
+    "start": "while the engine is created",
     "forward": "as the backward pass begins",
     "backward": "as the backward pass ends",
     "update": "in the update",

@@ -20,17 +20,17 @@ COLOURS = {
     "logits": "#ffb3bd",
     "framework": "#bab0ac",
 }
-"""Part → fill."""
+"""Part → colour."""
 LIGHT = frozenset(("masters", "buckets", "communication", "logits", "framework", "optimizer"))
-"""Parts whose figures are dark."""
+"""Parts whose colour is dark, so that their figures are white."""
 
 PLOT, RIGHT = 640, 150
-"""Width of the rows, and of what is said after them."""
+"""Width of the rows, and of the text after them."""
 PER_LINE = 5
-"""Parts in a line of the legend."""
+"""Parts per line of the legend."""
 KEY_TOP, KEY_ROW, KEY_WIDTH = 32, 16, 140
 FIGURE = 26
-"""Width that a figure needs."""
+"""Minimum width of a box for its figure to be shown."""
 
 
 def memory_svg(memory: PlanMemory) -> str:

@@ -19,7 +19,7 @@ class Group:
     sizes: tuple[int, ...]
     """Elements of each parameter, in the model's order."""
     ranks: int
-    """Ranks that hold the same parameters, and share their states."""
+    """Ranks that hold the same parameters, and shard their states."""
 
     @property
     def elements(self) -> int:
@@ -62,7 +62,7 @@ def most_touched(groups: list[Group]) -> int:
 
 
 MOST_EXPERTS = 178_956_971
-"""Elements of experts in an optimizer group, beyond which DeepSpeed begins another one
+"""Number of elements of experts in an optimizer group beyond which DeepSpeed starts another one
 (`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
 
 
@@ -125,9 +125,9 @@ def stage_weights(plan: Plan, weights: Weights, stage: int) -> Iterable[Weight]:
 
 
 SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")
-"""Projections whose outputs tensor parallel ranks share, with their biases."""
+"""Projections whose outputs are split over tensor parallel ranks, with their biases."""
 SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
-"""Those whose inputs they share; a bias is added once."""
+"""Projections whose inputs are split over them; a bias is added once."""
 
 
 def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
