@@ -147,6 +147,7 @@ class _Worker:
         from llmtrain.checkpoint.storage import probe
         from llmtrain.data import Schedule
         from llmtrain.engines import build_engine
+        from llmtrain.engines.overrides import untried_versions
         from llmtrain.engines.own_time import measure
 
         plan, run_dir = self.plan, self.run_dir
@@ -159,6 +160,8 @@ class _Worker:
                 dist.destroy_process_group()
                 self.heart.done()
                 return Exit.DONE
+            for line in untried_versions():
+                self.output.warn(line)
             engine = build_engine(plan, ds_config, device)
             measure(plan, engine, self.heart)
             state = self._start(engine, choice, prepared.key, storage)

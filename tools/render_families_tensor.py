@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
 
 from llmtrain.engines.distributed import init_process_group
-from llmtrain.engines.groups import make_tensor_groups
+from llmtrain.engines.overrides.deepspeed import make_tensor_groups
 from llmtrain.engines.tensor_check import CannotSplit, compare_split
 from llmtrain.launch.rank import Rank
 from llmtrain.models.cut import packed_input, reference

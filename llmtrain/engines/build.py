@@ -10,8 +10,9 @@ from llmtrain.engines.axis import Axis
 from llmtrain.engines.data_parallel import TorchDataParallel
 from llmtrain.engines.deepspeed import DeepSpeedEngine
 from llmtrain.engines.expert import ExpertAxis
-from llmtrain.engines.groups import forget_groups
 from llmtrain.engines.host_memory import keep_freed_memory
+from llmtrain.engines.overrides import check_overrides
+from llmtrain.engines.overrides.deepspeed import forget_groups
 from llmtrain.engines.pipeline import PipelineAxis
 from llmtrain.engines.seam import Engine
 from llmtrain.engines.sequence import SequenceAxis
@@ -28,6 +29,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     cuts by tensors and experts. Raises RecipeError for a model that the plan cannot split.
     """
     check_runnable(plan)
+    check_overrides()
     forget_groups()
     if device.type == "cpu":
         keep_freed_memory(plan)

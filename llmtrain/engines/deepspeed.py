@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
@@ -23,20 +24,18 @@ from llmtrain.engines.documents import documents_known
 from llmtrain.engines.forward import check_kernels, forward, use_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.held import held
-from llmtrain.engines.host_checks import no_host_checks
-from llmtrain.engines.leaves import gather_layers_together
 from llmtrain.engines.norm import gradients_of, squared_norm
 from llmtrain.engines.optim import parameter_groups, schedule
+from llmtrain.engines.overrides.deepspeed import NormWithLoss, no_host_checks, reduce_among_several
 from llmtrain.engines.pieces import Piece, Region
 from llmtrain.engines.pipeline import PipelineAxis
-from llmtrain.engines.reduction import reduce_among_several
 from llmtrain.engines.seam import StepResult
 from llmtrain.engines.state import Place, load_state, multiplied, pieces_of, save_state, shape_of, untrained_pieces
 from llmtrain.engines.step import take_step
 from llmtrain.engines.writer import Writer
-from llmtrain.engines.zero_norm import NormWithLoss
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
+from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 
@@ -62,7 +61,10 @@ class DeepSpeedEngine:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
         if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
-            gather_layers_together(self.model)
+            # Compiled as one graph, a layer has no modules any more between which parameters could come and go: ZeRO-3
+            # gathers it as a whole, and has its hooks around it.
+            for layer in decoder_layers(self.model)[1]:
+                set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(ds_config)
         reduce_among_several(self.engine)

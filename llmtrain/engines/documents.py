@@ -7,7 +7,7 @@ without a mask is told by arguments of the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 from llmtrain.data import Documents, MicroBatch
+from llmtrain.engines.overrides.transformers import mask_arguments, replaced
 from llmtrain.models import takes_bounds
 
 _own = masking_utils.find_packed_sequence_indices
@@ -36,14 +37,14 @@ def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
         yield _known
         return
     _known = batch.documents
-    arguments = masking_utils._preprocess_mask_arguments
-    masking_utils.find_packed_sequence_indices = _find
-    masking_utils._preprocess_mask_arguments = partial(_with_positions, arguments, batch.position_ids)
     try:
-        yield _known
+        with (
+            replaced(masking_utils, "find_packed_sequence_indices", _find),
+            mask_arguments(partial(_with_positions, batch.position_ids)),
+        ):
+            yield _known
     finally:
-        masking_utils.find_packed_sequence_indices, _known = _own, None
-        masking_utils._preprocess_mask_arguments = arguments
+        _known = None
 
 
 def bounds_for(
@@ -59,20 +60,12 @@ def bounds_for(
 
 
 def _with_positions(
-    original: Callable[..., Any],
-    known: Tensor,
-    config: Any,
-    embeddings: Tensor,
-    mask: Any,
-    cache: Any,
-    positions: Tensor | None = None,
-    *rest: Any,
-    **named: Any,
-) -> Any:
-    """What a mask is made from, of a family too that leaves the positions out."""
+    known: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Adds the positions that some families leave out."""
     if positions is None and mask is None and cache is None and len(embeddings) == len(known):
         positions = known.to(embeddings.device, non_blocking=True)
-    return original(config, embeddings, mask, cache, positions, *rest, **named)
+    return embeddings, positions
 
 
 def _find(position_ids: Tensor) -> Tensor | None:

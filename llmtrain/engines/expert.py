@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.axis import Axis, Portion
 from llmtrain.engines.expert_names import hugging_face_weights, own_name, region_of_experts
-from llmtrain.engines.norm import squared_norm
+from llmtrain.engines.overrides.deepspeed import count_all_experts, forget_folded_gradients
 from llmtrain.engines.state import shape_of
 
 if TYPE_CHECKING:
@@ -45,20 +42,13 @@ class ExpertAxis(Axis):
             for path, module in engine.model.named_modules()
             if isinstance(module, AutoEPMoELayer)
         }
-        optimizer = engine.engine.optimizer
-        if self.plan.layout.tp > 1 and isinstance(optimizer, DeepSpeedZeroOptimizer):
-            # DeepSpeed would count the experts of the first rank of each tensor parallel group only.
-            optimizer._average_expert_grad_norms = self._count_all_experts
+        if self.plan.layout.tp > 1:
+            count_all_experts(engine.engine.optimizer, self.device)
 
     def before_backward(self) -> None:
-        """Takes marks off parameters that DeepSpeed's folding leaves on them.
-
-        It scales gradients of experts and adds up those of routers, micro-batch by micro-batch, and marks them as done.
-        Nothing takes the mark off before the next one, which would be left as it is.
-        """
-        if self.plan.layout.tp > 1 and isinstance(self._engine.engine.optimizer, BF16_Optimizer):
-            for parameter in self._engine.model.parameters():
-                clear_autoep_folding_gradient_corrected(parameter)
+        """Has the folding of the micro-batch before forgotten."""
+        if self.plan.layout.tp > 1:
+            forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
         """This rank's experts. To them the ranks of a tensor parallel group are ranks like any other, and no copies."""
@@ -83,15 +73,6 @@ class ExpertAxis(Axis):
         """With gate and up projections joined."""
         parameters = dict(self._engine.model.named_parameters())
         return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))
-
-    def _count_all_experts(self, norms: list[Tensor]) -> None:
-        """Replaces the norm of each group of experts: each rank holds gradients that no other has."""
-        optimizer = self._engine.engine.optimizer
-        for index, has_experts in enumerate(optimizer.is_moe_param_group):
-            if has_experts:
-                square = squared_norm(optimizer.averaged_gradients[index], self.device)
-                dist.all_reduce(square)
-                norms[index] = square.sqrt().float()
 
 
 def is_expert(parameter: Tensor) -> bool:

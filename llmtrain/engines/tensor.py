@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from llmtrain.engines.alone import is_alone
 from llmtrain.engines.axis import Axis, Portion
-from llmtrain.engines.groups import data_group, make_tensor_groups, tensor_group
+from llmtrain.engines.overrides.deepspeed import data_group, make_tensor_groups, tensor_group
 from llmtrain.engines.shards import gather_whole, split_of
 from llmtrain.engines.tensor_check import check_split
 from llmtrain.models import build_model, model_configuration

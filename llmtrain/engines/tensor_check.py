@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.engines.groups import tensor_group
+from llmtrain.engines.overrides.deepspeed import tensor_group
 from llmtrain.engines.shards import gather_whole, split_of
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.cut import packed_input, reference

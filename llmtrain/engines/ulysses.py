@@ -16,17 +16,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
+from llmtrain.engines.overrides.transformers import mask_arguments, replaced
 
 Group = Any
 """A process group; torch's type for it is not public."""
@@ -61,10 +61,11 @@ class Ulysses:
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
-            stack.enter_context(_replaced(masking_utils, "_preprocess_mask_arguments", self._whole_masks))
+            stack.enter_context(mask_arguments(self._whole_masks))
             family = sys.modules[type(self._model).__module__]
             if hasattr(family, "load_balancing_loss_func"):
-                stack.enter_context(_replaced(family, "load_balancing_loss_func", self._whole_router_loss))
+                router_loss = partial(self._whole_router_loss, family.load_balancing_loss_func)
+                stack.enter_context(replaced(family, "load_balancing_loss_func", router_loss))
             yield
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
@@ -124,16 +125,12 @@ class Ulysses:
         return torch.cat(_dim_zero_all_to_all(self.group, torch.stack(tuple(parts))).unbind(), dim=join)
 
     def _whole_masks(
-        self, original: Function, config: Any, embeddings: Tensor, mask: Any, cache: Any, positions: Any, *rest: Any
-    ) -> Any:
-        """The sizes and documents that a mask is made from, of the whole sequence.
-
-        Every mask of `transformers`, full, sliding or chunked, begins with this call; it reads the
-        shape and the device of the embeddings.
-        """
+        self, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sizes and documents of the whole sequence; of embeddings, shape and device are read."""
         batch, length = self._positions.shape
         whole = None if positions is None else self._positions.to(embeddings.device)
-        return original(config, embeddings.new_empty(()).expand(batch, length, 1), mask, cache, whole, *rest)
+        return embeddings.new_empty(()).expand(batch, length, 1), whole
 
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
         """A product of two means over tokens, which are taken over the tokens of all slices."""
@@ -157,14 +154,3 @@ def _eager_attention_of(module: nn.Module) -> Function:
     """What a family calls where the table has no entry: a function of its own file."""
     eager: Function = sys.modules[type(module).__module__].eager_attention_forward
     return eager
-
-
-@contextmanager
-def _replaced(owner: ModuleType, name: str, replacement: Function) -> Iterator[None]:
-    """`owner.name` calls `replacement` instead, which gets the original as its first argument."""
-    original = getattr(owner, name)
-    setattr(owner, name, partial(replacement, original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

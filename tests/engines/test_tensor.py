@@ -21,7 +21,7 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.engines.groups import make_tensor_groups
+from llmtrain.engines.overrides.deepspeed import make_tensor_groups
 from llmtrain.engines.shards import Split
 from llmtrain.engines.tensor_check import CannotSplit, check_split
 from llmtrain.models import build_model

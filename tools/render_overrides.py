@@ -1,0 +1,39 @@
+"""Writes docs/design/overrides.md: what llmtrain replaces in other libraries.
+
+python tools/render_overrides.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmtrain.engines.overrides import OVERRIDES, TRIED
+
+PAGE = Path(__file__).parents[1] / "docs/design/overrides.md"
+HEAD = """# What llmtrain replaces in other libraries
+
+Generated from `llmtrain/engines/overrides/` by `python tools/render_overrides.py`; do not edit.
+
+llmtrain replaces or reads the following private parts of other libraries. They may change with any release, so
+`pyproject.toml` bounds the versions from above. If an installed version lacks one of these parts, llmtrain refuses to
+build an engine. With an untried version that has all of them, a run reports this when it starts.
+"""
+
+
+def render() -> str:
+    """The whole document."""
+    lines = [HEAD]
+    for package, version in TRIED.items():
+        lines += [
+            f"## {package} {version}\n",
+            "| Part | Without the replacement | Module | Test |",
+            "|---|---|---|---|",
+        ]
+        for one in (one for one in OVERRIDES if one.package == package):
+            lines.append(f"| `{one.place}` | {one.why} | `llmtrain/{one.ours}` | `{one.test}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
