@@ -110,7 +110,7 @@ LOST = """lost communication with a remote daemon.
     [
         ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, "", GONE),
         ({0: loss({1: STATUS}, [1]), 1: cut_off(1, "b")}, LOST, GONE),
-        ({1: cut_off(1, "b")}, LOST, "b: the connection to it has ended"),
+        ({1: cut_off(1, "b")}, LOST, "b: the connection to it was lost"),
         ({1: cut_off(1, "b")}, "", CUT_OFF),
     ],
 )
