@@ -48,7 +48,9 @@ def test_a_run_that_is_stopped_and_continued_is_that_of_our_own_launcher(small_r
     run_dir = tmp_path / "a run"
     train = ("train", small_recipe, "--run-dir", run_dir, "--nproc", 2, "--launcher", tool, *RUN)
     command = [sys.executable, "-m", "llmtrain", *map(str, train)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    waits = {"FAULT": "slow:0:1", "PYTHONPATH": f"{FAULTY}:{REPOSITORY}"}  # in each step, so that it does not end first
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, env={**os.environ, **waits}, **pipes)
     while process.poll() is None and not ((run_dir / "metrics.jsonl").exists() and metrics(run_dir)):
         time.sleep(0.01)
     process.send_signal(signal.SIGUSR1)  # torchrun itself would die of it
