@@ -119,7 +119,11 @@ def _full(*_):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"parallel.zero_stage": 1}, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}]
+    "fields",
+    [
+        {"parallel.zero_stage": 1},
+        pytest.param({"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_saved_beside_training_is_what_is_saved_without(fields, tmp_path):
     run_ranks(2, _beside_training, tmp_path, fields)

@@ -131,7 +131,9 @@ def _clean(names: list[str], corpus, folder, **fields) -> dict[str, bool]:
     return run_ranks(2, _certified, job, folder, timeout=600)[0]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=BREADTH), pytest.param(3, marks=BREADTH)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(1, marks=SLOW), pytest.param(2, marks=BREADTH), pytest.param(3, marks=BREADTH)]
+)
 def test_clean_plans_are_certified(seed, verify_corpus, tmp_path):
     verdicts = _clean(REPRESENTATIVE, verify_corpus, tmp_path, **{"train.seed": seed})
     assert verdicts == dict.fromkeys(REPRESENTATIVE, True)
