@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.util import find_spec
+from pkgutil import resolve_name
+from types import MethodType
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -16,7 +21,6 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import LAYERS, ChunkedLoss, NoChunksError
 from llmtrain.models.compare import Comparison
 from llmtrain.models.cut import STUMBLES, reference
-from llmtrain.models.liger_patches import NoKernelsError, liger_patches
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.tiny import shrink
 
@@ -41,15 +45,118 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
-def use_blocks(model: PreTrainedModel) -> None:
-    """Has the layers of a model, whole or a stage's, run Liger's norms, rotations and gated activations.
+class NoKernelsError(Exception):
+    """Liger has no kernels for the family."""
 
-    Parameters and their names stay. Raises NoKernelsError for a family that Liger does not know.
+
+PLUS_ONE = {"offset": 1.0, "casting_mode": "gemma", "in_place": False, "row_mode": None}
+"""Attributes that `LigerRMSNorm.forward` reads, for a norm that multiplies by 1 + its weight."""
+AS_IS = {"offset": 0.0, "casting_mode": "llama", "in_place": True, "row_mode": None}
+"""The same for a norm that multiplies by its weight. in_place: the input's gradient overwrites the output's."""
+AS_IS_BETWEEN = AS_IS | {"in_place": False}
+"""The same if something else still reads the gradient of the output, such as a residual connection."""
+ROTATION = ("apply_rotary_pos_emb", "rope:liger_rotary_pos_emb")
+"""The function that an attention layer calls, and its replacement."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a family's layers, by their names in `liger_kernel.transformers`."""
+
+    mlp: str | None = "swiglu:LigerSwiGLUMLP"
+    """Class whose forward pass replaces that of the MLPs."""
+    norm: Mapping[str, Any] | None = None
+    plain: tuple[str, ...] = ()
+    """Names of norms that are not replaced."""
+    rotation: tuple[str, str] | None = ROTATION
+    activation: str | None = None
+    """Class that replaces the activation function of the MLPs."""
+
+
+SWIGLU = Kernels(norm=AS_IS)
+QUERY_KEY = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
+GEGLU = "geglu:LigerGEGLUMLP"
+MOE_SWIGLU = "swiglu:LigerQwen3MoeSwiGLUMLP"
+JOINED_SWIGLU = "swiglu:LigerPhi3SwiGLUMLP"
+FAMILIES = {
+    **dict.fromkeys(("granite", "llama", "ministral", "mistral", "qwen2", "qwen3", "smollm3"), SWIGLU),
+    # Experts are not replaced: `transformers` runs all of them in grouped products.
+    **dict.fromkeys(("mixtral", "qwen3_moe"), Kernels(mlp=None, norm=AS_IS)),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Kernels(MOE_SWIGLU, AS_IS, rotation=None)),
+    "deepseek_v4": Kernels(mlp=None, norm=AS_IS, plain=("q_a_norm", "kv_norm"), rotation=None),
+    "exaone4": Kernels(norm=AS_IS_BETWEEN),
+    "falcon_h1": Kernels("swiglu:LigerFalconH1SwiGLUMLP", AS_IS),
+    "gemma": Kernels(GEGLU, PLUS_ONE | {"in_place": True}),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Kernels(GEGLU, PLUS_ONE)),
+    "gemma4_text": Kernels(
+        GEGLU,
+        PLUS_ONE | {"offset": 0.0},
+        plain=("post_per_layer_input_norm", "per_layer_projection_norm"),
+        rotation=None,
+    ),
+    "glm4": Kernels(JOINED_SWIGLU, AS_IS_BETWEEN, rotation=None),
+    "gpt_oss": Kernels(None, AS_IS, rotation=("apply_rotary_pos_emb", "rope:liger_rotary_pos_emb_gpt_oss")),
+    "hunyuan_v1_dense": Kernels("swiglu:LigerHunyuanV1SwiGLUMLP", AS_IS, plain=QUERY_KEY),
+    "hunyuan_v1_moe": Kernels(None, AS_IS, plain=QUERY_KEY),
+    "llama4_text": Kernels(norm=AS_IS, rotation=("apply_rotary_emb", "llama4_rope:liger_llama4_text_rotary_pos_emb")),
+    "nemotron": Kernels(None, None, rotation=None, activation="relu_squared:LigerReLUSquared"),
+    **dict.fromkeys(("olmo2", "olmo3"), Kernels(norm=AS_IS_BETWEEN, plain=QUERY_KEY)),
+    "phi3": Kernels(JOINED_SWIGLU, AS_IS),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), Kernels(MOE_SWIGLU, PLUS_ONE, rotation=None)),
+}
+"""Family → its kernels. Liger's own functions would change the family for the whole process, and they fail on pipeline
+stages, where layers are missing."""
+
+
+def use_blocks(model: PreTrainedModel) -> None:
+    """Replaces the norms, rotations and gated activations in the layers of a model, or of a stage, by Liger's.
+
+    Keeps the parameters and their names. Skips modules whose forward pass has been replaced already. Raises
+    NoKernelsError for a family that Liger does not support.
     """
-    modules = dict(model.named_modules())
-    for name, patch in liger_patches(model.config).items():
-        if name in modules:
-            patch.apply(modules[name])
+    kernels = FAMILIES.get(model.config.model_type)
+    if kernels is None:
+        raise NoKernelsError("Liger has no kernels for it")
+    for name, module in list(model.named_modules()):
+        kind = type(module).__name__
+        if "forward" in vars(module):
+            continue
+        if kernels.norm and kind.endswith("RMSNorm") and name.rpartition(".")[2] not in kernels.plain:
+            _use_norm(module, kernels.norm)
+        elif kernels.mlp and kind.endswith("MLP"):
+            vars(module)["forward"] = MethodType(_liger(kernels.mlp).forward, module)
+        elif kernels.activation and kind.endswith("MLP"):
+            module.act_fn = _liger(kernels.activation)()
+        elif kernels.rotation and kind.endswith("Attention"):
+            _use_rotation(module, *kernels.rotation)
+
+
+def _liger(name: str) -> Any:
+    return resolve_name(f"liger_kernel.transformers.{name}")
+
+
+def _use_norm(module: nn.Module, read: Mapping[str, Any]) -> None:
+    if getattr(module, "weight", None) is None:  # Liger's kernel multiplies by it
+        return
+    epsilon = getattr(module, "variance_epsilon", None) or module.eps
+    forward = MethodType(_liger("rms_norm:LigerRMSNorm").forward, module)
+    vars(module).update(read, variance_epsilon=epsilon, forward=forward)
+
+
+def _use_rotation(module: nn.Module, name: str, kernel: str) -> None:
+    """Replaces the rotation, which an attention layer looks up in its Python module, while the layer computes."""
+    space, theirs, plain_forward = vars(sys.modules[type(module).__module__]), _liger(kernel), type(module).forward
+
+    @wraps(plain_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        plain = space[name]
+        space[name] = theirs
+        try:
+            return plain_forward(*args, **kwargs)
+        finally:
+            space[name] = plain
+
+    vars(module)["forward"] = MethodType(forward, module)
 
 
 def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:

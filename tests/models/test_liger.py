@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_on_cpu
+from harness import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from triton_on_cpu import needs_liger
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import Stage, chunked_loss, liger, liger_patches
+from llmtrain.models import Stage, chunked_loss, liger
 from llmtrain.models.compare import Comparison
 from llmtrain.models.cut import build_stage, check_cut, reference
 from llmtrain.models.initial import initialise
@@ -57,14 +62,67 @@ def test_layers_compute_the_same(family):
 @needs_liger
 def test_a_models_norms_rotations_and_activations_are_ligers():
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+    from transformers.models.llama import modeling_llama
 
-    model = _model()
+    model, plain, seen = _model(), modeling_llama.apply_rotary_pos_emb, []
     liger.use_blocks(model)
     layer = model.model.layers[1]
     for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
         assert norm.forward.__func__ is LigerRMSNorm.forward
     assert layer.mlp.forward.__func__ is LigerSwiGLUMLP.forward
-    assert layer.self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"] is liger_rotary_pos_emb
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda *_: seen.append(modeling_llama.apply_rotary_pos_emb))
+    model(_batch()[0])
+    assert seen == [liger_rotary_pos_emb]
+    assert modeling_llama.apply_rotary_pos_emb is plain
+
+
+@needs_liger
+@pytest.mark.parametrize(
+    "family",
+    [one if one == "llama" else pytest.param(one, marks=pytest.mark.breadth) for one in sorted(liger.FAMILIES)],
+)
+def test_kernels_are_those_that_liger_chooses_itself(family):
+    """In a process of its own, since Liger changes the family for all of it."""
+    theirs, rotation = run_ranks(1, _by_liger, family)[0]
+    model = _empty(family)
+    liger.use_blocks(model)
+    ours, named = _bound(model), liger.FAMILIES[family].rotation
+    assert ours.keys() == theirs.keys()
+    for name, (forward, read) in ours.items():
+        # A norm whose gradient Liger writes in place may keep it too.
+        kept = theirs[name][1] | ({"in_place": False} if read.get("in_place") is False else {})
+        assert (forward, read) == (theirs[name][0], kept), name
+    assert rotation == ({named[0]: named[1].partition(":")[2]} if named else {})
+
+
+def _by_liger(rank: int, family: str) -> tuple[dict, dict[str, str]]:
+    triton_on_cpu.complete()
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    model = _empty(family)
+    attentions = [type(module) for module in model.modules() if type(module).__name__.endswith("Attention")]
+    called = {(name, sys.modules[one.__module__]) for one in attentions for name in one.forward.__code__.co_names}
+    MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    replaced = {name: getattr(space, name, None) for name, space in called if name.startswith("apply_rotary")}
+    return _bound(model), {name: new.__name__ for name, new in replaced.items() if new.__module__.startswith("liger")}
+
+
+def _empty(family: str):
+    with torch.device("meta"), no_init_weights():
+        return AutoModelForCausalLM.from_config(shrink(AutoConfig.for_model(family), 4))
+
+
+READ = ("offset", "casting_mode", "variance_epsilon", "in_place", "row_mode")
+
+
+def _bound(model) -> dict[str, tuple[str, dict]]:
+    """Module → the forward pass of Liger's that it has, but for experts, and what a norm's reads."""
+    found = {}
+    for name, module in model.named_modules():
+        forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
+        if forward.__module__.startswith("liger") and forward.__qualname__ != "LigerExperts.forward":
+            found[name] = (forward.__qualname__, {key: vars(module)[key] for key in READ if key in vars(module)})
+    return found
 
 
 @needs_liger
@@ -194,16 +252,8 @@ def test_a_loss_of_other_logits_is_refused():
 
 @needs_liger
 def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
-    patches = liger_patches.liger_patches
-
-    def wrong(config):
-        found = patches(config)
-        for patch in found.values():
-            if "variance_epsilon" in patch.values or "offset" in patch.values:
-                patch.values["variance_epsilon"] = 1e-2
-        return found
-
-    monkeypatch.setattr(liger, "liger_patches", wrong)
+    wrong = replace(liger.FAMILIES["llama"], norm=liger.AS_IS | {"offset": 0.01})
+    monkeypatch.setitem(liger.FAMILIES, "llama", wrong)
     with pytest.raises(RecipeError, match="gradients of llama would deviate"):
         liger.check_blocks(AutoConfig.for_model("llama"), CPU)
 
