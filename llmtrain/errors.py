@@ -76,7 +76,7 @@ class UserError(Exception):
             lines.append(f"{self.nearest_title}:")
         for plan, figures in itertools.zip_longest(self.nearest, self.nearest_figures):
             lines += [f"    {plan}", *([f"        {figures}"] if figures else [])]
-        return printable("\n".join(lines))
+        return printable("\n".join(lines), kept="\n\t")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the refusal as JSON data."""
@@ -123,15 +123,9 @@ class WorkerError(UserError):
     exit_code = Exit.WORKER
 
 
-def printable(text: str) -> str:
-    """Returns the text without characters that move a terminal's cursor or change its state.
-
-    Newlines and tabs remain.
-    """
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
+def printable(text: str, kept: str = "") -> str:
+    """Escapes every character that a terminal or an encoding might not print as it is, except those in `kept`."""
+    return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from llmtrain.errors import printable, short
+
 T = TypeVar("T")
 
 MOST_BYTES = 64 << 20
@@ -107,16 +109,10 @@ def why(error: Exception) -> str:
         first, *others = error.errors(include_url=False, include_context=False, include_input=False)
         where = ".".join(map(str, first["loc"]))
         more = f", and {len(others):,} more faults" if others else ""
-        return f"{printable(where) or 'content'}: {first['msg']}{more}"
+        return f"{printable(short(where)) or 'content'}: {first['msg']}{more}"
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text (byte {error.start:,})"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def printable(text: str, longest: int = 300) -> str:
-    """Makes a text from elsewhere safe for any terminal and any encoding, and limits its length."""
-    short = text if len(text) <= longest else text[:longest] + "…"
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in short)
 
 
 def require_regular(status: os.stat_result, path: Path) -> None:

@@ -44,31 +44,7 @@ LAYERS = (
     {"entry", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
-PURE = {
-    "errors",
-    "durable",
-    "untrusted",
-    "piece_heads",
-    "streams",
-    "heartbeat",
-    "host",
-    "stops",
-    "json_data",
-    "other_names",
-    "recipe",
-    "cluster",
-    "quiet",
-    "plan",
-    "ds_config",
-    "launch",
-    "run_dir",
-    "run_lock",
-    "precheck",
-    "doctor",
-    "commands",
-    "cli",
-    "entry",
-}
+PURE = LAYERS[0] | LAYERS[1] | LAYERS[2] | {"precheck", "doctor", "commands", "cli", "entry"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint.manifest import PATTERN, File, Manifest, missing_parts, read_manifests, size_problem, some
-from llmtrain.checkpoint.pickles import SUFFIXES, pickle_problem
 from llmtrain.durable import fingerprint
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.untrusted import why
+from llmtrain.untrusted import open_regular, why
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
 
 KINDS = (".safetensors", ".json")
 """Suffixes of the files in a checkpoint."""
+PICKLES = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"})
+"""Suffixes by which libraries recognise pickles. We write none: loading one runs the code that it names."""
+MOST_BYTES = 16 << 20
+"""Size of the longest pickle, unpacked, that is inspected."""
 THREADS = 8
 """Number of files that a rank reads in parallel; hashing releases the interpreter lock."""
 
@@ -95,8 +99,8 @@ def _strange(folder: Path, files: Container[str]) -> list[Problem]:
         name = path.relative_to(folder)
         if path.is_dir() and not path.is_symlink():
             continue
-        if path.suffix.lower() in SUFFIXES:
-            problems.append(pickle_problem(path))
+        if path.suffix.lower() in PICKLES:
+            problems.append(_pickle_problem(path))
         elif name.as_posix() not in files:
             if len(name.parts) > 1 or not name.match(PATTERN):
                 fix = "move it out of the checkpoint"
@@ -119,3 +123,24 @@ def _parts_missing(folder: Path, manifests: list[Manifest]) -> list[Problem]:
     message = f"lacks the part that was written on {some(hosts)}, which has a disk of its own"
     fix = "copy that part into the same folder, or run on the same nodes"
     return [Problem("checkpoint.part", str(folder), message, fix)]
+
+
+def _pickle_problem(path: Path) -> Problem:
+    """Reports what a pickle would call when loaded. Runs none of it, and unpacks at most `MOST_BYTES`."""
+    import torch
+
+    try:
+        _check_size(path)
+        named = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        would = f"; it would call {', '.join(named)} when loaded" if named else ""
+    except Exception as error:  # whatever fails while a hostile archive is read
+        would = f"; what it would call when loaded is unknown ({why(error)})"
+    return Problem(
+        "checkpoint.pickle", str(path), f"is a pickle, but checkpoints contain no pickles{would}", "remove it"
+    )
+
+
+def _check_size(path: Path) -> None:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        if sum(one.file_size for one in archive.infolist() if one.filename.endswith(".pkl")) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES:,} bytes when unpacked")

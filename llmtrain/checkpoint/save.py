@@ -22,16 +22,16 @@ from llmtrain.checkpoint.agree import (
     world_size,
 )
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, find, newest, point_latest
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, Found, find, newest, point_latest
 from llmtrain.checkpoint.host_copies import HostCopies
 from llmtrain.checkpoint.manifest import File, Manifest
-from llmtrain.checkpoint.retention import superfluous
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
 from llmtrain.engines.writer import DiskWriter, Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
+from llmtrain.recipe import CheckpointConfig
 from llmtrain.run_dir import identity_of, versions
 
 Files = dict[str, File]
@@ -206,3 +206,22 @@ class Saver:
         kept = f"; {last.name} is the last complete checkpoint" if last else ""
         fix = f"free some space or repair the file system, and run the same command again{kept}"
         return Problem(problem.rule, problem.field, problem.message, fix)
+
+
+def superfluous(found: Sequence[Found], policy: CheckpointConfig, run: str, newest: str) -> list[str]:
+    """Returns the names of a run's checkpoints that `policy` does not keep.
+
+    found: in the order they were written. newest: the one that was just published; it is always kept, so that one
+    complete checkpoint exists whatever happened to the others. A folder without a manifest of this run is not ours, and
+    neither counted nor deleted.
+    """
+    if policy.keep_last is None:
+        return []
+    ours = {one.folder.name: one.manifests[0] for one in found if one.manifests and one.manifests[0].run == run}
+    kept = {newest, *list(ours)[-policy.keep_last :]}
+    if policy.keep_every_steps is not None:
+        kept.update(name for name, manifest in ours.items() if manifest.step % policy.keep_every_steps == 0)
+    if policy.keep_best is not None:
+        evaluated = {name: manifest.eval_loss for name, manifest in ours.items() if manifest.eval_loss is not None}
+        kept.update(sorted(evaluated, key=evaluated.__getitem__)[: policy.keep_best])
+    return [name for name in ours if name not in kept]

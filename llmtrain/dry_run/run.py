@@ -13,6 +13,7 @@ from llmtrain.dry_run.report import Report, ranks
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.shrink import layers_kept, shrink
 from llmtrain.run_dir import RunDir, write_json
+from llmtrain.untrusted import read_json
 
 if TYPE_CHECKING:
     from llmtrain.plan import Plan
@@ -61,7 +62,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
         code = run_workers(command, 1, run_dir, ENVIRONMENT)
         if code:
             sys.exit(code)
-        findings = Findings.model_validate_json(findings_file(folder).read_text())
+        findings = read_json(findings_file(folder), Findings)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report = Report(

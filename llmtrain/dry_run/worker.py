@@ -21,6 +21,7 @@ from llmtrain.errors import Problem, UserError, WorkerError
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
 from llmtrain.run_dir import RunDir
+from llmtrain.untrusted import read_json
 
 PATIENCE_S = 300
 """Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
@@ -36,7 +37,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     output = take_over_output(RunDir(folder), rank)
     try:
-        job = Job.model_validate_json(job_file(folder).read_text())
+        job = read_json(job_file(folder), Job)
         _import()
         _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
     except BaseException as error:

@@ -16,6 +16,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.enumerate import NamedPlan, Refused
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Part, Recipe
+from llmtrain.untrusted import read_json
 
 PROBES = ("recipe", "sgd")
 """Runs of each plan.
@@ -261,7 +262,7 @@ def current_file(folder: Path) -> Path:
 
 def read_references(folder: Path) -> dict[str, Reference]:
     """Returns the references by probe."""
-    return {probe: Reference.model_validate_json(reference_file(folder, probe).read_text()) for probe in PROBES}
+    return {probe: read_json(reference_file(folder, probe), Reference) for probe in PROBES}
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.launch import Rank, discover
 from llmtrain.run_dir import RunDir
+from llmtrain.untrusted import read_json
 from llmtrain.verify.job import Job, job_file
 
 
@@ -38,7 +39,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
         if rank.is_main:
             print(text, end="", file=output.stderr, flush=True)
 
-    job = Job.model_validate_json(job_file(folder).read_text())
+    job = read_json(job_file(folder), Job)
     device = init_process_group(rank, on_cpu=next(iter(job.plans.values())).cluster.spec.on_cpu)
     work(job, folder, device, say)
     dist.destroy_process_group()

@@ -313,7 +313,7 @@ def _name(text: object) -> str:
     """Returns a printable text. Raises ValueError if it is not a string."""
     if not isinstance(text, str):
         raise ValueError("no text")
-    return printable(text[:LONGEST_NAME]).replace("\n", " ")
+    return printable(text[:LONGEST_NAME].replace("\n", " "))[:LONGEST_NAME]
 
 
 def _notice_silence(connection: socket.socket) -> None:

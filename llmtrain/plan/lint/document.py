@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmtrain.untrusted import printable
+from llmtrain.errors import printable, short
 
 Severity = Literal["error", "warning"]
 Where = tuple[str, ...]
@@ -30,7 +30,9 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
     """The file contains no configuration."""
 
     def __init__(self, message: str, line: int = 0, column: int = 0, fix: str = "") -> None:
-        self.finding = Finding("lint.unreadable", "error", "file", printable(message), printable(fix), line, column)
+        self.finding = Finding(
+            "lint.unreadable", "error", "file", printable(short(message)), printable(fix), line, column
+        )
         super().__init__(message)
 
 

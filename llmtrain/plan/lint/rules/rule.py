@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from llmtrain.errors import printable, short
 from llmtrain.plan.lint.document import Document, Finding, Severity, Where
-from llmtrain.untrusted import printable
 
 Fault = tuple[Where, str, str]
 """The key, what is wrong with it, and what to do (possibly empty)."""
@@ -26,8 +26,8 @@ class Rule:
         """Yields the rule's findings in a document, each with its position or that of the nearest enclosing block."""
         for where, message, fix in self.check(document):
             line, column = _place(document, where)
-            field = printable(".".join(where))
-            yield Finding(self.id, self.severity, field, printable(message), fix, line, column)
+            field = printable(short(".".join(where)))
+            yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column)
 
 
 def _place(document: Document, where: Where) -> tuple[int, int]:
