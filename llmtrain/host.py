@@ -20,9 +20,10 @@ LOOK_S = 0.3
 """Seconds for which the load by others is measured when a run starts."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 SPIN_COUNT = 10_000
-"""Turns of GNU OpenMP's loop in which a thread waits for the others before it sleeps; its own default is 300,000, which
-is milliseconds. Where another process has the core of one thread, all the others then burn theirs instead of giving it
-one (`docs/design/decisions.md`). The number of threads, and so the numbers of a run, stay the same."""
+"""Turns of GNU OpenMP's loop in which a thread waits for the others before it sleeps; the default is 300,000, which
+takes milliseconds. If another process occupies the core of one thread, all the others would otherwise waste their cores
+on waiting instead of giving it one (`docs/design/decisions.md`). The number of threads, and thus the results of a run,
+stay the same."""
 
 
 def memory_bytes() -> int:

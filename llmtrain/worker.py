@@ -94,7 +94,7 @@ def work(
 
 
 def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
-    """Has gloo and NCCL use a network that other hosts reach; tells the log which, and rank 0 the run directory."""
+    """Makes gloo and NCCL use a network that other hosts can reach; logs which, and rank 0 records it."""
     choice = set_interfaces(rank, plan.cluster.spec.on_cpu)
     for line in choice.lines:
         print(f"network interface of {line}", flush=True)

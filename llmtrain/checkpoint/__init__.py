@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and what is made of them (docs/guides/checkpoints.md).
+"""Checkpoints, which are complete or absent, and what is made from them (docs/guides/checkpoints.md).
 
 Import from the modules. `manifest`, `folder`, `retention` and `commands` load without torch.
 """

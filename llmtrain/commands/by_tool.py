@@ -1,4 +1,4 @@
-"""`llmtrain train --launcher torchrun|accelerate`: the lines of a dry run."""
+"""`llmtrain train --launcher torchrun|accelerate`: prints the command lines of a dry run."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ class TrainRequest:
         return load_recipe(self.recipe, self.assignments)
 
     def cluster(self, written_for: Cluster | None) -> Cluster:
-        """What the options name, which fall back on the recipe's own, then on this machine."""
+        """Returns the cluster that the options describe.
+
+        Options that are not given default to `written_for`, then to this machine.
+        """
         return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
 
     def folder(self, declared: Recipe) -> RunDir:

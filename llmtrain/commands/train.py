@@ -35,11 +35,11 @@ SUPPORTED: dict[str, dict[LauncherName, When]] = {
     "slurm": {"slurm": "always"},
     "kubernetes": {"kubernetes": "always"},
 }
-"""Option, as `TrainRequest` calls it → the launchers that support it, and when. All of them support the others."""
+"""Field of `TrainRequest` → the launchers that support the option, and when. All launchers support the other fields."""
 
 
 def train(request: TrainRequest) -> None:
-    """Trains, or prints or submits what does. Raises RecipeError for options that do not go together."""
+    """Trains, or prints or submits the job. Raises RecipeError for options that do not go together."""
     from llmtrain.launch import discover
 
     outlive_the_terminal()
@@ -73,7 +73,7 @@ def train(request: TrainRequest) -> None:
 
 
 def _unsupported(request: TrainRequest) -> Iterator[Problem]:
-    """The options that the launcher does not support."""
+    """Yields a problem for each option that the launcher does not support."""
     launcher = request.launcher
     instead = {
         ("nproc", "slurm"): "--gpus-per-node",
@@ -95,22 +95,25 @@ def _unsupported(request: TrainRequest) -> Iterator[Problem]:
 
 
 def option_name(field: str) -> str:
-    """What the command line calls a field of `TrainRequest`."""
+    """Returns the name on the command line of a field of `TrainRequest`."""
     return f"--{field.removeprefix('as_').replace('_', '-')}"
 
 
 def _in_conflict(request: TrainRequest, rank: Rank | None) -> Iterator[Problem]:
-    """Options that exclude others, or what this process is. rank: the worker that a launcher has started it as."""
+    """Yields a problem for each option that conflicts with others, or with the role of this process.
+
+    rank: the worker that a launcher has started this process as, if any.
+    """
     rule = "launch.options"
     if request.launcher == "kubernetes" and not request.dry_run:
-        message = "only prints: what is applied to a cluster is yours to see before"
+        message = "only prints the manifest, so that you can inspect it before you apply it"
         yield Problem(rule, "--launcher kubernetes", message, "--dry-run | kubectl apply -f -")
     if request.dry_run and request.nproc and (request.nodes or request.gpus_per_node or request.device):
-        message = "says workers of this machine, and --nodes, --gpus-per-node and --device another cluster"
+        message = "sets the workers of this machine, but --nodes, --gpus-per-node and --device describe another cluster"
         yield Problem(rule, "--nproc", message, "leave one of them out")
     if rank is None:
         return
-    started = f"and {rank.launcher} has started this process as a worker"
+    started = f"but {rank.launcher} has started this process as a worker"
     if request.launcher != "local":
         yield Problem(rule, f"--launcher {request.launcher}", f"starts workers, {started}", "leave it out")
     elif request.dry_run:

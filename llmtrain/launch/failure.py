@@ -22,7 +22,7 @@ from llmtrain.errors import (
 from llmtrain.untrusted import UNREADABLE, read_json
 
 CUT_OFF = "worker.cut_off"
-"""The rule of a rank that hears nothing of rank 0 any more. It cannot know which of the two is lost."""
+"""The rule for a rank that no longer hears from rank 0. It cannot know which of the two is lost."""
 USER_ERRORS = {kind.__name__: kind for kind in (RecipeError, DataError, CheckpointError, DivergedError, WorkerError)}
 """The errors that a worker raises, by name."""
 
@@ -82,7 +82,7 @@ class Failure:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the rank knows nothing but that it hears nothing."""
+        """Whether the rank only knows that it no longer hears from rank 0."""
         return any(problem.get("rule") == CUT_OFF for problem in self.problems)
 
     def user_error(self) -> UserError | None:

@@ -92,7 +92,7 @@ class Choice:
 
 
 def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
-    """Sets in `env` what the workers of several hosts need, before their process group is made.
+    """Sets the variables in `env` that workers on several hosts need, before their process group is created.
 
     Does nothing if all workers are on one machine.
     """

@@ -105,9 +105,10 @@ def opened(store: Store, key: str, seal: Seal, about: str) -> str:
             return seal.opened(about, store.get(key))
         except ValueError:
             if time.monotonic() > deadline:
-                message = f"holds a text for '{key}' that no rank of this run wrote"
+                message = f"contains a text for '{key}' that no rank of this run wrote"
                 fix = (
-                    "another program reaches the port that the ranks meet at: see docs/guides/launching.md, The network"
+                    "another program can reach the port at which the ranks meet: see docs/guides/launching.md, The "
+                    "network"
                 )
                 raise WorkerError(Problem("worker.stranger", "MASTER_PORT", message, fix)) from None
             time.sleep(0.1)

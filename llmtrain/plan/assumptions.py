@@ -1,6 +1,6 @@
 """The assumptions of a predicted step time beyond the datasheets: one table, every figure with its reason.
 
-None of these was measured here. `docs/guides/time.md` says how far the predictions lie from published runs.
+None of these was measured here. `docs/guides/time.md` says how far the predictions are from published runs.
 """
 
 from __future__ import annotations

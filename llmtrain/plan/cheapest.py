@@ -18,8 +18,8 @@ from llmtrain.plan.variants import Fields
 from llmtrain.recipe import Recipe
 
 EQUAL = 0.05
-"""Predicted speeds no further apart are taken for equal, and then fewer changes are better: a prediction is not
-closer to what is measured than that (`docs/guides/time.md`)."""
+"""Predicted speeds that differ by less count as equal, and the plan with fewer changes is preferred: predictions are
+not more accurate than this (`docs/guides/time.md`)."""
 MOST_DEVICES = 1024
 """With more devices the search takes longer than a user should wait for a refusal."""
 

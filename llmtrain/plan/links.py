@@ -11,7 +11,7 @@ from llmtrain.plan.plan import Layout
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
 Store = Literal["cpu", "nvme"]
-"""Where a host keeps what is offloaded."""
+"""Where a host stores offloaded tensors."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,6 @@ class Links:
         return min(group.size, max(1, self.per_node // group.stride))
 
     def latency(self, group: Group) -> float:
-        """Of a ring."""
+        """Returns the latency of a ring, in seconds."""
         nodes = group.size // self.members(group)
         return self.assumed.node_latency_s + self.assumed.network_latency_s * math.log2(max(nodes, 1))

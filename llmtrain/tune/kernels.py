@@ -19,7 +19,7 @@ WORTH_FLOPS = 1e15
 
 
 def with_kernels(plan: Plan, device: torch.device, rank: Rank, say: Callable[[str], None]) -> Plan:
-    """The plan with the kernels that its recipe leaves open; asked by all ranks, before an engine is built.
+    """Returns the plan with the kernels that its recipe leaves open; called by all ranks before an engine is built.
 
     say: is called with what is being done. Raises RecipeError on all ranks if the model cannot be computed, or is
     slower in the fp8 that its recipe chooses.

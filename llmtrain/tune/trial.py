@@ -32,7 +32,7 @@ TURNS = 5
 COMPARE_S = 6.0
 """Least duration of a comparison in seconds."""
 QUIET_TRIES = 3
-"""Of a comparison: what others do may be over soon."""
+"""Number of tries of a comparison, since other processes may end soon."""
 
 
 class Trial:

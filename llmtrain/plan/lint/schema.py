@@ -1,6 +1,6 @@
 """What a DeepSpeed configuration may contain: every key, at every level, with the type and the range of its value.
 
-The blocks that DeepSpeed validates itself are rendered from it into `deepspeed.json` (`scripts/render_lint_schema.py`).
+The blocks that DeepSpeed validates itself are rendered from it into `deepspeed.json` (`tools/render_lint_schema.py`).
 This module lists what it reads key by key, from DeepSpeed 0.19.8's `runtime/config.py` and `runtime/constants.py`; a
 test looks for these keys in its sources.
 """

@@ -19,7 +19,7 @@ _WORKING = (
     "vaultgemma youtu"
 )
 SLICED_FAMILIES = frozenset(_WORKING.split())
-"""Model types that give correct results on two ranks: those that work in `docs/reference/families_slices.md`."""
+"""Model types that give correct results on two ranks: those in `docs/reference/families_slices.md`."""
 
 
 @rule(
@@ -29,7 +29,7 @@ SLICED_FAMILIES = frozenset(_WORKING.split())
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Refuses families that fail or compute something else when split (`docs/reference/families_slices.md`)."""
+    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_slices.md`)."""
     parallel, facts = draft.parallel, draft.facts
     if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
         return

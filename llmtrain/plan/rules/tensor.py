@@ -29,7 +29,7 @@ EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe"
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
-    """Refuses families that fail or compute something else when split (`docs/reference/families_tensor.md`)."""
+    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_tensor.md`)."""
     degree, facts = draft.parallel.tensor, draft.facts
     if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages, llmtrain splits the model itself
         return
