@@ -92,7 +92,7 @@ def test_gpus_that_are_not_there_are_named(three_gpus, text, said):
     assert said in str(error.value)
 
 
-def test_what_is_wrong_is_refused():
+def test_invalid_clusters_are_refused():
     with pytest.raises(ValidationError, match=r"unknown device; did you mean 'h100'\? .*known: a100"):
         Cluster(device="h10")
     with pytest.raises(ValidationError, match="did you mean 'h100-pcie'"):

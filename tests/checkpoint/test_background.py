@@ -78,7 +78,7 @@ def test_a_step_of_another_size_fits(tmp_path):
         assert saver.engine.step == step
 
 
-def test_what_fails_is_told_and_tried_again(tmp_path):
+def test_a_failed_write_is_reported_and_tried_again(tmp_path):
     said: list[str] = []
     saver = saver_of(tmp_path)
     saver.warn, saver.pauses = said.append, (0.0, 0.0)
@@ -90,7 +90,7 @@ def test_what_fails_is_told_and_tried_again(tmp_path):
     assert "trying again" in said[0]
 
 
-def test_what_fails_for_good_is_told_and_costs_one_save(tmp_path, monkeypatch):
+def test_a_permanent_failure_is_reported_and_costs_one_save(tmp_path, monkeypatch):
     said: list[str] = []
     saver = saver_of(tmp_path)
     saver.warn = said.append
@@ -125,7 +125,7 @@ def _full(*_):
         pytest.param({"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_saved_beside_training_is_what_is_saved_without(fields, tmp_path):
+def test_a_background_save_equals_a_foreground_save(fields, tmp_path):
     run_ranks(2, _beside_training, tmp_path, fields)
 
 

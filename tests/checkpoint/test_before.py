@@ -60,7 +60,7 @@ def _rewrite(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_what_can_go_on_passes(run, plan, tmp_path):
+def test_checkpoints_that_a_run_can_continue_from_pass(run, plan, tmp_path):
     assert check_resume(plan, run, "auto", is_local=True) == _of(run)
     assert check_resume(plan, run, str(_of(run)), is_local=True) == _of(run)
     assert check_resume(plan, RunDir(tmp_path / "new"), "auto", is_local=True) is None
@@ -84,7 +84,7 @@ def test_a_missing_or_shortened_file_is_named(run, plan):
     assert f"{first}: is in the manifest but does not exist" in _refusal(run, plan, str(_of(run)))
 
 
-def test_the_one_before_is_taken(run, plan):
+def test_the_previous_checkpoint_is_used(run, plan):
     older = run.checkpoints / "step_00000002"
     shutil.copytree(_of(run), older)
     _rewrite(older, written="2020-01-01")
@@ -151,7 +151,7 @@ def _without(folder: Path, kinds: tuple[str, ...]) -> None:
     _rewrite(folder, files={name: {**file, "bytes": sizes.get(name, file["bytes"])} for name, file in files.items()})
 
 
-def test_what_cannot_be_read_is_no_traceback(run, plan):
+def test_unreadable_checkpoints_are_reported_without_a_traceback(run, plan):
     folder = _of(run)
     file = next((folder / "engine").glob("rank_*.safetensors"))
     file.write_bytes(b"\xff" * file.stat().st_size)

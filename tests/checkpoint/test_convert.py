@@ -105,12 +105,12 @@ def test_the_new_plan_is_the_old_one_with_other_fields(sources):
         ({"parallel.pipelin": 2}, "did you mean 'pipeline'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(fields, words, sources):
+def test_impossible_conversions_are_refused_before_anything_is_written(fields, words, sources):
     with pytest.raises(RecipeError, match=words):
         target_plan(_source(sources, "dp2-pp2-tp1-zero1"), fields, _resized)
 
 
-def test_what_is_damaged_or_in_the_way_leaves_nothing(sources, tmp_path):
+def test_a_damaged_source_or_an_existing_target_leaves_nothing(sources, tmp_path):
     source = _source(sources, "dp2-pp2-tp1-zero1")
     plan = _plan({"zero_stage": 1}, 1)
     (tmp_path / "full").mkdir()

@@ -78,7 +78,7 @@ def test_damage_to_any_file_is_named(shards, damage):
     verify(shards)
 
 
-def test_all_that_is_damaged_is_named_at_once(shards):
+def test_all_damaged_files_are_reported_at_once(shards):
     names = sorted(read_manifests(shards)[0].files)[:2]
     with _restored(shards / names[0]) as one, _restored(shards / names[1]) as other:
         _cut(shards / names[0], one)
@@ -130,7 +130,7 @@ def test_a_run_never_starts_anew_because_nothing_can_be_read(tmp_path):
     assert raised.value.exit_code == Exit.CHECKPOINT
 
 
-def test_latest_that_names_nothing_is_told(tmp_path):
+def test_a_dangling_latest_is_reported(tmp_path):
     made = save(saver_of(tmp_path), 1)
     (tmp_path / "latest").write_text("step_00000007\n")
     choice = _choose(tmp_path)
@@ -197,7 +197,7 @@ def test_a_pickle_is_refused_and_does_not_run(tmp_path):
     assert canary.exists()
 
 
-def test_what_only_looks_like_a_pickle_is_a_message(tmp_path):
+def test_a_file_that_only_resembles_a_pickle_is_reported(tmp_path):
     made = save(saver_of(tmp_path), 1)
     (made / "shard.pt").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match=r"shard\.pt: is a pickle"):
@@ -247,7 +247,7 @@ def test_a_pickle_that_the_manifest_names_otherwise_is_refused(tmp_path):
             use()
 
 
-def test_a_damaged_latest_is_told_and_costs_nothing(tmp_path):
+def test_a_damaged_latest_is_reported_and_costs_nothing(tmp_path):
     made = save(saver_of(tmp_path), 1)
     (tmp_path / "latest").write_bytes(b"step_\xff\n")
     choice = _choose(tmp_path)

@@ -214,7 +214,7 @@ def test_fp32_weights_of_a_bf16_run(families, tokenizer, tmp_path):
     assert any(not torch.equal(value, theirs[name].float()) for name, value in full.named_parameters())
 
 
-def test_the_card_says_what_was_trained_and_what_came_of_it(families, tokenizer, tmp_path):
+def test_the_card_describes_the_training_and_its_result(families, tokenizer, tmp_path):
     run = families / "tied"
     lines = [
         {"step": 1, "loss": 5.5},
@@ -267,12 +267,12 @@ def test_sizes_are_read(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "1.5GB", "5XB"])
-def test_what_is_no_size_is_refused(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(RecipeError, match="--max-shard-size 5GB"):
         size_in_bytes(text)
 
 
-def test_what_cannot_be_written_leaves_nothing(families, tokenizer, tmp_path):
+def test_an_export_that_cannot_be_written_leaves_nothing(families, tokenizer, tmp_path):
     checkpoint = newest(families / "tied" / "checkpoints")
     with pytest.raises(CheckpointError, match="--tokenizer"):
         export(checkpoint, tmp_path / "nowhere", tmp_path / "out")

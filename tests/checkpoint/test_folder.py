@@ -17,7 +17,7 @@ def _names(checkpoints):
     return sorted(path.name for path in checkpoints.iterdir())
 
 
-def test_a_published_checkpoint_is_whole_and_the_newest(tmp_path):
+def test_a_published_checkpoint_is_complete_and_the_newest(tmp_path):
     made = save(saver_of(tmp_path), 5)
     (manifest,) = verify(made)
     assert folder.newest(tmp_path) == made

@@ -57,13 +57,13 @@ def test_a_change_without_a_step_leaves_no_segment():
     assert course(history, BATCH) == [(0, 8), (4, 2)]
 
 
-def test_it_is_what_it_was_when_it_is_read(tmp_path):
+def test_a_history_is_read_as_it_was_written(tmp_path):
     state = TrainerState(step=6, samples=40, history=_history((0, 0, {BATCH: 8}), (4, 32, {BATCH: 4})))
     (tmp_path / STATE_FILE).write_text(json.dumps(asdict(state)))
     assert read_state(tmp_path) == state
 
 
-def test_the_card_tells_what_happened_and_not_what_is_now(tmp_path):
+def test_the_card_shows_the_values_of_each_segment(tmp_path):
     plan = _plan(**{BATCH: 4, "train.max_steps": 9, "data.cache_dir": "/home/somebody/cache"})
     history = with_plan(_history((0, 0, {BATCH: 8})), 6, 48, plan)
     state = TrainerState(step=8, samples=80, tokens=5600, passed_over=24, rollbacks=1, history=history)
@@ -93,7 +93,7 @@ def test_an_export_is_of_one_save(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "{", "null", '{"save": ["a"]}', "\ud800"])
-def test_an_export_that_does_not_say_is_of_none(tmp_path, content):
+def test_an_export_without_a_save_identity_belongs_to_no_save(tmp_path, content):
     (tmp_path / "llmtrain.json").write_text(content, errors="surrogatepass")
     assert not is_exported(tmp_path, MANIFEST)
     assert not is_exported(tmp_path / "nowhere", MANIFEST)

@@ -185,7 +185,7 @@ def test_a_damaged_run_directory_is_exit_code_4(run, name, content, words):
         ({"files": {"/etc/passwd": None}}, "not the path of a file within"),
     ],
 )
-def test_what_a_manifest_may_not_say(run, fields, words):
+def test_invalid_manifests_are_refused(run, fields, words):
     made = _made(run)
     file = made / "MANIFEST.json"
     document = json.loads(file.read_text())
@@ -242,7 +242,7 @@ def _too_long(head, listed):
         (_too_long, "elements 1 to 7 of 6"),
     ],
 )
-def test_what_the_head_of_pieces_may_not_say(run, edit, words):
+def test_invalid_heads_of_pieces_are_refused(run, edit, words):
     made, listed = _made(run), pieces()
     head = head_of(listed)
     edit(head, listed)
@@ -320,7 +320,7 @@ def test_a_damaged_latest_costs_nothing(two, how):
 
 
 @pytest.mark.parametrize("how", ["file", "fifo", "dangling", "loop", "closed"])
-def test_a_checkpoint_that_is_no_folder_is_said(two, how):
+def test_a_checkpoint_that_is_not_a_folder_is_reported(two, how):
     folder = two.checkpoints / "step_00000002"
     shutil.rmtree(folder)
     match how:
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_is_no_folder_is_said(two, how):
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", PIECES, "trainer.json", "plan.json"])
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_what_is_no_file_is_never_opened(run, name, kind):
+def test_devices_and_fifos_are_never_opened(run, name, kind):
     file = _made(run) / name
     file.unlink()
     if kind == "fifo":
@@ -356,12 +356,12 @@ def test_what_is_no_file_is_never_opened(run, name, kind):
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 2100])
-def test_a_folder_that_cannot_be_is_a_message(name, tmp_path):
+def test_an_impossible_folder_name_is_reported(name, tmp_path):
     with pytest.raises(CheckpointError, match=r"out\.write"):
         check_new(tmp_path / name)
 
 
-def test_what_a_save_writes_is_what_the_reader_takes(run):
+def test_the_reader_accepts_what_a_save_writes(run):
     """The limits are wide enough for what is written: nothing of a manifest is lost on the way."""
     (manifest,) = read_manifests(_made(run))
     assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest

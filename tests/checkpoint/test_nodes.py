@@ -80,7 +80,7 @@ def test_each_node_has_a_manifest_of_its_part(nodes):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["same nodes", "swapped"])
-def test_what_a_node_lacks_comes_from_the_others(nodes, order):
+def test_pieces_missing_on_a_node_come_from_the_others(nodes, order):
     """Weights of ZeRO 1 are written by rank 0 only; where nodes are swapped each needs the shard of the other."""
     stage, folder, whole = nodes
     for expected, (step, continued) in zip(whole, run_ranks(2, _continued, folder, stage, order), strict=True):
@@ -89,7 +89,7 @@ def test_what_a_node_lacks_comes_from_the_others(nodes, order):
         assert all((continued.weights[name] == expected.weights[name]).all() for name in expected.weights)
 
 
-def test_parts_copied_into_one_folder_are_a_whole_checkpoint(nodes, tmp_path):
+def test_parts_copied_into_one_folder_are_a_complete_checkpoint(nodes, tmp_path):
     stage, folder, whole = nodes
     shared = _disk(tmp_path, 0)
     for node in (0, 1):
@@ -99,7 +99,7 @@ def test_parts_copied_into_one_folder_are_a_whole_checkpoint(nodes, tmp_path):
         assert continued.losses == expected.losses
 
 
-def test_a_checkpoint_that_is_not_whole_on_every_node_is_passed_over(nodes, tmp_path):
+def test_a_checkpoint_that_is_incomplete_on_a_node_is_skipped(nodes, tmp_path):
     stage, folder, _ = nodes
     shutil.copytree(folder, tmp_path / "copy")
     newest = _disk(tmp_path / "copy", 1) / "step_00000003"

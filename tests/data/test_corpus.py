@@ -90,7 +90,7 @@ def test_arrow_file_stream_and_compressed(cache: Cache, tmp_path: Path) -> None:
     assert read(cache, tmp_path / "b.arrow") == TEXTS
 
 
-def test_what_datasets_saved(cache: Cache, tmp_path: Path) -> None:
+def test_folders_saved_by_datasets_are_read(cache: Cache, tmp_path: Path) -> None:
     splits = {"train": datasets.Dataset.from_dict({"text": TEXTS}), "test": datasets.Dataset.from_dict({"text": ["x"]})}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert read(cache, tmp_path / "saved") == TEXTS
@@ -197,12 +197,12 @@ def test_a_line_nested_too_deeply_is_named(cache: Cache, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b'"x"', b"3", b"{}", b'{"splits": 3}', b'{"splits": [1]}', b"\xff", b"[" * 100_000]
 )
-def test_a_dataset_dict_that_is_none_is_named(cache: Cache, tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_dataset_dict_is_reported(cache: Cache, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "dataset_dict.json").write_bytes(content)
     assert "dataset_dict.json: does not contain" in fault(cache, tmp_path, "data.format")
 
 
-def test_a_dataset_dict_that_nobody_may_wait_for(cache: Cache, tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_dataset_dict_is_not_waited_for(cache: Cache, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "dataset_dict.json")
     assert "dataset_dict.json: does not contain" in fault(cache, tmp_path, "data.format")
 

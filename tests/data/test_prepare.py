@@ -101,7 +101,7 @@ def test_the_first_call_loads_neither_torch_nor_datasets(make_recipe: MakeRecipe
     assert python(check, make_recipe(corpus_file)).communicate(timeout=60)[0] == "light\n"
 
 
-def test_what_changes_decides_what_is_made(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
+def test_only_what_a_change_affects_is_built_again(make_recipe: MakeRecipe, corpus_file: Path, cache_dir: Path) -> None:
     first = prepare(make_recipe(corpus_file))
     longer = prepare(make_recipe(corpus_file, sequence_length=64))
     assert longer.made
@@ -167,7 +167,9 @@ SLOW = """
 """
 
 
-def test_who_waits_says_so_and_opens_what_the_other_made(make_recipe: MakeRecipe, corpus_file: Path) -> None:
+def test_a_waiting_process_says_so_and_opens_the_result_of_the_other(
+    make_recipe: MakeRecipe, corpus_file: Path
+) -> None:
     first = python(SLOW, make_recipe(corpus_file), "1.5")
     assert first.stdout is not None
     assert first.stdout.readline() == "tokenizing\n"

@@ -65,7 +65,7 @@ def test_the_slowest_rank_counts():
     assert [(job["local_rank"], job["port"]) for job in hosts[1].jobs] == [(0, 1234), (1, 1234)]
 
 
-def test_a_hang_is_bounded_and_names_who_is_missing_and_where():
+def test_a_hang_is_bounded_and_names_the_missing_rank_and_its_host():
     (finding, measured), _ = _reduce({0: WHOLE[:2], 1: WHOLE[:2], 2: ({"at": "started"},), 3: ()})
     assert (finding.level, measured) == ("fault", {})
     assert "ranks 0 (h1) and 1 (h1): reached rank 0, but not all others" in finding.text
@@ -74,7 +74,7 @@ def test_a_hang_is_bounded_and_names_who_is_missing_and_where():
     assert "gloo: eth0" in finding.text
 
 
-def test_a_rank_that_fails_is_told_and_not_waited_for():
+def test_a_failed_rank_is_reported_and_not_waited_for():
     says = {
         0: WHOLE[:2],
         1: WHOLE[:2],

@@ -33,7 +33,7 @@ def test_links_that_are_down_are_counted():
     assert count_links(NVLINK) == (1, 1)
 
 
-def test_what_was_not_looked_at_is_said(scene, monkeypatch, tmp_path):
+def test_skipped_checks_are_reported(scene, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     [finding] = interconnect.gpu_links(scene)
     assert finding.text == "links between GPUs not checked: nvidia-smi is not installed"

@@ -47,7 +47,7 @@ class Answering:
         return self.answers.pop(0)
 
 
-def test_what_the_compiler_said_is_told():
+def test_the_compilers_message_is_reported():
     right = {"operator": "pin_memory", "seconds": 12.34, "file": "/cache/pin_memory/pin_memory.so", "error": ""}
     wrong = {"operator": "async_io", "seconds": 3.0, "file": "", "error": "x.cpp:1: error: no such thing"}
     channel = Answering(right, wrong)

@@ -31,7 +31,7 @@ from llmtrain.doctor.reach import Channel, UnreachableError, beside, explain, ov
         (3, "", "ssh.llmtrain", "ended with code 3 there: no message"),
     ],
 )
-def test_what_ssh_says_is_explained(code, said, check, meaning):
+def test_messages_of_ssh_are_explained(code, said, check, meaning):
     finding = explain("h2", code, said.splitlines())
     assert (finding.check, finding.level) == (check, "fault")
     assert finding.text.startswith("h2: ")
@@ -39,7 +39,7 @@ def test_what_ssh_says_is_explained(code, said, check, meaning):
     assert "HOST" not in finding.fix
 
 
-def test_a_host_that_says_nothing_is_given_up(programs, monkeypatch):
+def test_a_silent_host_times_out(programs, monkeypatch):
     programs("ssh", "").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(reach, "ANSWER_S", -0.8)  # and one second of grace
     with pytest.raises(UnreachableError, match="h2 did not answer within"):
@@ -74,7 +74,7 @@ def test_an_agent_ends_with_its_input_whatever_it_is_at():
     assert channel.exit_code == 0  # by itself, and was not killed
 
 
-def test_who_asks_an_agent_that_has_ended_is_told_each_time():
+def test_each_request_to_an_agent_that_has_ended_reports_it():
     channel = Channel("h2", ["sh", "-c", "echo out of order >&2; exit 3"])
     try:
         for _ in range(2):

@@ -102,7 +102,7 @@ def test_nothing_launched_us(env):
         ({"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(change, names):
+def test_impossible_values_are_refused_by_name(change, names):
     env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(RecipeError) as error:
         discover(env)
@@ -213,7 +213,7 @@ def test_ipv6_addresses():
         (tf_config("worker", 0, worker=["a:1", "b:99999"]), "not host:port"),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(env, said):
+def test_an_impossible_description_is_refused(env, said):
     [(field, message, _)] = problems_of(env)
     assert field == "TF_CONFIG"
     assert said in message

@@ -77,7 +77,7 @@ def test_every_bad_line_is_named(tmp_path, text, places):
         ({"exclude": "a@node-2.example@10.0.0.3"}, "leaves no device"),
     ],
 )
-def test_filters_that_cannot_be(hostfile, filters, said):
+def test_impossible_filters_are_refused(hostfile, filters, said):
     with pytest.raises(RecipeError, match=said):
         read_hosts(hostfile, **filters)
 

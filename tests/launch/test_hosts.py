@@ -63,14 +63,14 @@ def test_a_file_of_variables_that_is_no_text_is_named(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_host_that_will_not_do_is_named(answer, rule, said):
+def test_an_unsuitable_host_is_reported(answer, rule, said):
     process = answer and subprocess.CompletedProcess([], answer[0], answer[1], answer[2])
     [problem] = hosts._judge(Host("b", (0,)), process, OWN)
     assert (problem.rule, problem.field) == (rule, "b")
     assert said in problem.message
 
 
-def test_a_host_like_this_one_will_do():
+def test_a_host_like_this_one_is_suitable():
     assert not list(hosts._judge(Host("b", (0,)), subprocess.CompletedProcess([], 0, json.dumps(OWN), ""), OWN))
 
 
@@ -114,7 +114,7 @@ LOST = """lost communication with a remote daemon.
         ({1: cut_off(1, "b")}, "", CUT_OFF),
     ],
 )
-def test_who_was_cut_off_is_believed_last(tmp_path, written, log, told):
+def test_the_report_of_a_rank_that_was_cut_off_is_believed_last(tmp_path, written, log, told):
     """Both sides of a cable write to one disk, and the one without the launcher may be first."""
     job = hosts.HostsJob((Host("a", (0,)), Host("b", (0,))), tmp_path, (), RunDir(tmp_path), "openmpi")
     job.run_dir.logs.mkdir()

@@ -155,7 +155,7 @@ def test_exit_codes_decide_what_becomes_of_the_job():
     }
 
 
-def test_what_is_given_arrives():
+def test_options_arrive_in_the_manifest():
     document = _document(*ALL)
     pod = _pod(document)
     [container] = pod["containers"]
@@ -216,7 +216,7 @@ def test_arguments_arrive_as_they_were():
         ([*GIVEN, "node_selector=x y"], "is not KEY=VALUE"),
     ],
 )
-def test_options_that_cannot_be(options, said):
+def test_impossible_options_are_refused(options, said):
     with pytest.raises(RecipeError) as error:
         parse_options(options)
     assert said in str(error.value)

@@ -29,7 +29,7 @@ def test_default_path(plan):
     assert str(default_run_dir(plan.recipe, "64gpu").path) == "runs/small-64gpu"
 
 
-def test_what_is_written_can_be_read(run, plan):
+def test_a_run_directory_is_read_as_it_was_written(run, plan):
     run.create(plan, DS_CONFIG)
     assert run.read_plan() == plan
     assert json.loads(run.ds_config_file.read_text()) == DS_CONFIG
@@ -107,7 +107,7 @@ def test_a_run_that_is_continued_keeps_its_kernels(run, plan):
     assert run.read_plan().kernels == kernels
 
 
-def test_what_may_change_is_decided_field_by_field(plan):
+def test_each_field_decides_whether_it_may_change(plan):
     """A new field of the recipe fails this test until it is decided whether it makes another run."""
     fields = plan.recipe.dotted()
     free = {field for field in fields if MAY_CHANGE.fullmatch(field)}
@@ -147,7 +147,7 @@ def test_a_run_keeps_its_identity(run, plan, tmp_path):
     assert other.read_id() != first
 
 
-def test_the_identity_of_a_recipe_is_what_a_run_may_not_change(plan):
+def test_the_identity_of_a_recipe_consists_of_the_fields_that_a_run_may_not_change(plan):
     recipe = plan.recipe
     identity = identity_of(recipe)
     assert identity_of(recipe.with_(**{"train.max_steps": 10, "parallel.zero_stage": 2, "name": "x"})) == identity

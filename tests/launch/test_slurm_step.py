@@ -40,7 +40,7 @@ def test_a_task_of_a_step(more, expected):
         {name: value for name, value in STEP.items() if "STEP" not in name},  # a batch script
     ],
 )
-def test_what_is_no_worker(env):
+def test_a_process_that_is_not_a_worker(env):
     assert discover(env) is None
 
 
@@ -78,7 +78,7 @@ def test_a_launcher_within_a_task_is_believed(more, launcher):
         ({"MASTER_PORT": "70000"}, ["MASTER_PORT"]),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(more, names):
+def test_impossible_values_are_refused_by_name(more, names):
     with pytest.raises(RecipeError) as error:
         discover({**STEP, **more})
     assert [problem.field for problem in error.value.problems] == names
@@ -110,12 +110,12 @@ def test_node_lists(text, names):
 
 
 @pytest.mark.parametrize("text", ["n[1-3", "n1]", "n[]", "n[a-b]", "n[3-1]", "n[1--2]", "a,,b", "a b", "n[-1]", ","])
-def test_what_is_no_node_list(text):
+def test_invalid_node_lists_are_refused(text):
     with pytest.raises(ValueError, match="is no"):
         hosts(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(3)", "2(x)", "2;3", "-1"])
-def test_what_is_no_list_of_tasks(text):
+def test_invalid_lists_of_tasks_are_refused(text):
     with pytest.raises(ValueError, match="is not a list"):
         tasks_per_node(text)

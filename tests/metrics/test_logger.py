@@ -110,7 +110,7 @@ def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_word_for_is_null(run_dir, plan, value):
+def test_non_finite_numbers_are_null(run_dir, plan, value):
     with MetricsLogger(run_dir, plan) as logger:
         logger.log_step(metrics(10, loss=value, grad_norm=value))
         logger.log_eval(10, value)
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(small_disk, plan, tmp_pat
     assert "No space left on device; its lines are kept for later" in warned[0]
 
 
-def test_a_disk_that_stays_full_is_said_at_the_end(small_disk, plan):
+def test_a_disk_that_stays_full_is_reported_at_the_end(small_disk, plan):
     warned = []
     with MetricsLogger(RunDir(small_disk), plan, warn=warned.append) as logger:
         _fill(small_disk)

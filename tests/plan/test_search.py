@@ -99,7 +99,7 @@ def test_no_plan_is_faster_than_the_best(llama):
     assert search_plans(llama, NODE).best[0].time.tokens_per_second == fastest
 
 
-def test_what_does_not_fit_is_a_near_miss(llama):
+def test_a_plan_that_does_not_fit_is_a_near_miss(llama):
     def fits(plan):
         if plan.layout.zero_stage == 3 and plan.layout.tp > 1:
             return None
@@ -144,7 +144,7 @@ def test_experts_keep_the_micro_batch_that_their_router_loss_depends_on():
     assert {draft.parallel.expert for _, draft in found} >= {1, 8, 16}
 
 
-def test_what_cannot_be_searched_is_told(llama, tiny):
+def test_an_impossible_search_is_reported(llama, tiny):
     with pytest.raises(RecipeError, match="the datasheet of cpu lacks peak_flops") as error:
         search_plans(tiny, Cluster(devices_per_node=2))
     assert error.value.problems[0].rule == "search.device"

@@ -57,7 +57,7 @@ def test_the_parts_add_up(llama, name):
     assert 0 < time.mfu < 1
 
 
-def test_what_a_mask_hides_is_computed(llama):
+def test_masked_scores_count_as_computed(llama):
     """By `sdpa`; kernels that are told the bounds of documents skip at least what comes after each token."""
     fields = {"parallel__precision": "bf16", "parallel__zero_stage": 1}
     masked, flash, varlen = (
@@ -121,7 +121,7 @@ def test_faster_links_and_devices_of_ones_own(llama):
     assert own.compute_s < 0.8 * base.compute_s
 
 
-def test_nothing_is_predicted_of_what_nothing_is_known(llama, tiny):
+def test_without_a_datasheet_nothing_is_predicted(llama, tiny):
     plan = resolve(tiny, Cluster(devices_per_node=2))
     assert predict(plan) is None
     assert unknown(plan) == "the datasheet of cpu lacks peak_flops['fp32'], memory_bandwidth, node_bandwidth"

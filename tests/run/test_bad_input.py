@@ -88,7 +88,7 @@ FEW = "localhost slots=1\n127.0.0.2 slots=2\n"
         ),
     ],
 )
-def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_recipe, tmp_path):
+def test_impossible_hosts_start_nothing(hostfile, arguments, words, small_recipe, tmp_path):
     (tmp_path / "hosts").write_text(hostfile)
     where = ("--launcher", "deepspeed", "--hostfile", tmp_path / "hosts", "--run-dir", tmp_path / "run")
     _refused(llmtrain("train", small_recipe, *where, *arguments, COLUMNS="300"), USAGE, *words)
@@ -114,7 +114,7 @@ def test_hosts_that_cannot_be_start_nothing(hostfile, arguments, words, small_re
     ],
     ids=" ".join,
 )
-def test_launchers_that_cannot_be_start_nothing(arguments, words, small_recipe, tmp_path):
+def test_impossible_launcher_options_start_nothing(arguments, words, small_recipe, tmp_path):
     _refused(llmtrain("train", small_recipe, *arguments, "--run-dir", tmp_path / "run"), USAGE, *words)
     assert not (tmp_path / "run").exists()
 
@@ -203,13 +203,13 @@ def test_a_tokenizer_larger_than_the_vocabulary(small_recipe, tmp_path):
     _refused(result, USAGE, "300", "512")
 
 
-def test_a_checkpoint_that_is_none(small_recipe, tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_refused(small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", "--resume", tmp_path)
     _refused(result, CHECKPOINT, "--resume")
 
 
 @pytest.mark.parametrize("command", [["checkpoint", "list"], ["checkpoint", "verify"], ["export"]])
-def test_a_folder_that_is_no_run(command, tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(command, tmp_path):
     out = [tmp_path / "out"] if command == ["export"] else []
     _refused(llmtrain(*command, tmp_path, *out), CHECKPOINT, "is not a run directory")
 
@@ -257,7 +257,7 @@ def test_a_refusal_ends_with_the_nearest_legal_plans(arguments, rule, nearest, s
 
 
 @pytest.mark.slow
-def test_a_family_that_cannot_be_cut_starts_nothing(small_recipe, tmp_path):
+def test_a_family_that_cannot_be_split_starts_nothing(small_recipe, tmp_path):
     """Found by comparing a tiny copy, before the data is prepared and a worker started."""
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = ("--set", "model.architecture=zaya", "--set", f"model.config={json.dumps(config)}")

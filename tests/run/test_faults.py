@@ -153,7 +153,7 @@ def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
 
 @pytest.mark.breadth
 @pytest.mark.slow
-def test_what_takes_long_by_itself_is_no_hang(small_recipe, uninterrupted, tmp_path):
+def test_a_long_step_evaluation_or_save_is_not_a_hang(small_recipe, uninterrupted, tmp_path):
     pauses = {when: tmp_path / when for when in ("1", "evaluating", "saving")}
     fault = ",".join(f"pause:0:{when}:{once}" for when, once in pauses.items())
     result = train(small_recipe, tmp_path / "run", fault, *HANGS)

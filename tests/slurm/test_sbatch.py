@@ -176,7 +176,7 @@ def test_a_job_is_not_started_again_for_ever(job, tmp_path):
     assert not (tmp_path / "requeued").exists()
 
 
-def test_who_is_cancelled_stays_so(job, tmp_path):
+def test_a_cancelled_job_is_not_requeued(job, tmp_path):
     process = job("recipes/tiny.py")
     wait_for(tmp_path / "srun")
     process.terminate()
@@ -210,7 +210,7 @@ def test_a_rendered_sweep_does_the_same(job, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train", "train_array", "prepare_data", "verify"])
-def test_without_a_recipe_it_says_how(job, name):
+def test_without_a_recipe_the_usage_is_printed(job, name):
     code, told = finished(job(script=FOLDER / f"{name}.sbatch", SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="1"))
     assert code == 2
     assert told.startswith("usage: sbatch")

@@ -61,7 +61,7 @@ def _tune(plan, batch, always=True, threads=1):
     return search.tune(plan, batch, CPU, threads, always, said.append), said
 
 
-def test_what_a_recipe_names_is_not_tried():
+def test_kernels_that_a_recipe_names_are_not_tried():
     plan = small_plan()
     assert open_kernels(plan.recipe) == KERNELS
     named = small_plan(**{"kernels.blocks": "eager", "kernels.loss": "whole", "model.attention": "eager"})
@@ -80,7 +80,7 @@ def test_a_gpu_is_asked_for_its_own_kernels():
     assert "kernels.threads" not in tried
 
 
-def test_what_a_rule_refuses_is_not_tried():
+def test_kernels_that_a_rule_refuses_are_not_tried():
     h100 = Cluster(devices_per_node=2, device="h100")
     plan = resolve(small_plan().recipe.with_(**{"parallel.backend": "data_parallel"}), h100)
     tried = dict(alternatives(plan, on_cpu=False, threads=1))
@@ -103,14 +103,14 @@ def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
     assert "model.attention=eager" in said
 
 
-def test_people_are_told_what_a_precision_takes(monkeypatch, batch):
+def test_the_time_of_each_precision_is_reported(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: {"fp32": 1.0, "bf16": 0.5, "autocast_bf16": 0.7}[recipe.parallel.precision])
     found, _ = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
     assert found.milliseconds["parallel.precision"] == {"fp32": 1000, "bf16": 500, "autocast_bf16": 700}
     assert "parallel.precision" not in found.values
 
 
-def test_a_field_is_told_at_one_speed_of_the_device(monkeypatch, batch):
+def test_a_field_is_compared_at_one_speed_of_the_device(monkeypatch, batch):
     """Which drifts from one comparison to the next."""
     speeds = iter([1.0, 2.0, 4.0])
     Timed(monkeypatch, lambda recipe: 1.0)
@@ -136,7 +136,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(monkeypatch, batch):
     assert "was expected" in found.failed["model.attention=eager"]
 
 
-def test_a_kernel_that_cannot_run_is_told_and_left(monkeypatch, batch):
+def test_a_kernel_that_cannot_run_is_reported_and_skipped(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0)
     monkeypatch.setattr(search, "alternatives", lambda *_: [("model.attention", ["sdpa", "flash_attention_2"])])
     found, _ = _tune(small_plan(), batch)
@@ -243,7 +243,7 @@ def five_turns(monkeypatch):
     ],
     ids=["always", "once slower", "slower"],
 )
-def test_who_may_have_won_by_chance_is_not_faster(monkeypatch, five_turns, others, ratio, is_faster):
+def test_a_kernel_that_may_have_won_by_chance_is_not_faster(monkeypatch, five_turns, others, ratio, is_faster):
     Cores(monkeypatch, 0.0)
     assert trial.in_turn(Passes(2.0), Passes(*(2 * one for one in others))) == Compared(2.0, ratio, is_faster)
 
@@ -268,7 +268,7 @@ def test_on_a_busy_machine_nothing_is_chosen(monkeypatch, batch, five_turns):
         _tune(small_plan(**{"kernels.blocks": "eager"}), batch)
 
 
-def test_who_uses_cores_beside_a_gpu_does_not_matter(monkeypatch, five_turns):
+def test_busy_cores_beside_a_gpu_do_not_matter(monkeypatch, five_turns):
     Cores(monkeypatch, 0.9)
     assert trial.in_turn(Passes(2.0, device="cuda"), Passes(1.0, device="cuda")) == Compared(2.0, 0.5, True)
 
@@ -311,7 +311,7 @@ def test_the_measuring_process_ends_with_its_rank(tmp_path):
     assert select([process], [], [], 10)[0]  # readable: it has ended
 
 
-def test_what_the_process_tells():
+def test_messages_of_the_measuring_process():
     answer = _choice("k", **{"kernels.loss": "chunked"})
     said = []
     lines = [json.dumps({"trying": "a=b"}), json.dumps({"choice": answer.model_dump(mode="json")})]

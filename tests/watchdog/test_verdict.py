@@ -43,7 +43,7 @@ def test_limits_can_be_switched_off():
     assert limit_of(pulse, 1.0, "T", WatchdogConfig(min_seconds=0)) is None
 
 
-def test_who_waits_for_a_rank_that_saves_is_no_hang():
+def test_waiting_for_a_rank_that_saves_is_not_a_hang():
     saving = status(phase=Phase.SAVING, limit_s=1800.0, idle_s=100.0)
     assert hangs({0: status(), 1: WAITING})
     assert not hangs({0: saving, 1: WAITING})
@@ -113,7 +113,7 @@ def test_the_message_names_the_rank_that_ended():
     assert found.fix.splitlines()[0] == "rank 1 on b (process 7): step 57, training for 4 s, not heard of any more"
 
 
-def test_who_is_cut_off_speaks_of_itself():
+def test_a_rank_that_is_cut_off_reports_itself():
     found = cut_off(3, "b")
     assert (found.rule, found.field) == ("worker.cut_off", "rank 3 on b")
     assert found.message.startswith("hears nothing of rank 0 any more")
