@@ -35,7 +35,7 @@ class Way:
 
     @property
     def arguments(self) -> str:
-        """`--set` arguments to paste."""
+        """Returns the `--set` arguments to paste."""
         return as_arguments(self.changes)
 
     @property
@@ -50,10 +50,10 @@ class Way:
 
 
 def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int = MOST) -> list[Way]:
-    """The fastest legal plans that fit; no two change the same fields as far as there are others.
+    """Returns the fastest legal plans that fit; if possible, no two change the same fields.
 
-    The model, the data and the global batch stay. Empty where nothing fits, where nothing is known of the
-    devices' speed, and for very large clusters.
+    The model, the data and the global batch stay. Empty if nothing fits, if the devices' speed is unknown, and for very
+    large clusters.
     """
     if cluster.world_size > MOST_DEVICES:
         return []
@@ -62,7 +62,7 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int
         for time, fields, draft in timed_plans(recipe, cluster, facts)
     ]
     room, found = Room(lacking), list[Way]()
-    for like in (_changes_the_same, _goes_further, Way.__eq__):  # less and less is asked of another way
+    for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions to meet
         for fastest, draft in ranked:
             if len(found) == most:
                 break
@@ -73,7 +73,7 @@ def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int
 
 
 def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
-    """Of the ways that are as fast as `fastest`, the one with the fewest changes."""
+    """Returns the way with the fewest changes among those that are as fast as `fastest`."""
     enough = (1 - EQUAL) * fastest.time.tokens_per_second
     simpler = [
         one
@@ -85,10 +85,10 @@ def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
 
 
 def _changes_the_same(way: Way, known: Way) -> bool:
-    """Whether a way changes all the fields that another one changes, which is as fast, or nearly."""
+    """Whether a way changes all the fields that another one changes, which is equally fast, or nearly."""
     return known.changes.keys() <= way.changes.keys()
 
 
 def _goes_further(way: Way, known: Way) -> bool:
-    """Whether a way is another one, with more changes."""
+    """Whether a way is another one with additional changes."""
     return known.changes.items() <= way.changes.items()

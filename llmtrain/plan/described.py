@@ -1,4 +1,4 @@
-"""A plan as lines for people."""
+"""Formats a plan as lines for people."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llmtrain.plan.stages import described as described_stages
 
 
 def model_line(plan: Plan) -> str:
-    """What is trained."""
+    """Describes the model."""
     model = plan.model
     active = f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""
     return f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters{active}"
 
 
 def split_lines(plan: Plan) -> list[str]:
-    """Where it runs, how it is split, the batch, and the stages of a pipeline."""
+    """Describes the devices, the layout, the batch, and the stages of a pipeline."""
     layout, cluster = plan.layout, plan.cluster
     workers = f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"
     return [
@@ -32,7 +32,7 @@ def split_lines(plan: Plan) -> list[str]:
 
 
 def kernel_lines(plan: Plan) -> list[str]:
-    """What computes otherwise than `transformers` does by itself."""
+    """Describes the kernels that differ from the defaults of `transformers`."""
     if plan.kernels is not None:
         return kernel_choice_lines(plan.kernels)
     kernels = plan.recipe.kernels
@@ -48,7 +48,7 @@ def kernel_lines(plan: Plan) -> list[str]:
 
 
 def _loss(plan: Plan) -> str:
-    """How a loss without all logits is made."""
+    """Describes how a loss without all logits is computed."""
     if plan.recipe.kernels.loss == "liger":
         return "Liger's fused loss"
     how = ", compiled" if plan.recipe.kernels.loss == "compiled" else ""
@@ -58,13 +58,13 @@ def _loss(plan: Plan) -> str:
 
 
 def chosen_line(choice: KernelChoice) -> str:
-    """The kernels of a choice, and where it comes from."""
+    """Describes the kernels of a choice, and its origin."""
     values = ", ".join(f"{field}={value}" for field, value in choice.values.items())
     return f"kernels  {values or 'as the rules have them'} ({choice.why})"
 
 
 def kernel_choice_lines(choice: KernelChoice) -> list[str]:
-    """A choice with all that was measured for it."""
+    """Describes a choice with all its measurements."""
     lines = [chosen_line(choice), f"         on {choice.device}"]
     for field, taken in choice.milliseconds.items():
         lines.append(f"         {field}: " + ", ".join(f"{value} {ms:.1f} ms" for value, ms in taken.items()))
@@ -72,7 +72,7 @@ def kernel_choice_lines(choice: KernelChoice) -> list[str]:
 
 
 def triangle(plan: Plan) -> str:
-    """The batch as a product."""
+    """Formats the batch as a product."""
     batch = plan.batch
     return (
         f"{batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
@@ -81,7 +81,7 @@ def triangle(plan: Plan) -> str:
 
 
 def sharding(plan: Plan) -> str:
-    """What shares the work of data parallelism, if not DeepSpeed itself, and its stage."""
+    """Names what shards the states of data parallelism, and its stage."""
     parallel = plan.recipe.parallel
     stage = f"ZeRO-{plan.layout.zero_stage}"
     if parallel.backend == "deepspeed":
@@ -90,7 +90,7 @@ def sharding(plan: Plan) -> str:
 
 
 def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
-    """What a rank of each stage sends in a step; neighbours that are alike share a line."""
+    """Lists the bytes that a rank of each stage sends in a step; neighbouring stages with equal values share a line."""
     lines = []
     for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
         numbers = [number for number, _ in alike]
@@ -106,7 +106,7 @@ def _largest_first(sent: dict[str, int]) -> list[tuple[str, int]]:
 
 
 def size_of(size: int) -> str:
-    """Bytes in the largest unit that leaves a whole number before the point."""
+    """Formats bytes in the largest unit in which they are at least 1."""
     number = float(size)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":

@@ -1,4 +1,4 @@
-"""What the rules look at: a recipe on a cluster, before anybody knows whether it is legal."""
+"""The input of the rules: a recipe on a cluster that may or may not be legal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPUTE_DTYPE: dict[Precision, str] = {
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe on a cluster, with the numbers that follow from both where they come out whole."""
+    """A recipe on a cluster, with the numbers that follow from both if they are integers."""
 
     recipe: Recipe
     cluster: Cluster
@@ -38,28 +38,28 @@ class Draft:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How the recipe wants the work split."""
+        """The recipe's parallelism."""
         return self.recipe.parallel
 
     @property
     def weight_dtype(self) -> str:
-        """Type of the weights in the forward pass, and so of the gradients."""
+        """Type of the weights in the forward pass, and thus of the gradients."""
         return WEIGHT_DTYPE[self.parallel.precision]
 
     @property
     def model_parallel(self) -> int:
-        """Devices that share one replica of the model: pp × tp × sp."""
+        """Number of devices that share one replica of the model: pp × tp × sp."""
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.sequence
 
     @property
     def dp(self) -> int | None:
-        """Replicas that see different samples; None where the degrees do not divide the devices."""
+        """Replicas that see different samples; None if the degrees do not divide the number of devices."""
         replicas, rest = divmod(self.cluster.world_size, self.model_parallel)
         return None if rest else replicas
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches per step and replica; None where the batch does not divide."""
+        """Micro-batches per step and replica; None if the micro-batch does not divide the batch."""
         if self.dp is None:
             return None
         steps, rest = divmod(self.recipe.batch.global_batch_size, self.recipe.batch.micro_batch_size * self.dp)

@@ -1,4 +1,4 @@
-"""All ways to split a recipe's work over a few devices: those that run here, and those refused, with the rule."""
+"""Enumerates all ways to split a recipe's work over a few devices: those that run here, and the refused ones."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ class NamedPlan:
 
 @dataclass(frozen=True)
 class Refused:
-    """A candidate that does not run, with the first rule that it breaks."""
+    """A candidate that does not run, and the first rule that it breaks."""
 
     name: str
     problem: Problem
 
 
 def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tuple[str, Recipe, Cluster]]:
-    """Every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
+    """Yields every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
 
-    World sizes divide `nproc`; degrees, ZeRO stages and offload to host memory are multiplied out, and each comes
-    with one micro-batch per step and with several. Offload is tried under plain data parallelism
-    only, where every stage has it, and so are the other backends, those that are installed. Names read as
-    `dp2-zero1-acc4-offload`, `dp2-fsdp2-acc4`.
+    World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
+    with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
+    stage supports it; so are the other backends, if they are installed. Examples of names: `dp2-zero1-acc4-offload`,
+    `dp2-fsdp2-acc4`.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):
@@ -85,7 +85,7 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 
 
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[Refused]]:
-    """The candidates that this version trains, and the others."""
+    """Returns the candidates that this version can train, and the others."""
     plans, refused = [], []
     for name, candidate, cluster in candidates(recipe, nproc, device):
         try:
@@ -99,7 +99,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
 
 
 def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
-    """Data parallelism over all devices, by the other backends that are installed."""
+    """Yields data parallelism over all devices with the other backends that are installed."""
     whole = dict.fromkeys(DEGREES, 1) | dict.fromkeys(OFFLOADS, "none")
     for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
         if not is_installed(backend):
@@ -114,9 +114,9 @@ def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
 
 
 def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
-    """A replica's whole share, and the recipe's size where that is a smaller one that divides it, else 1.
+    """Returns a replica's whole share, and a smaller size: the recipe's if it divides the share, else 1.
 
-    One of several micro-batches is enough beside the whole share. The first makes one micro-batch per step.
+    One smaller size is enough. The whole share makes one micro-batch per step.
     """
     sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
     several = own if own in sizes[:-1] else 1

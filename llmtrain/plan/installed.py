@@ -1,4 +1,4 @@
-"""Which backends and kernels need a package that may not be there."""
+"""Determines which backends and kernels need packages that may be missing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ INSTEAD = {"model.attention": "varlen", "kernels.blocks": "auto", "kernels.loss"
 
 
 def is_installed(backend: str) -> bool:
-    """Whether the package that a backend imports is there; found without importing it."""
+    """Whether the package that a backend imports is installed; does not import it."""
     return backend not in PACKAGES or find_spec(PACKAGES[backend][0]) is not None
 
 
 def missing_packages(plan: Plan) -> list[Problem]:
-    """The packages that the plan's backend and its kernels import, where they are not installed."""
+    """Returns the packages that the plan's backend and its kernels import but that are not installed."""
     problems, backend = [], plan.recipe.parallel.backend
     if not is_installed(backend):
         package, command = PACKAGES[backend]

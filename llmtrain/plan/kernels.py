@@ -1,4 +1,4 @@
-"""Which kernels a plan runs with where its recipe leaves that open; pure."""
+"""The kernels of a plan for the choices that its recipe leaves open; pure."""
 
 from __future__ import annotations
 
@@ -37,23 +37,26 @@ def chunks_loss(plan: Plan) -> bool:
 
 
 def is_one_chunk(plan: Plan) -> bool:
-    """Whether a micro-batch's tokens are no more than a chunk, which autograd takes as it takes a whole loss."""
+    """Whether a micro-batch has no more tokens than a chunk, so that autograd treats it like a loss without chunks."""
     return plan.recipe.kernels.loss != "liger" and tokens_of_loss(plan) <= CHUNK_TOKENS
 
 
 def tokens_of_loss(plan: Plan) -> int:
-    """Of a micro-batch, on one rank."""
+    """Returns the number of tokens of a micro-batch on one rank."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
 
 
 def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
-    """Tokens whose logits Liger's loss holds at once: at least as many as make them as large as the hidden states."""
+    """Returns the number of tokens whose logits Liger's loss holds at once.
+
+    Their logits are at least as large as the hidden states.
+    """
     each = math.ceil(tokens / math.ceil(vocabulary / width))
     return min(tokens, 1 << (each - 1).bit_length())
 
 
 def needs_whole_loss(recipe: Recipe) -> str:
-    """Why the engine must have the logits; empty where it need not."""
+    """Returns why the engine needs all logits, or an empty string if it does not."""
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")
 
 

@@ -1,4 +1,4 @@
-"""The bytes that each kind of communication sends, and how long they take on the links of a cluster."""
+"""Bytes that each kind of communication sends, and the time that they take on the links of a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Store = Literal["cpu", "nvme"]
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: `size` of them, each `stride` after the one before."""
+    """A group of communicating ranks: `size` of them, each `stride` after the previous one."""
 
     size: int
     stride: int
@@ -37,7 +37,7 @@ class Groups:
 
     @classmethod
     def of(cls, layout: Layout) -> Groups:
-        """As `StagePipeline` and DeepSpeed number them."""
+        """Returns the groups, with ranks numbered as `StagePipeline` and DeepSpeed do."""
         replicas = layout.dp * layout.sp
         return cls(
             tensor=Group(layout.tp, 1),
@@ -50,10 +50,10 @@ class Groups:
 
 
 def sent(kind: Kind, size: float, where: Group | Store) -> float:
-    """Bytes that each rank sends for a tensor of `size` bytes.
+    """Returns the bytes that each rank sends for a tensor of `size` bytes.
 
-    Rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange it. An all-reduce
-    is a reduce-scatter and an all-gather.
+    Collectives are rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange
+    it. An all-reduce is a reduce-scatter and an all-gather.
     """
     if not isinstance(where, Group):
         return size
@@ -67,7 +67,7 @@ def sent(kind: Kind, size: float, where: Group | Store) -> float:
 
 @dataclass(frozen=True)
 class Links:
-    """Bandwidths in bytes per second, each way, as they are reached."""
+    """Achieved bandwidths, in bytes per second and direction."""
 
     per_node: int
     """Devices of a node."""
@@ -100,7 +100,7 @@ class Links:
         return sent(kind, size, where) / bandwidth + (2 if kind == "all_reduce" else 1) * self.latency(where)
 
     def members(self, group: Group) -> int:
-        """Ranks of a group that share a node."""
+        """Returns the number of a group's ranks that share a node."""
         return min(group.size, max(1, self.per_node // group.stride))
 
     def latency(self, group: Group) -> float:

@@ -1,4 +1,4 @@
-"""Recipes by path: `recipes/NAME.py` or `recipes/NAME.py:VARIANT`, imported and called."""
+"""Loads recipes by path: `recipes/NAME.py` or `recipes/NAME.py:VARIANT`, imported and called."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ T = TypeVar("T")
 
 
 def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | None]:
-    """The recipe of `PATH[:VARIANT]` with `--set` assignments applied, and the cluster it was written for.
+    """Returns the recipe of `PATH[:VARIANT]` with `--set` assignments applied, and the cluster that it was written for.
 
-    A module's function `recipe` is the base and `recipe_VARIANT` a variant; `cluster` and
-    `cluster_VARIANT` are optional and say which cluster. Raises RecipeError for a file, import,
-    variant, recipe or assignment that is wrong.
+    A module's function `recipe` is the base and `recipe_VARIANT` a variant; `cluster` and `cluster_VARIANT` are
+    optional and return the cluster. Raises RecipeError for a wrong file, import, variant, recipe or assignment.
     """
     path, _, variant = spec.partition(":")
     module = import_recipe(Path(path))
@@ -33,9 +32,9 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
 
 
 def with_variant(spec: str, variant: str) -> str:
-    """`FILE:variant` where a spec names no variant and its file has that one; else the spec as it is.
+    """Returns `FILE:variant` if a spec names no variant and its file has that one; otherwise the spec unchanged.
 
-    Raises RecipeError for a file that cannot be read.
+    Raises RecipeError for an unreadable file.
     """
     path, colon, _ = spec.partition(":")
     if not colon and variant in variants_of(import_recipe(Path(path))):
@@ -44,7 +43,7 @@ def with_variant(spec: str, variant: str) -> str:
 
 
 def import_recipe(path: Path) -> ModuleType:
-    """The module of a recipe file; its folder is importable meanwhile, as when the file is run."""
+    """Imports the module of a recipe file; its folder is importable meanwhile, as when the file is run."""
     try:
         is_file = path.is_file()
     except (OSError, ValueError) as error:  # a name that is too long, a folder without permission
@@ -64,12 +63,12 @@ def import_recipe(path: Path) -> ModuleType:
 
 
 def variants_of(module: ModuleType) -> list[str]:
-    """Names of a recipe module's variants, in the order of the file."""
+    """Returns the names of a recipe module's variants, in the order of the file."""
     return [name.removeprefix("recipe_") for name, item in vars(module).items() if _is_variant(name, item)]
 
 
 def recipe_of(module: ModuleType, variant: str = "") -> Recipe:
-    """The recipe of a module, or of one of its variants."""
+    """Returns the recipe of a module, or of one of its variants."""
     path = Path(module.__file__ or module.__name__)
     function = getattr(module, f"recipe_{variant}" if variant else "recipe", None)
     if not callable(function):
@@ -78,7 +77,7 @@ def recipe_of(module: ModuleType, variant: str = "") -> Recipe:
 
 
 def cluster_of(module: ModuleType, variant: str = "") -> Cluster | None:
-    """The cluster that a module says its recipe, or variant, was written for."""
+    """Returns the cluster for which a module's recipe, or a variant of it, was written."""
     function = getattr(module, f"cluster_{variant}", None) if variant else None
     function = function or getattr(module, "cluster", None)
     if not callable(function):
@@ -127,7 +126,7 @@ def _no_such_variant(module: ModuleType, path: Path, variant: str) -> Problem:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Lets a recipe import its neighbours; they are forgotten again, for another folder may hold their namesakes."""
+    """Lets a recipe import its neighbours, then unloads them, since another folder may contain the same names."""
     entry, before = str(folder.resolve()), set(sys.modules)
     sys.path.insert(0, entry)
     try:

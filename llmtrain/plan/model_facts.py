@@ -1,8 +1,8 @@
-"""What a plan must know of a model: by arithmetic where the family is known, else from the model itself.
+"""Determines the facts of a model that a plan needs: by arithmetic for known families, else from the model itself.
 
-A plan has to answer at once on a login node, so `transformers` is imported only for a family that
-`llmtrain.plan.families` does not know and for names on the hub. A model that is built here is built
-on the meta device: its shapes exist, its weights do not.
+A plan has to answer immediately on a login node, so `transformers` is imported only for families that
+`llmtrain.plan.families` does not contain and for names on the hub. A model that is built here is built on the meta
+device: its shapes exist, its weights do not.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ _OPTIONAL_SIZES = ("head_dim", "num_experts", "num_experts_per_tok", "moe_interm
 
 
 def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
-    """The facts of a recipe's model.
+    """Returns the facts of a recipe's model.
 
-    `vocab_size` is what the recipe knows of the vocabulary (`Recipe.vocab_size`); pretrained weights
-    bring their own. Raises RecipeError naming every key or size that is wrong, and for a model that
-    cannot be found.
+    `vocab_size` is the vocabulary size as far as the recipe determines it (`Recipe.vocab_size`); pretrained weights
+    have their own. Raises RecipeError with every wrong key or size, and for a model that cannot be found.
     """
     if model.pretrained is not None:
         model_type, declared = _pretrained_config(model)
         if has_own_code(model, declared):
             return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
         return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
-    assert model.architecture is not None  # ModelConfig asks for one of the two
+    assert model.architecture is not None  # ModelConfig requires one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
 
 
 def pretrained_vocabulary(model: ModelConfig) -> int | None:
-    """Rows of the embedding of pretrained weights, as far as a configuration on this machine says; asks no hub.
+    """Returns the rows of the embedding of pretrained weights, from a configuration on this machine only.
 
     Raises RecipeError for a folder whose configuration cannot be read.
     """
@@ -68,7 +67,7 @@ def pretrained_vocabulary(model: ModelConfig) -> int | None:
 
 
 def _facts(model: ModelConfig, model_type: str, config: dict[str, Any], vocab_size: int | None) -> ModelFacts:
-    """Facts of a configuration; only the keys that the recipe sets itself are checked."""
+    """Returns the facts of a configuration; only keys that the recipe sets itself are checked."""
     if vocab_size is not None:
         config.setdefault("vocab_size", vocab_size)
     family = FAMILIES.get(model_type)
@@ -86,7 +85,10 @@ def _no_vocabulary() -> Problem:
 
 
 def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str) -> list[Problem]:
-    """`transformers` keeps any key and reads only those that it knows: a typo would train the default."""
+    """Returns a problem for each unknown key.
+
+    `transformers` keeps any key but reads only those that it knows: with a typo it would use the default.
+    """
     return [
         Problem(
             "model.config_key", f"model.config.{key}", f"'{model_type}' has no such configuration{nearest(key, known)}"
@@ -97,7 +99,7 @@ def _unknown_keys(given: dict[str, Any], known: frozenset[str], model_type: str)
 
 
 def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], problems: list[Problem]) -> ModelFacts:
-    """Facts by counting; `problems` are the faults already found, raised with the others."""
+    """Returns facts by counting; `problems` are the faults found so far, raised together with new ones."""
     config, named_twice = _with_defaults(family, given)
     problems = [*problems, *named_twice, *_wrong_sizes(family, config)]
     if problems:
@@ -133,9 +135,9 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
 
 
 def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[str, int] | None:
-    """Of the rotary embeddings that follow the longest position in sight, the type and the length where that begins.
+    """Returns the type of rotary embeddings that depend on the longest position, and the length where that begins.
 
-    None where there are none. declared: the longest sequence that the configuration names.
+    None if there are none. declared: the longest sequence that the configuration names.
     """
     found = []
     for parameters in _rotary(config.get("rope_parameters") or config.get("rope_scaling")):
@@ -149,7 +151,7 @@ def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[s
 
 
 def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
-    """The rotary parameters of a model, or those of each kind of its layers."""
+    """Yields the rotary parameters of a model, or those of each kind of its layers."""
     if isinstance(parameters, dict):
         yield parameters
         for inner in parameters.values():
@@ -157,7 +159,7 @@ def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
 
 
 def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The configuration under the family's own names, with its defaults; one thing set by two names is a fault."""
+    """Returns the configuration under the family's own names, with defaults; two names of one setting are a fault."""
     problems = []
     config = dict(family.defaults)
     for key, value in given.items():
@@ -170,7 +172,7 @@ def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
-    """Sizes that are not positive integers; None stands for a derived one where the family derives it."""
+    """Returns problems with sizes that are not positive integers; None is valid if the family derives the size."""
     problems = []
     required = ["vocab_size", *(family.aliases.get(key, key) for key in _SIZES if key != "num_key_value_heads")]
     optional = [family.inner_key, "num_key_value_heads", *(key for key in _OPTIONAL_SIZES if key in config)]
@@ -187,7 +189,7 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
 
 
 def _too_large(config: dict[str, Any]) -> list[Problem]:
-    """Sizes that no machine computes with, before anything is built or counted of them."""
+    """Returns problems with sizes that no machine can compute with, before anything is built or counted."""
     problems = []
     for key, value in config.items():
         most = MOST_LAYERS if key in _LAYERS else LARGEST_SIZE
@@ -216,7 +218,7 @@ def _shape(family: Family, config: dict[str, Any]) -> Shape:
 
 
 def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Problem]:
-    """Sizes that do not fit each other; the model would fail while it is built, or in its first step."""
+    """Returns problems with sizes that do not fit each other: building the model, or its first step, would fail."""
     problems = []
     if not given.get("head_dim") and not family.defaults.get("head_dim") and shape.width % shape.heads:
         key = family.aliases.get("num_attention_heads", "num_attention_heads")
@@ -229,7 +231,7 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
 
 
 def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """`model_type` and configuration of pretrained weights: a local folder is read, a hub name is asked for."""
+    """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub."""
     assert model.pretrained is not None
     folder = expanded(model.pretrained)
     try:
@@ -251,7 +253,7 @@ def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: hub names are `NAME` or `OWNER/NAME`."""
+    """Whether a name can only be a path: names on the hub are `NAME` or `OWNER/NAME`."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
@@ -264,19 +266,19 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _kept_config(model: ModelConfig) -> Path | None:
-    """The configuration of a hub model in the local cache; None where it is not there."""
+    """Returns the configuration of a hub model in the local cache, or None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         kept = try_to_load_from_cache(str(model.pretrained), "config.json", revision=model.revision)
-    except HFValidationError:  # no name of the hub
+    except HFValidationError:  # not a valid name on the hub
         return None
     return Path(kept) if isinstance(kept, str) else None
 
 
 def _hub_config(model: ModelConfig) -> dict[str, Any]:
-    """Configuration of a hub model, from the hub, or from its local cache where the hub does not answer."""
+    """Returns the configuration of a hub model, from the hub, or from its local cache if the hub does not answer."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     name = model.pretrained
@@ -302,9 +304,9 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def hub_has(name: str, revision: str | None = None, repo_type: str = "model") -> bool | None:
-    """Whether the hub has a repository; None where it does not answer.
+    """Whether the hub has a repository; None if it does not answer.
 
-    Asked once, with a time limit: to fetch a file, its client would try for minutes.
+    Sends one request with a timeout: the hub's client would retry for minutes to download a file.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
@@ -312,15 +314,15 @@ def hub_has(name: str, revision: str | None = None, repo_type: str = "model") ->
     try:
         url = hf_hub_url(name, "config.json", revision=revision, repo_type=repo_type)
         get_hf_file_metadata(url, timeout=ANSWER_S)
-    except (HfHubHTTPError, ValueError) as error:  # an answer, if not the one that was hoped for
+    except (HfHubHTTPError, ValueError) as error:  # an answer, even if it is an error
         return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
-    except Exception:  # whatever the HTTP library of the hub's client raises
+    except Exception:  # the HTTP library of the hub's client may raise anything
         return None
     return True
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
-    """Facts of a family that arithmetic does not know."""
+    """Returns the facts of a family that the arithmetic does not cover."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -340,9 +342,9 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
 
 
 def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool = False) -> ModelFacts:
-    """Facts of a model that is built without its weights.
+    """Returns the facts of a model that is built without its weights.
 
-    own_code: whether the model is code of its own, which no table of families knows.
+    own_code: whether the model comes with its own code, which is in no table of families.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -352,7 +354,7 @@ def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool =
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
         _check_clamp(config)
-    except Exception as error:  # whatever a foreign model's constructor raises, the configuration is at fault
+    except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {error}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
     facts = _facts_of(built, model_type)
@@ -360,42 +362,44 @@ def _built_facts(model_type: str, configure: Callable[[], Any], own_code: bool =
 
 
 def _without_gradient(built: Any) -> tuple[str, ...]:
-    """Names of the trained parameters that the loss of a model without weights does not depend on.
+    """Returns the names of the trained parameters that the loss does not depend on, for a model without weights.
 
-    Empty where its forward pass needs values, as one that asks which experts its tokens have chosen.
+    Empty if its forward pass needs values, for example to check which experts its tokens have chosen.
     """
     import torch
 
     trained = {name: one for name, one in built.named_parameters() if one.requires_grad}
     tokens = torch.zeros((1, TRIED_TOKENS), dtype=torch.int64, device="meta")
     mask = torch.ones((1, 1, TRIED_TOKENS, TRIED_TOKENS), dtype=torch.bool, device="meta")
-    for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` asks for the values of positions
+    for more in ({}, {"attention_mask": mask}):  # without a mask `transformers` needs the values of positions
         try:
             with torch.device("meta"):
                 output = built.train()(input_ids=tokens, position_ids=tokens, use_cache=False, **more)
             auxiliary = getattr(output, "aux_loss", None)
             total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
             gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-        except Exception:  # whatever a foreign forward raises without values; a worker will show whether it runs
+        except (
+            Exception
+        ):  # a foreign forward method may raise anything without values; a worker will show whether it runs
             continue
         return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()
 
 
 def _check_clamp(config: Any) -> None:
-    """DBRX without a bound of its projections calls `torch.clamp` without one, in its first forward pass."""
+    """Raises ValueError for DBRX without a bound: its first forward pass would call `torch.clamp` without one."""
     if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
         raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
 
 
 def _facts_of(built: Any, model_type: str) -> ModelFacts:
-    """Facts of a model object. `parameters()` yields a tied weight once."""
+    """Returns the facts of a model object. `parameters()` yields a tied weight once."""
     config = built.config.get_text_config()
     total = sum(parameter.numel() for parameter in built.parameters())
     lists = list(decoder_lists(built).values())
     layers = list(lists[0]) if len(lists) == 1 else []
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
-    heads = _int(config, "num_attention_heads") or 0  # a recurrence has none
+    heads = _int(config, "num_attention_heads") or 0  # recurrent models have none
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
     )
@@ -428,7 +432,7 @@ def _facts_of(built: Any, model_type: str) -> ModelFacts:
 
 
 def _weights_of(built: Any, layers: list[Any]) -> Weights:
-    """The parameters of a model object, by part; what several parts share counts in the first."""
+    """Returns the parameters of a model object by part; parameters that several parts share count in the first."""
     seen: set[int] = set()
 
     def new(named: Iterable[tuple[str, Any]]) -> list[Weight]:
@@ -453,10 +457,10 @@ def _weights_of(built: Any, layers: list[Any]) -> Weights:
 
 
 def decoder_lists(model: Any) -> dict[str, Any]:
-    """By their names, the lists of modules that may be a model's decoder layers; one, where it is a chain of layers.
+    """Returns the lists of modules that may be a model's decoder layers, by name; exactly one for a chain of layers.
 
-    They are the lists outside other lists, and least deep in the model, of as many layers as the
-    configuration says (or of any number, where there are none of that).
+    These are the lists outside of other lists, with the lowest depth, that have as many layers as the configuration
+    says (or any number, if none has that many).
     """
     from torch import nn
 
@@ -472,7 +476,7 @@ def decoder_lists(model: Any) -> dict[str, Any]:
 
 
 def _has_expert_modules(model: Any) -> bool:
-    """Whether a module of a model has a list of experts, each a module."""
+    """Whether a module of a model has a list of experts, each of which is a module."""
     from torch import nn
 
     return any(
@@ -482,7 +486,7 @@ def _has_expert_modules(model: Any) -> bool:
 
 
 def _size(module: Any, within: str = "") -> int:
-    """Parameters of a module, or of those parts of it whose name has `within` in it."""
+    """Returns the number of parameters of a module, or of those parts whose name contains `within`."""
     return sum(parameter.numel() for name, parameter in module.named_parameters() if within in name)
 
 

@@ -33,7 +33,7 @@ WIDTH = 8
 """Values of one field that are tried."""
 
 WEIGHTS = {
-    # What changes nothing but the layout comes first, then what costs time, then what changes the numbers.
+    # Changes of the layout only come first, then those that cost time, then those that change the results.
     MICRO_BATCH: 0.5,
     "parallel.zero_stage": 0.75,
     **dict.fromkeys(DEGREES, 1.0),
@@ -47,7 +47,7 @@ WEIGHTS = {
 }
 """Fields that may be changed → distance of one change."""
 RELATED = {
-    # What lowers the memory of a rank.
+    # Fields that lower the memory of a rank.
     "parallel": (
         MICRO_BATCH,
         "parallel.zero_stage",
@@ -66,10 +66,10 @@ RELATED = {
 def nearest_plans(
     recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None, most: int = MOST
 ) -> tuple[str, ...]:
-    """Changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
+    """Returns changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
 
-    The model, the data and the global batch stay. forced: what every suggestion has to change. Empty
-    where no layout cures the fault, and for a recipe that has none.
+    The model, the data and the global batch stay. forced: changes that every suggestion has to make. Empty if no layout
+    helps, or if the recipe has none.
     """
     try:
         facts = model_facts(recipe.model, recipe.vocab_size)
@@ -79,13 +79,13 @@ def nearest_plans(
 
 
 def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
-    """The changes themselves, by growing distance.
+    """Returns the changes themselves, by increasing distance.
 
-    A legal plan differs in at least one field that a broken rule depends on, so a variant is changed
-    further in the fields of one of its broken rules only: the one that leaves the fewest ways.
+    A legal plan differs in at least one field that a broken rule depends on. A variant is thus changed further only in
+    the fields of one of its broken rules: the one with the fewest possible changes.
     """
     values = _values(recipe, cluster)
-    order = itertools.count()  # of equally far variants the earlier one goes first
+    order = itertools.count()  # among equally distant variants the earlier one goes first
     queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
     seen: set[frozenset[tuple[str, Any]]] = set()
     found: list[Fields] = []
@@ -95,7 +95,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
             break
         distance, _, changes = heapq.heappop(queue)
         if any(one.items() <= changes.items() for one in found):
-            continue  # a legal plan, changed further for nothing
+            continue  # a legal plan with needless further changes
         draft = Draft(changed(recipe, changes), cluster, facts)
         named = _named(draft)
         if not named and changes and _resolves(recipe, cluster, facts, changes):
@@ -112,7 +112,7 @@ def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, 
 
 
 def _named(draft: Draft) -> list[str]:
-    """The fields that broken rules name, each once; those of what this version does not train where there is none."""
+    """Returns the fields that broken rules report, each once; without any, those that this version cannot train."""
     problems = broken(draft)[0]
     if not problems:
         try:
@@ -125,7 +125,7 @@ def _named(draft: Draft) -> list[str]:
 def _ways(
     draft: Draft, named: str, values: Mapping[str, tuple[Any, ...]], changes: Fields
 ) -> Iterator[tuple[str, Any]]:
-    """Changes that may cure a rule which names a field: of that field, and of those that most rules depend on."""
+    """Yields changes that may satisfy a rule which reports a field: of it, and of those that most rules depend on."""
     fields = [named] if named in WEIGHTS else []
     fields += [
         *RELATED.get(named, ()),
@@ -137,13 +137,13 @@ def _ways(
             present = value_of(draft.recipe, field)
             others = [value for value in values[field] if value != present]
             others.sort(key=lambda value: _distance(field, present, value))
-            # Far ones are left out, except for not using a kind of parallelism at all.
+            # Distant values are left out, except for a degree of 1.
             near = others[:WIDTH] if 1 in others[:WIDTH] or field not in DEGREES else [*others[:WIDTH], 1]
             yield from ((field, value) for value in near if value != present)
 
 
 def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
-    """What each field may become."""
+    """Returns the values that each field may have."""
     sizes = {
         **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
         MICRO_BATCH: divisors(recipe.batch.global_batch_size),
@@ -152,7 +152,7 @@ def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
 
 
 def _distance(field: str, present: Any, value: Any) -> float:
-    """Numbers are as far apart as their ratio says, ZeRO stages as their difference."""
+    """Returns the distance of two values: for numbers by their ratio, for ZeRO stages by their difference."""
     steps = 1.0
     if field == "parallel.zero_stage":
         steps = abs(value - present)
@@ -162,7 +162,7 @@ def _distance(field: str, present: Any, value: Any) -> float:
 
 
 def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
-    """Whether a suggestion, read as a user would paste it, is a plan."""
+    """Whether a suggestion resolves to a plan when a user pastes it."""
     try:
         resolve(recipe.with_(**fields), cluster, facts)
     except RecipeError:
@@ -171,7 +171,7 @@ def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Field
 
 
 def as_arguments(fields: Fields) -> str:
-    """Changes as `--set` arguments to paste."""
+    """Formats changes as `--set` arguments to paste."""
     return " ".join(f"--set {field}={_text(value)}" for field, value in _sorted(fields))
 
 

@@ -1,4 +1,4 @@
-"""A recipe on a cluster, resolved into a plan, or refused with every fault that it has."""
+"""Resolves a recipe on a cluster into a plan, or refuses it with all its faults."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["assemble", "resolve"]
 
 
 def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:
-    """The plan of a recipe on a cluster.
+    """Returns the plan of a recipe on a cluster.
 
-    `facts` are found from the recipe where they are not given. Raises RecipeError with all faults at
-    once: those of the model's configuration, and every broken rule.
+    `facts` are determined from the recipe if they are not given. Raises RecipeError with all faults at once: those of
+    the model's configuration, and every broken rule.
     """
     faults: list[Problem] = []
     if facts is None:

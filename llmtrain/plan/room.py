@@ -1,4 +1,4 @@
-"""What fits, asked of many plans: of a layout that has no room for its leanest variant, nothing else is asked."""
+"""Checks many plans for whether they fit: if the leanest variant of a layout does not, no other is checked."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Fits = Callable[[Plan], Shortage | None]
 
 
 class Room:
-    """Answers of a `Fits`, and the layouts that are known to be too large."""
+    """Calls a `Fits`, and remembers the layouts that are known to be too large."""
 
     def __init__(self, fits: Fits) -> None:
         self._fits = fits
         self._hopeless: dict[Any, bool] = {}
 
     def lacking(self, draft: Draft) -> Shortage | None:
-        """Why a legal draft does not fit."""
+        """Returns why a legal draft does not fit, or None."""
         return self._fits(assemble(draft))
 
     def is_hopeless(self, draft: Draft) -> bool:
-        """Whether a legal draft's layout has no room, whatever its micro-batch and with activations computed again.
+        """Whether a legal draft's layout never fits, whatever its micro-batch, even with activation checkpointing.
 
-        The smallest micro-batch has the fewest activations, the largest one no gradients beside them: every
+        The smallest micro-batch has the fewest activations, the largest one has no gradients at the same time: every
         other variant needs more than one of the two.
         """
         plain = {MICRO_BATCH: 1, CHECKPOINTING: "full"}

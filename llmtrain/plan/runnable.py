@@ -1,4 +1,4 @@
-"""Whether a legal plan can be started here: with the packages and the processes that are there."""
+"""Checks whether a legal plan can be started here, with the installed packages and the started processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from llmtrain.plan.plan import Plan
 
 
 def check_runnable(plan: Plan, workers: int | None = None) -> None:
-    """Raises RecipeError where a package of the plan's backend is missing, or a launcher has started other workers.
+    """Raises RecipeError if a package of the plan's backend is missing, or a launcher has started other workers.
 
-    workers: how many processes a launcher has started; None where ours will start those of the plan.
+    workers: number of processes that a launcher has started; None if llmtrain starts those of the plan itself.
     """
     problems = missing_packages(plan)
     if workers is not None and workers != plan.workers:

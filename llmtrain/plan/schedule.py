@@ -1,4 +1,4 @@
-"""The 1F1B schedule of a pipeline (PipeDream-Flush, arXiv 2006.09503), as it runs and as a picture."""
+"""The 1F1B schedule of a pipeline (PipeDream-Flush, arXiv 2006.09503), as executed and as a picture."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Slot:
 def one_forward_one_backward(
     stages: int, micro_batches: int, forward: float = FORWARD, backward: float = BACKWARD
 ) -> list[Slot]:
-    """Every pass of every stage, with the times of its start and end; sending takes none.
+    """Returns every pass of every stage, with the times of its start and end; sending takes no time.
 
-    A stage runs forward until the pipeline is full, then one pass backward and one forward in turn; it
-    starts a pass when it is free and its input is there.
+    A stage runs forward passes until the pipeline is full, then alternates between backward and forward passes; it
+    starts a pass when it is free and its input has arrived.
     """
     ends: dict[tuple[int, int, str], float] = {}
     waiting = [list(_order(stage, stages, micro_batches)) for stage in range(stages)]
@@ -55,7 +55,10 @@ def one_forward_one_backward(
 
 
 def _order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """The passes of a stage in turn; the last stage has one micro-batch in flight, the first as many as stages."""
+    """Yields the passes of a stage in order.
+
+    The last stage has one micro-batch in flight, the first as many as there are stages.
+    """
     ahead = min(stages - stage, micro_batches)
     yield from (("forward", number) for number in range(ahead))
     for number in range(micro_batches):
@@ -65,7 +68,7 @@ def _order(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[Litera
 
 
 def _input(stage: int, stages: int, number: int, kind: str) -> tuple[int, int, str] | None:
-    """The pass that a pass waits for; None for the first forward ones."""
+    """Returns the pass that a pass waits for, or None for the first forward passes."""
     if kind == "forward":
         return (stage - 1, number, kind) if stage else None
     return (stage + 1, number, kind) if stage < stages - 1 else (stage, number, "forward")
@@ -76,7 +79,7 @@ UNIT, TOP = 11, 34
 
 
 def schedule_svg(stages: int, batch: Batch) -> str:
-    """A picture of a step: a row for each stage, forward and backward passes numbered; what stays grey is idle."""
+    """Draws a step: a row for each stage, with numbered forward and backward passes; grey means idle."""
     micro_batches = batch.gradient_accumulation_steps
     shown = min(micro_batches, max(MOST_SHOWN, stages))
     slots = one_forward_one_backward(stages, shown)

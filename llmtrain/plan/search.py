@@ -1,7 +1,7 @@
-"""All legal plans of a recipe on a cluster, ranked by predicted tokens per second.
+"""Ranks all legal plans of a recipe on a cluster by predicted tokens per second.
 
-The run stays the same: the model, the data, the global batch, the precision and the backend. What is
-searched is how it is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing, offload.
+The run stays the same: the model, the data, the global batch, the precision and the backend. The search varies how it
+is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing, offload.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     best: tuple[Found, ...]
     """The best plans, the fastest first."""
@@ -83,11 +83,11 @@ class SearchResult:
 
 
 def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> SearchResult:
-    """The fastest legal plans, and what nearly was one.
+    """Returns the fastest legal plans, and near misses.
 
-    fits: asked of the fastest plans only, in turn, so it may take milliseconds; None where memory is not
-    known, and then nothing is left out for it. Raises RecipeError where the model's configuration is wrong,
-    where nothing is known of the devices, and where no plan is legal or none fits.
+    fits: is called for the fastest plans only, one by one, so it may take milliseconds; None if memory is not known,
+    and then no plan is excluded for it. Raises RecipeError if the model's configuration is wrong, if the devices'
+    datasheet is unknown, and if no plan is legal or none fits.
     """
     facts = model_facts(recipe.model, recipe.vocab_size)
     timed = timed_plans(recipe, cluster, facts)
@@ -119,7 +119,7 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
 
 
 def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]:
-    """Of plans that do not fit those that lack least, one of each ZeRO stage and kinds of parallelism."""
+    """Returns plans with the smallest shortage, one for each ZeRO stage and combination of kinds of parallelism."""
     found: list[tuple[str, Timed]] = []
     for shortage, timed in sorted(too_large, key=lambda miss: miss[0].size):
         if len(found) == MOST_TOO_LARGE:
@@ -130,13 +130,13 @@ def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]
 
 
 def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Timed]:
-    """Every legal plan with its predicted time, the fastest first; empty where nothing can be predicted."""
+    """Returns every legal plan with its predicted time, the fastest first; empty if nothing can be predicted."""
     timed = [(time, fields, draft) for fields, draft in legal_plans(recipe, cluster, facts) if (time := _time(draft))]
     return sorted(timed, key=lambda item: -item[0].tokens_per_second)
 
 
 def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
-    """Every legal way to split and store the run: what it changes in the recipe, and its draft."""
+    """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
     for split in degrees(cluster.world_size, facts.layers, facts.experts):
         draft = Draft(changed(recipe, split), cluster, facts)
         if not allowed(draft, layout.RULES):
@@ -148,7 +148,7 @@ def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator
 
 
 def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
-    """The legal micro-batches of a draft, with and without activation checkpointing."""
+    """Yields the legal micro-batches of a draft, with and without activation checkpointing."""
     assert stored.dp is not None, "the rules of layout have refused the rest"
     sizes = _micro_batches(stored.recipe, stored.dp)
     for micro, checkpointing in itertools.product(sizes, choices(stored.recipe)[CHECKPOINTING]):
@@ -159,13 +159,13 @@ def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
 
 
 def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
-    """The smallest sizes, and the recipe's own."""
+    """Returns the smallest sizes, and the recipe's own."""
     sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
     return tuple(size for number, size in enumerate(sizes) if number < MOST_SIZES or size == own)
 
 
 def loses(time: StepTime, best: StepTime) -> str:
-    """What costs a plan most against the best one."""
+    """Returns the largest cost of a plan in comparison with the best one."""
     parts, others = _parts(time), _parts(best)
     part = max(parts, key=lambda name: parts[name] - others.get(name, 0.0))
     share = parts[part] / time.step_s
@@ -192,32 +192,32 @@ def _time(draft: Draft) -> StepTime | None:
 
 
 def changes_of(recipe: Recipe, fields: Fields) -> Fields:
-    """Those fields of a plan that differ from the recipe's."""
+    """Returns the fields of a plan that differ from the recipe's."""
     return {field: value for field, value in fields.items() if value_of(recipe, field) != value}
 
 
 def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> Found:
-    """A plan resolved as a user would paste it, from the fields that differ from the recipe's."""
+    """Resolves a plan from the fields that differ from the recipe's, as a user would paste them."""
     own = changes_of(recipe, fields)
     draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
     return Found(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
-    """Whether a plan differs from a faster one that fits by nothing but what saves memory."""
+    """Whether a plan differs from a faster one that fits only by saving memory."""
     degrees = (*DEGREES, ZERO_STAGE, MICRO_BATCH)
     return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
 
 
 def _alike(draft: Draft, other: Recipe) -> bool:
-    """Whether two plans have the ZeRO stage and the kinds of parallelism in common, of whatever degrees."""
+    """Whether two plans have the same ZeRO stage and kinds of parallelism, regardless of the degrees."""
     one = draft.recipe
     kinds = all((value_of(one, field) == 1) == (value_of(other, field) == 1) for field in DEGREES)
     return kinds and one.parallel.zero_stage == other.parallel.zero_stage
 
 
 def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
-    """Why there is nothing to rank."""
+    """Returns why there is nothing to rank."""
     first = next(legal_plans(recipe, cluster, facts), None)
     if first is None:
         message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
@@ -227,6 +227,6 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
 
 
 def _too_large(recipe: Recipe, misses: tuple[Found, ...]) -> Problem:
-    """No plan fits."""
+    """Returns the problem that no plan fits."""
     tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")

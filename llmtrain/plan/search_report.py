@@ -1,4 +1,4 @@
-"""A search as lines for people, and as JSON."""
+"""Formats a search as lines for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNKNOWN_MEMORY = "memory is not predicted: it is unknown which plans fit"
 
 
 def lines(result: SearchResult) -> list[str]:
-    """What `llmtrain plan --search` prints."""
+    """Returns the lines that `llmtrain plan --search` prints."""
     found = [f"{result.legal:,} legal plans, ranked by predicted tokens/s"]
     if not result.memory_known:
         found.append(UNKNOWN_MEMORY)
@@ -27,7 +27,7 @@ def lines(result: SearchResult) -> list[str]:
 
 
 def document(result: SearchResult) -> dict[str, Any]:
-    """What `llmtrain plan --search --json` prints."""
+    """Returns the document that `llmtrain plan --search --json` prints."""
     return {
         "legal_plans": result.legal,
         "memory_known": result.memory_known,
@@ -45,7 +45,7 @@ def _entry(mark: str, found: Found) -> list[str]:
 
 
 def _layout(plan: Plan) -> str:
-    """The layout in a candidate's short names, degrees of 1 left out."""
+    """Formats the layout with a candidate's abbreviations; degrees of 1 are left out."""
     layout, parallel = plan.layout, plan.recipe.parallel
     degrees = {"pp": layout.pp, "tp": layout.tp, "sp": layout.sp, "ep": layout.ep}
     parts = [f"dp{layout.dp}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]

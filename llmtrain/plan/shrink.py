@@ -47,7 +47,7 @@ PLAIN_LOSS = {"compiled": "chunked", "liger": "chunked"}
 
 
 class Change(Part):
-    """Something that the small plan has less of, or otherwise."""
+    """Something that the small plan has less of, or has in another way."""
 
     what: str
     """What it is."""
@@ -61,22 +61,22 @@ class Change(Part):
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small plan, and how it differs from the one that it stands for."""
+    """A small plan, and its differences from the full one."""
 
     plan: Plan
     changes: tuple[Change, ...]
 
 
 def layers_kept(plan: Plan) -> int:
-    """Decoder layers of the small model."""
+    """Returns the number of decoder layers of the small model."""
     return min(plan.model.layers, LAYERS * min(plan.layout.pp, MOST))
 
 
 def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
-    """The small plan of a legal one.
+    """Returns the small version of a legal plan.
 
-    model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which names its own vocabulary.
-    Raises RecipeError where the small plan is not legal, which would be a fault of this module.
+    model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which has its own vocabulary. Raises
+    RecipeError if the small plan is not legal, which would be a bug of this module.
     """
     layout = _degrees(plan)
     cluster = Cluster(devices_per_node=layout.dp * layout.pp * layout.tp * layout.sp, device="cpu")
@@ -91,12 +91,12 @@ def _degrees(plan: Plan) -> Layout:
     if has_replicas and layout.dp > 1 and small["dp"] * small["tp"] * small["sp"] == small["ep"]:
         small["dp"] *= MOST
     if plan.recipe.parallel.strategy == "data_parallel":
-        small["dp"] = 1  # it spreads its work over GPUs only
+        small["dp"] = 1  # it only distributes its work over GPUs
     return Layout(**small, zero_stage=plan.layout.zero_stage)
 
 
 def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
-    """Recipe fields of the small plan."""
+    """Returns the recipe fields of the small plan."""
     recipe = plan.recipe
     micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
     rows = min(recipe.batch.micro_batch_size, ROWS)
@@ -116,7 +116,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
         "parallel.sequence": layout.sp,
         "parallel.expert": layout.ep,
         **_types_and_places(recipe),
-        # The whole schedule, so that the weights move.
+        # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
         "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
         "optim.decay_steps": min(recipe.optim.decay_steps, 1),
@@ -125,7 +125,7 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
 
 
 def _types_and_places(recipe: Recipe) -> dict[str, Any]:
-    """What a CPU computes in instead of fp16, and where states lie instead of on disks."""
+    """Replaces fp16, which CPUs do not compute in, and offload to disks."""
     parallel = recipe.parallel
     fields: dict[str, Any] = {"parallel.nvme_path": None}
     for name in ("offload_optimizer", "offload_param"):
@@ -149,7 +149,7 @@ PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"
 
 
 def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
-    """All differences; what is alike in both is left out."""
+    """Yields all differences; equal values are left out."""
     pairs = [*_machine(plan, small), *_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
     for what, one, other, untested in pairs:
         if one != other:

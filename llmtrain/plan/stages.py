@@ -1,4 +1,4 @@
-"""What each pipeline stage has: its decoder layers, its parameters, and its share of the work."""
+"""Computes the decoder layers, the parameters and the share of the work of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llmtrain.plan.plan import ModelFacts, StagePlan
 
 
 def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
-    """FLOPs per token of each decoder layer, the head's in the last one; by the convention of `flops_per_token`.
+    """Returns the FLOPs per token of each decoder layer, the head's in the last one; see `flops_per_token`.
 
-    An embedding is looked up and costs next to no time, which is what a stage waits for; and of a
-    mixture of experts a token meets those that it is sent to.
+    An embedding is looked up, which takes almost no time; in a mixture of experts only the experts count that a token
+    is routed to.
     """
     attention = attention_flops(facts, sequence_length)
     costs = [
@@ -27,16 +27,16 @@ def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
 
 
 def stage_bounds(facts: ModelFacts, stages: int, sequence_length: int) -> list[StageBounds]:
-    """The layers of each stage, balanced by cost. Raises RecipeError for more stages than layers."""
+    """Returns the layers of each stage, balanced by cost. Raises RecipeError if there are more stages than layers."""
     return balance(layer_costs(facts, sequence_length), stages)
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same few again and again
+@lru_cache(maxsize=4096)  # a search requests the same few repeatedly
 def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[StagePlan, ...]:
-    """All stages; empty without a pipeline. Raises as `stage_bounds`.
+    """Returns all stages; empty without a pipeline. Raises as `stage_bounds` does.
 
-    The input tables count for the first stage and the final norm and the head for the last, a tied
-    head as a copy there. A family whose later layers look at other tables too holds those besides.
+    The input tables count for the first stage, the final norm and the head for the last, where a tied head is a copy.
+    Families whose later layers look up other tables have those in addition.
     """
     if stages == 1:
         return ()
@@ -57,7 +57,7 @@ def plan_stages(facts: ModelFacts, stages: int, sequence_length: int) -> tuple[S
 
 
 def described(stages: Sequence[StagePlan]) -> list[str]:
-    """A line for each stage; neighbours that are alike share one."""
+    """Returns a line for each stage; neighbouring stages that are equal share one."""
     lines = []
     for (layers, parameters, work), alike in groupby(enumerate(stages), key=lambda item: _looks(item[1])):
         members = list(alike)
@@ -70,5 +70,5 @@ def described(stages: Sequence[StagePlan]) -> list[str]:
 
 
 def _looks(stage: StagePlan) -> tuple[int, int, str]:
-    """What is shown of a stage, but for its place."""
+    """Returns what is shown of a stage, except for its number."""
     return stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}"

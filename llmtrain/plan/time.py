@@ -1,7 +1,7 @@
-"""How long a step takes, by arithmetic: computation, memory traffic, communication, and the pipeline's bubble.
+"""Predicts the time of a step by arithmetic: computation, memory traffic, communication, and the pipeline's bubble.
 
-A prediction ranks plans. It is not a measurement: `docs/guides/time.md` says what is assumed, and how far it lies
-from published runs.
+A prediction ranks plans. It is not a measurement: `docs/guides/time.md` lists the assumptions and the errors against
+published runs.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class StepTime(Part):
 
 
 def bubble_of(stages: int, micro_batches: int) -> float:
-    """Idle part of a 1F1B schedule (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503)."""
+    """Returns the idle share of a 1F1B schedule (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
-    """The time of a plan's step; None where nothing is known of its devices or links (`unknown`)."""
+    """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`)."""
     if unknown(plan):
         return None
     device = plan.cluster.spec
@@ -63,7 +63,7 @@ def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
 
 
 def unknown(plan: Plan) -> str | None:
-    """What is missing for a prediction, as a sentence; None where nothing is."""
+    """Returns what is missing for a prediction, as a sentence, or None."""
     device, cluster = plan.cluster.spec, plan.cluster
     if plan.recipe.parallel.strategy == "data_parallel":
         return "nn.DataParallel copies weights and gradients through one process, which is not modelled"
@@ -78,7 +78,7 @@ def unknown(plan: Plan) -> str | None:
 
 
 def described(time: StepTime) -> str:
-    """One line for people."""
+    """Formats the time as one line for people."""
     parts = [f"compute {time.compute_s / time.step_s:.0%}"]
     if waiting := sum(time.communication_s.values()):
         kinds = sorted(time.communication_s.items(), key=lambda item: -item[1])
@@ -92,7 +92,7 @@ def described(time: StepTime) -> str:
 
 
 class _Stage:
-    """A stage's step."""
+    """The step of a stage."""
 
     def __init__(self, plan: Plan, held: Held, worker: Worker, traffic: Traffic, links: Links) -> None:
         self.plan, self.work = plan, worker.micro_batch(held)
@@ -102,7 +102,7 @@ class _Stage:
         self.per_micro_batch = summed(waited, exposed)
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
-        # A DistributedDataParallel reduces while the last micro-batch goes backward.
+        # DistributedDataParallel reduces during the backward pass of the last micro-batch.
         last, hidden_last = _exposed(step_beside, worker.assumed.overlap * work.backward)
         self.once = summed(step, last)
         self.overlapped = hidden * self.micro_batches + hidden_last
@@ -134,12 +134,12 @@ class _Stage:
 
 
 def _slow(stage: _Stage) -> tuple[float, float]:
-    """All stages keep the pace of the slowest slot; of equal ones the update decides."""
+    """All stages run at the pace of the slowest slot; among equal ones the update decides."""
     return stage.slot, stage.fixed
 
 
 def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], float]:
-    """What of some communication lasts longer than the window that hides it, and the seconds that it hides."""
+    """Returns the communication that lasts longer than the window that hides it, and the hidden seconds."""
     total = sum(part.values())
     if total <= window:
         return {}, total
@@ -148,7 +148,7 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
 
 
 def _update(plan: Plan, held: Held, worker: Worker) -> float:
-    """Every rank updates the shards of the states that it keeps."""
+    """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.layout.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
     parameters = worker.own(held) / (plan.layout.dp * plan.layout.sp if sharded else 1)
     size = parameters * worker.update_bytes()
@@ -161,7 +161,7 @@ def _update(plan: Plan, held: Held, worker: Worker) -> float:
 
 def _links(plan: Plan, assumed: Assumptions) -> Links:
     device = plan.cluster.spec
-    # A link that nothing uses may be unknown; its bandwidth is never asked for.
+    # The bandwidth of an unused link may be unknown, but it is never used.
     rates = (device.node_bandwidth, device.network_bandwidth, device.host_bandwidth)
     node, network, host = ((rate or float("inf")) * assumed.link for rate in rates)
     return Links(plan.cluster.devices_per_node, node, network, host, assumed)

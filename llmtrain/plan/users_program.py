@@ -1,4 +1,4 @@
-"""A recipe is a program of the user: whatever it does while it is read becomes one message and an exit code."""
+"""Runs recipes, which are programs of the user: whatever goes wrong in them becomes one message and an exit code."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _running: list[Path] = []
 
 
 def is_running() -> bool:
-    """Whether a recipe is being read just now."""
+    """Whether a recipe is being read at the moment."""
     return bool(_running)
 
 
 @contextlib.contextmanager
 def users_program(path: Path, what: str, prefix: str = "") -> Iterator[None]:
-    """Makes a RecipeError of whatever the recipe at `path` raises, SystemExit included, and of closed streams.
+    """Turns whatever the recipe at `path` raises into a RecipeError, SystemExit and closed streams included.
 
-    what: the action that fails. prefix: of the fields of what it declares. An interruption by a signal stays one.
+    what: the action that fails. prefix: of the fields that it declares. An interruption by a signal remains one.
     """
     _running.append(path)
     try:
@@ -56,14 +56,14 @@ def _reported(path: Path, what: str, prefix: str) -> Iterator[None]:
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Whether a signal's handler raised an error, and not the recipe."""
+    """Whether the handler of a signal raised an error, instead of the recipe."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextlib.contextmanager
 def _handled_interruptions() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt as ever, but from a handler with a frame, which tells it from a recipe's own."""
+    """Ctrl-C raises KeyboardInterrupt as usual, but from a handler with a frame, unlike a recipe's own."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -82,7 +82,7 @@ def _handled_interruptions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_streams(path: Path) -> Iterator[None]:
-    """Refuses a recipe that closes standard output or error, on which it would be reported; both are opened again."""
+    """Refuses a recipe that closes standard output or error, which are needed to report it; reopens both."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr") if _is_open(getattr(sys, name))}
     try:
         yield
@@ -97,7 +97,7 @@ def _open_streams(path: Path) -> Iterator[None]:
 
 
 def _is_open(stream: object) -> bool:
-    """Whether a stream can be written to; one without a descriptor, as in tests, has none that could be closed."""
+    """Whether a stream can be written to; a stream without a descriptor, as in tests, cannot be closed."""
     if not isinstance(stream, io.TextIOBase) or stream.closed:
         return False
     try:
@@ -110,7 +110,7 @@ def _is_open(stream: object) -> bool:
 
 
 def _opened(number: int) -> io.TextIOBase | None:
-    """A stream on descriptor 1 or 2; none where that was closed, too."""
+    """Returns a stream on descriptor 1 or 2, or none if the descriptor was closed, too."""
     try:
         return open(number, "w", errors="backslashreplace", closefd=False)
     except OSError:
@@ -118,7 +118,7 @@ def _opened(number: int) -> io.TextIOBase | None:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    """The user's own line: the last frame of the traceback that lies in the recipe file."""
+    """Returns the user's line: the last frame of the traceback in the recipe file."""
     own = str(path.resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     if isinstance(error, SyntaxError) and error.filename == own:

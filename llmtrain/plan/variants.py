@@ -1,6 +1,7 @@
 """Every way to split and store a run on a cluster: the one place that lists degrees, offload and micro-batches.
 
-The rules say which of them are legal. What searches, enumerates or suggests plans takes its values from here.
+The rules decide which of them are legal. Everything that searches, enumerates or suggests plans takes its values from
+here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MICRO_BATCH = "batch.micro_batch_size"
 
 
 def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -> Iterator[Fields]:
-    """All degrees that divide the devices; experts are spread over all ranks that hold the same layers.
+    """Yields all degrees that divide the devices; experts are distributed over all ranks that hold the same layers.
 
     layers, experts: those of the model, which bound the degrees of pipeline and expert parallelism.
     """
@@ -43,16 +44,17 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
 
 
 def stores(recipe: Recipe) -> Iterator[Fields]:
-    """All ZeRO stages, each with all places of optimizer states and parameters."""
+    """Yields all ZeRO stages, each with all places of optimizer states and parameters."""
     for stage, *places in itertools.product(*(choices(recipe)[field] for field in (ZERO_STAGE, *OFFLOADS))):
         path = recipe.parallel.nvme_path if "nvme" in places else None
         yield {ZERO_STAGE: stage, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
 
 
 def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
-    """Sizes that divide a replica's share of the batch, the smallest first; none where there is no whole share.
+    """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is no integer.
 
-    A router's loss is a mean within each micro-batch, so with it another size than the recipe's is another run.
+    A router's loss is a mean within each micro-batch: with such a loss, another size than the recipe's would be another
+    run.
     """
     share, rest = divmod(recipe.batch.global_batch_size, replicas)
     if rest:
@@ -64,9 +66,9 @@ def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
 
 
 def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
-    """What each field of `parallel` that is not a degree may become.
+    """Returns the possible values of each field of `parallel` that is not a degree.
 
-    A folder for nvme is not ours to name: states and parameters go there only where the recipe has one.
+    The folder for nvme is the user's choice: states and parameters are offloaded there only if the recipe has one.
     """
     path = recipe.parallel.nvme_path
     values: dict[str, tuple[Any, ...]] = {
@@ -79,7 +81,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
 
 
 def offload_name(optimizer: str, parameters: str) -> str:
-    """What of a plan is offloaded, in short; empty where nothing is."""
+    """Returns an abbreviation for what a plan offloads, or an empty string."""
     if (optimizer, parameters) == ("none", "none"):
         return ""
     name = "offload" if parameters == "none" else "offload_param" if optimizer != "none" else "offload_param_only"
@@ -87,13 +89,13 @@ def offload_name(optimizer: str, parameters: str) -> str:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """The value of a dotted field of a part."""
+    """Returns the value of a dotted field of a part."""
     part, _, name = field.partition(".")
     return getattr(getattr(recipe, part), name)
 
 
 def changed(recipe: Recipe, fields: Fields) -> Recipe:
-    """A variant whose types are not checked again, which is what `with_` takes its time for."""
+    """Returns a variant without validating its types again, which is what takes time in `with_`."""
     parts: dict[str, Fields] = {}
     for field, value in fields.items():
         part, _, name = field.partition(".")

@@ -1,4 +1,4 @@
-"""What a device computes: seconds per micro-batch of a pipeline stage, and of an update."""
+"""Computation time of a device: seconds per micro-batch of a pipeline stage, and of an update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of a stage hold, before tensor or expert parallelism splits it."""
+    """The parameters on the ranks of a stage, before tensor or expert parallelism splits them."""
 
     layers: int
     active: int
@@ -36,7 +36,7 @@ class Held:
 
 @lru_cache(maxsize=4096)
 def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[Held, ...]:
-    """Every stage in turn; the whole model where there is none."""
+    """Returns every stage in turn, or the whole model if there are none."""
     if not stages:
         outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
         experts = _experts(facts, 0, facts.layers)
@@ -51,7 +51,7 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[Held, ...
 
 
 def _experts(facts: ModelFacts, first: int, last: int) -> int:
-    """Parameters of experts in some layers: those that a token does not meet, and its share."""
+    """Returns the parameters of experts in some layers: those that a token is not routed to, and its share."""
     idle = sum(facts.layer_idle_parameters[first:last])
     missed = facts.experts - facts.experts_per_token
     return idle * facts.experts // missed if missed else 0
@@ -59,7 +59,7 @@ def _experts(facts: ModelFacts, first: int, last: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a device and micro-batch."""
+    """Seconds of a device for a micro-batch."""
 
     forward: float
     recompute: float
@@ -69,7 +69,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.forward + self.recompute + self.backward
 
 
@@ -87,11 +87,14 @@ class DeviceShare:
         self.checkpointing = recipe.parallel.activation_checkpointing == "full"
 
     def own(self, held: Held) -> float:
-        """Parameters of a stage on one device, where nothing but tensor and expert parallelism splits them."""
+        """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
         return sum(self.shares(held))
 
     def shares(self, held: Held) -> tuple[float, float]:
-        """Those of `own` that all replicas hold, and those of experts. AutoTP leaves a tied table whole."""
+        """Returns the part of `own` that all replicas hold, and the part of experts.
+
+        AutoTP does not split a tied table.
+        """
         layout, facts = self.layout, self.facts
         whole = head_parameters(facts) if layout.pp == 1 and facts.tied_embeddings else 0
         dense = (held.parameters - held.experts - whole) / layout.tp + whole
@@ -99,10 +102,10 @@ class DeviceShare:
 
 
 class Worker(DeviceShare):
-    """A device of a plan, and how long it takes for its share."""
+    """A device of a plan, and the time that it needs for its share."""
 
     def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
-        """peak: FLOP/s, and bandwidth: bytes per second, by the datasheet."""
+        """peak: FLOP/s, and bandwidth: bytes per second, from the datasheet."""
         super().__init__(plan)
         self.assumed = assumed
         self.length = plan.recipe.data.sequence_length
@@ -117,7 +120,7 @@ class Worker(DeviceShare):
         self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
 
     def micro_batch(self, held: Held) -> Work:
-        """A pass forward and one backward."""
+        """Returns the time of one forward and one backward pass."""
         facts, tp = self.facts, self.layout.tp
         products = 2 * held.active / tp * self.tokens / self.product_rate
         scores = 4 * held.layers * facts.heads * facts.head_dim / tp * self.length * self.attention_share
@@ -129,7 +132,7 @@ class Worker(DeviceShare):
         floor = held.layers * self.floor
         layers = max(products + attention + memory + weights, floor)
         head_product, head_memory = self._head() if held.head else (0.0, 0.0)
-        # A gradient is written in the type of the weights, then added to what was accumulated.
+        # A gradient is written in the type of the weights, then added to the accumulated one.
         accumulation = self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes) / self.bandwidth
         backward = BACKWARD * (products + memory + weights) + ATTENTION_BACKWARD * attention
         return Work(
@@ -139,24 +142,24 @@ class Worker(DeviceShare):
         )
 
     def _head(self) -> tuple[float, float]:
-        """The product forward, and the passes over the logits in both directions."""
+        """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
-        # A tied table stays whole on tensor parallel ranks; logits are gathered, so the loss is whole on each.
+        # Tensor parallel ranks do not split a tied table; logits are gathered, so each rank computes the whole loss.
         split = 1 if facts.tied_embeddings else self.layout.tp
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 
     def update_bytes(self) -> float:
-        """Bytes read and written per parameter in an update of fp32 states; weights of a lower type are copies."""
+        """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         moments = 1 if self.optimizer == "sgd" else 2
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
         return 4 + 8 + 8 * moments + copy  # gradient read; master weight and moments read and written
 
 
 def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[float, float]:
-    """Part of the T × T scores that is computed, and part of the peak that is reached.
+    """Returns the computed share of the T × T scores, and the share of the peak that is reached.
 
-    A causal kernel skips half. A mask of documents, which `sdpa` needs, hides from it what could be skipped.
+    A causal kernel skips half. A mask of documents, which `sdpa` needs, prevents it from skipping.
     """
     kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.mask_documents
     if kind == "eager":
