@@ -1,7 +1,7 @@
-"""The decoder families whose parameters are counted by arithmetic, and the configuration each one declares.
+"""The decoder families whose parameters are counted by arithmetic, and their configurations.
 
-`transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that
-nothing reads, so the keys are listed here and a test compares them with the library's own classes.
+`transformers` accepts any keyword in a configuration and keeps a misspelt one as an attribute that nothing reads. The
+keys are therefore listed here, and a test compares them with the library's own classes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from llmtrain.plan.weights import Weights, gpt2_weights, rotary_weights
 
-# Keys of every configuration: `transformers.PreTrainedConfig`, those that do not change a causal LM left out.
+# Keys of every configuration: `transformers.PreTrainedConfig`, without those that do not change a causal LM.
 COMMON_KEYS = frozenset({"architectures", "dtype", "model_type", "name_or_path", "transformers_version", "use_cache"})
 # Written by older versions of the library; rotary models still read them.
 LEGACY_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling"})
@@ -22,7 +22,7 @@ TOKEN_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that a parameter count needs, under one name for all families."""
+    """Sizes that a parameter count needs, with the same names for all families."""
 
     vocab: int
     width: int
@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Count:
-    """Parameters of a model by part, tied ones once."""
+    """Number of parameters of a model by part; tied ones count once."""
 
     embedding: int
     """Input tables, learned positions included."""
@@ -61,15 +61,15 @@ class Decoder(Protocol):
     """Counts the parameters of a configuration with its defaults filled in."""
 
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Parameters by part."""
+        """Returns the number of parameters by part."""
 
     def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """The parameters that are counted, one by one."""
+        """Returns the counted parameters one by one."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` declares and how its parameters are counted."""
+    """The keys that a `model_type` declares, and how its parameters are counted."""
 
     defaults: dict[str, Any]
     """Default of every key that the family declares."""
@@ -88,7 +88,7 @@ class Family:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Every key that a recipe may set."""
+        """Returns every key that a recipe may set."""
         rotary = LEGACY_ROPE_KEYS if "rope_parameters" in self.defaults else frozenset()
         return frozenset(self.defaults) | frozenset(self.aliases) | self.extra_keys | rotary | COMMON_KEYS
 
@@ -97,7 +97,7 @@ class Gpt2Decoder:
     """GPT-2: learned positions, biases everywhere, a two-matrix feed-forward, LayerNorms with a bias."""
 
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Parameters of a whole model."""
+        """Returns the number of parameters of a whole model by part."""
         width, inner = shape.width, shape.inner
         attention = width * 3 * width + 3 * width + width * width + width
         feed_forward = width * inner + inner + inner * width + width
@@ -112,15 +112,15 @@ class Gpt2Decoder:
         )
 
     def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """The parameters that are counted, one by one."""
+        """Returns the counted parameters one by one."""
         return gpt2_weights(shape)
 
 
 @dataclass(frozen=True)
 class RotaryDecoder:
-    """Counts the Llama line: rotary positions, gated feed-forward, RMSNorms without a bias.
+    """Counts the parameters of the Llama line: rotary positions, gated feed-forward, RMSNorms without a bias.
 
-    The fields say in what a family differs; a bias is on, off, or a key of the configuration.
+    The fields describe the differences of a family; a bias is on, off, or a key of the configuration.
     """
 
     qkv_bias: bool | str = False
@@ -135,7 +135,7 @@ class RotaryDecoder:
     """Whether a block of experts declares its router before its experts."""
 
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
-        """Parameters of a whole model."""
+        """Returns the number of parameters of a whole model by part."""
         width, inner = shape.width, shape.inner
         layer = self._attention(config, shape) + self.norms * width
         dense = 3 * width * inner + (2 * inner + width if _on(self.mlp_bias, config) else 0)
@@ -161,7 +161,7 @@ class RotaryDecoder:
         )
 
     def weights(self, config: dict[str, Any], shape: Shape) -> Weights:
-        """The parameters that are counted, one by one."""
+        """Returns the counted parameters one by one."""
         return rotary_weights(
             shape,
             biases=(_on(self.qkv_bias, config), _on(self.output_bias, config), _on(self.mlp_bias, config)),
@@ -181,7 +181,7 @@ class RotaryDecoder:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a configuration: how many, how wide, and in which layers."""
+    """The experts of a configuration: their number, their width, and their layers."""
 
     number: int = 0
     per_token: int = 0
@@ -191,7 +191,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
     def sparse(self, total: int) -> list[bool]:
-        """Of each of `total` layers, whether it has experts."""
+        """Returns for each of `total` layers whether it has experts."""
         if not self.number:
             return [False] * total
         return [(layer + 1) % self.step == 0 and layer not in self.dense_layers for layer in range(total)]

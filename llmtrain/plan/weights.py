@@ -1,7 +1,7 @@
-"""The weights of a model one by one, as far as memory asks: shapes, and what is alike is written once.
+"""The weights of a model one by one, as detailed as memory needs: shapes, with equal layers stored once.
 
-Totals are not enough there: ZeRO-3 pads each parameter and keeps small ones whole, tensor parallel ranks
-cut matrices and not norms, and vectors are in an optimizer group of their own.
+Totals are not enough for memory: ZeRO-3 pads each parameter and does not shard small ones, tensor parallel ranks split
+matrices but not norms, and vectors are in an optimizer group of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmtrain.recipe import Part
 
 
 class Weight(Part):
-    """A parameter, as the model holds it."""
+    """A parameter, as the model stores it."""
 
     name: str
     """Its name within its layer (`self_attn.q_proj.weight`), or within the model."""
@@ -24,12 +24,12 @@ class Weight(Part):
 
     @property
     def elements(self) -> int:
-        """Its size."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is decayed: two or more dimensions."""
+        """Whether weight decay applies to it: two or more dimensions."""
         return len(self.shape) >= 2
 
     @property
@@ -39,7 +39,7 @@ class Weight(Part):
 
 
 class LayerRun(Part):
-    """Neighbouring decoder layers that are alike."""
+    """Neighbouring decoder layers that are equal."""
 
     layers: int
     """Number of layers."""
@@ -48,7 +48,7 @@ class LayerRun(Part):
 
 
 class Weights(Part):
-    """All weights of a model, tied ones once."""
+    """All weights of a model; tied ones once."""
 
     embedding: tuple[Weight, ...]
     """Input tables."""
@@ -63,19 +63,19 @@ class Weights(Part):
 
     @property
     def elements(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return sum(weight.elements for weight in self.of_layers(0, self.layers, first=True, last=True))
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return sum(run.layers for run in self.runs)
 
     def of_layers(self, first_layer: int, end: int, *, first: bool, last: bool) -> Iterator[Weight]:
-        """The weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
+        """Yields the weights of a stage with layers [first_layer, end); `first`, `last`: with the model's two ends.
 
-        In the order of the model's parameters: a tied weight is found at the embedding, also on a last stage that
-        has no other use for that, and once where a stage has both ends.
+        In the order of the model's parameters: a tied weight is at the place of the embedding, also on a last stage
+        that has no other use for the embedding, and appears once if a stage has both ends.
         """
         if first:
             yield from self.embedding
@@ -89,7 +89,7 @@ class Weights(Part):
                 yield from self.head
 
     def layer(self, index: int) -> tuple[Weight, ...]:
-        """The weights of one layer."""
+        """Returns the weights of one layer."""
         for run in self.runs:
             if index < run.layers:
                 return run.weights
@@ -98,12 +98,12 @@ class Weights(Part):
 
 
 def runs_of(layers: Iterable[Sequence[Weight]]) -> tuple[LayerRun, ...]:
-    """Layers, joined where neighbours are alike."""
+    """Returns the layers, with equal neighbours joined."""
     return tuple(LayerRun(layers=len(list(alike)), weights=weights) for weights, alike in groupby(map(tuple, layers)))
 
 
 def gpt2_weights(shape: Any) -> Weights:
-    """GPT-2's: biases everywhere, a fused projection of queries, keys and values, learned positions."""
+    """Returns GPT-2's weights: biases everywhere, a fused projection of queries, keys and values, learned positions."""
     width, inner = shape.width, shape.inner
     layer = [
         *_norm("ln_1", width, bias=True),
@@ -126,7 +126,10 @@ def gpt2_weights(shape: Any) -> Weights:
 def rotary_weights(
     shape: Any, *, biases: tuple[bool, bool, bool], query_key_norm: str, norms: int, experts: Any, router_first: bool
 ) -> Weights:
-    """The Llama line's (`families.RotaryDecoder`). biases: of queries, keys and values; of the output; of the MLP."""
+    """Returns the Llama line's weights (`families.RotaryDecoder`).
+
+    biases: of queries, keys and values; of the output; of the MLP.
+    """
     attention = [
         *_linear("self_attn.q_proj", shape.width, shape.heads * shape.head_dim, bias=biases[0]),
         *_linear("self_attn.k_proj", shape.width, shape.kv_heads * shape.head_dim, bias=biases[0]),

@@ -1,9 +1,9 @@
-"""What the backward pass reads again: an estimate by arithmetic, for layers as `transformers` computes them.
+"""Estimates by arithmetic the tensors that are kept for the backward pass, for layers of `transformers`.
 
-The idea is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves of each operation; its
-figure of 34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of
-`transformers`: norms in fp32, gated feed-forward, keys and values repeated for grouped queries. A test
-compares with the tensors that autograd really saves.
+The method is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves for each operation; its figure of
+34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of `transformers`: norms in fp32,
+gated feed-forward, keys and values repeated for grouped queries. A test compares the estimate with the tensors that
+autograd really saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDICES = 32
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes per element of what is saved, by precision."""
+    """Bytes per element of saved tensors, by precision."""
 
     stream: int
     """The residual stream."""
@@ -47,7 +47,7 @@ WIDTHS = {
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on a rank, of all micro-batches in flight."""
+    """Bytes on a rank, for all micro-batches in flight."""
 
     saved: int
     logits: int
@@ -56,9 +56,9 @@ class Activations:
 
 
 def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, ...] | None = None) -> Activations:
-    """The activations of a pipeline stage when the last micro-batch's backward pass begins.
+    """Returns the activations of a pipeline stage at the beginning of the last micro-batch's backward pass.
 
-    traced: what each layer of the model was seen to save (`models.trace`); else it is estimated.
+    traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
     """
     recipe, layout = plan.recipe, plan.layout
     widths = WIDTHS[recipe.parallel.precision]
@@ -73,7 +73,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     stream = widths.stream * plan.model.hidden_size * tokens
     flying = in_flight(plan, stage)
     if recipe.parallel.activation_checkpointing == "full":
-        # One layer is computed again; until a forward pass ends, autocast has the copies of all.
+        # One layer is computed again; until the end of a forward pass, autocast holds the copies of all layers.
         copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
         saved = flying * stream * len(layers) + max(*each, copies)
     else:
@@ -93,12 +93,12 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
 
 
 def _loss(plan: Plan, tokens: int) -> int:
-    """Of the logits of so many tokens and what the loss makes of them, where they are most."""
+    """Returns the bytes of so many tokens' logits and of the loss's tensors at their maximum."""
     if not chunks_loss(plan) or is_one_chunk(plan):
         return LOGIT_BYTES * plan.model.vocab_size * tokens
     widths = WIDTHS[plan.recipe.parallel.precision]
     logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
-    if plan.recipe.kernels.loss == "liger":  # their gradient is written over them
+    if plan.recipe.kernels.loss == "liger":  # their gradient overwrites them
         chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
         logits = widths.computed * plan.model.vocab_size * chunk
     elif recomputes_loss(plan.recipe):
@@ -110,7 +110,7 @@ def _loss(plan: Plan, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Passed:
-    """Bytes that the last stage of a pipeline keeps of micro-batches that are done."""
+    """Bytes that the last stage of a pipeline keeps of finished micro-batches."""
 
     streams: int
     """Inputs, their gradients, and a buffer."""
@@ -118,9 +118,12 @@ class Passed:
 
 
 def passed(plan: Plan) -> Passed:
-    """What the last stage keeps: DeepSpeed gives outputs back after the backward pass in all other stages only
-    (`pipe/engine.py:_exec_backward_pass`), so two micro-batches' logits stay, with the inputs that they came from.
-    Of a loss in chunks the outputs are scalars."""
+    """Returns the bytes that the last stage keeps.
+
+    All other stages free outputs after the backward pass (`pipe/engine.py:_exec_backward_pass`). The last one keeps the
+    logits of two micro-batches, with the inputs that they were computed from. With a loss in chunks the outputs are
+    scalars.
+    """
     if plan.layout.pp == 1:
         return Passed(0, 0)
     widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
@@ -132,29 +135,32 @@ def passed(plan: Plan) -> Passed:
 
 
 def in_flight(plan: Plan, stage: int) -> int:
-    """Micro-batches that a stage of 1F1B holds activations of (arXiv 2104.04473, section 2.2)."""
+    """Returns the number of micro-batches whose activations a stage of 1F1B holds (arXiv 2104.04473, section 2.2)."""
     return min(plan.layout.pp - stage, plan.batch.gradient_accumulation_steps)
 
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
-    """Bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
+    """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
     per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
     of_layer = lower_copies(plan, weights, layer)
     if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
-        of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, made anew in each layer
+        of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
     return per_token * tokens + of_layer
 
 
 def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
-    """Bytes of the copies that autocast makes of weights in each pass, and backward multiplies with."""
+    """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
     if not plan.recipe.parallel.precision.startswith("autocast"):
         return 0
     return 2 * sum(sliced(plan, weights, one) for one in used if one.is_matrix)
 
 
 def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
-    """Norms over the residual stream; a LayerNorm saves its input and, for the projection, its output."""
+    """Returns the bytes of the residual stream's norms.
+
+    A LayerNorm saves its input and, for the projection, its output.
+    """
     width = plan.model.hidden_size
     norms = sum(one.shape == (width,) and one.name.endswith("weight") and "attn" not in one.name for one in layer)
     if any(one.name.startswith("ln_1") for one in layer):
@@ -163,12 +169,12 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 
 
 def _unrounded(plan: Plan, widths: Widths) -> int:
-    """Bytes per element that a norm saves more where it is scaled in fp32 before it is rounded."""
+    """Returns the additional bytes per element that a norm saves if it is scaled in fp32 before it is rounded."""
     return 2 if plan.model.model_type in ("gemma", "gemma2", "olmo2") and widths.stream < 4 else 0
 
 
 def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
-    """Queries, keys, values and the output per token; the probabilities too where they are computed in the open."""
+    """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
     facts, recipe = plan.model, plan.recipe
     queries = facts.heads * facts.head_dim // plan.layout.tp
     keys = max(facts.kv_heads * facts.head_dim // plan.layout.tp, 1)
@@ -185,7 +191,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
 
 
 def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
-    """Of a gated one: both projections, the activation and the product; of a mixture, for each expert that is met."""
+    """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
     tensor, width = plan.layout.tp, plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
@@ -206,17 +212,17 @@ def _is_fused(experts: list[Weight]) -> bool:
 
 
 def _has_mask(plan: Plan) -> bool:
-    """Whether packed documents are kept apart by a mask; without one, attention is causal and needs none."""
+    """Whether a mask separates packed documents; without one, attention is causal and needs none."""
     return plan.recipe.data.mask_documents
 
 
 def _mask(plan: Plan) -> int:
-    """Elements of a mask: every query against every key, whatever shares the sequence."""
+    """Returns the elements of a mask: every query against every key, regardless of sequence parallelism."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
 
 
 def _of_each(plan: Plan, weights: Weights, layers: range, tokens: int) -> list[int]:
-    """Bytes of some layers, asked once of those that are alike."""
+    """Returns the bytes of some layers, computed once for equal ones."""
     alike = {id(weights.layer(index)): index for index in layers}
     known = {layer: layer_bytes(plan, weights, index, tokens) for layer, index in alike.items()}
     return [known[id(weights.layer(index))] for index in layers]
@@ -228,7 +234,7 @@ def _layers_of(plan: Plan, stage: int) -> range:
 
 
 def _whole(plan: Plan, weights: Weights, index: int) -> int:
-    """The estimate of a layer that no ranks share, to which a trace is the correction."""
+    """Returns the estimate of a layer without tensor or sequence parallelism, which a trace corrects."""
     alone = plan.model_copy(update={"layout": plan.layout.model_copy(update={"tp": 1, "sp": 1})})
     tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
     return layer_bytes(alone, weights, index, tokens)

@@ -1,4 +1,4 @@
-"""The memory of a plan, put together: state and activations of each stage, at the moments of a step."""
+"""Adds up the memory of a plan: state and activations of each stage, at the moments of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOMENTS = ("start", "forward", "backward", "update")
 
 
 class StageMemory(Part):
-    """The fullest rank of a pipeline stage."""
+    """Memory of the fullest rank of a pipeline stage."""
 
     start: Parts
     """While the engine is created, if that takes more than it holds afterwards."""
@@ -40,7 +40,10 @@ class StageMemory(Part):
 
     @property
     def moment(self) -> str:
-        """The fullest moment. Within a backward pass activations shrink and gradients grow: an end is the peak."""
+        """The fullest moment.
+
+        Within a backward pass activations shrink and gradients grow, so the peak is at one of its ends.
+        """
         return max(MOMENTS, key=lambda name: getattr(self, name).total)
 
     @property
@@ -51,7 +54,7 @@ class StageMemory(Part):
 
 
 class PlanMemory(Part):
-    """Memory of every stage; one where there is no pipeline."""
+    """Memory of every stage; a single one without a pipeline."""
 
     stages: tuple[StageMemory, ...]
     capacity: int | None
@@ -61,7 +64,7 @@ class PlanMemory(Part):
 
     @property
     def fullest(self) -> int:
-        """The stage that needs most."""
+        """The stage that needs the most memory."""
         return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak.total)
 
     @property
@@ -71,11 +74,11 @@ class PlanMemory(Part):
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank fits; True where the capacity is unknown."""
+        """Whether the fullest rank fits; True if the capacity is unknown."""
         return self.capacity is None or self.needed <= self.capacity
 
     def summary(self) -> dict[str, Any]:
-        """As `llmtrain plan --json` prints it, in bytes."""
+        """Returns the memory in bytes as `llmtrain plan --json` prints it."""
         fullest = self.stages[self.fullest]
         return {
             "needed_bytes": self.needed,
@@ -95,7 +98,7 @@ class PlanMemory(Part):
         }
 
     def described(self) -> Iterator[str]:
-        """Lines for people."""
+        """Yields lines for people."""
         fullest = self.stages[self.fullest]
         room = f" of {readable(self.capacity)}" if self.capacity else ""
         where = f" on stage {self.fullest}" if len(self.stages) > 1 else ""
@@ -122,15 +125,15 @@ LABELS = {
 
 
 def by_part(parts: Parts) -> str:
-    """The parts, largest first; what is nothing is left out."""
+    """Returns the parts, largest first, without empty ones."""
     shown = sorted(((size, name) for name, size in parts.by_part().items() if size), reverse=True)
     return ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for size, name in shown)
 
 
 def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:
-    """The memory of a plan; None for a model that is no chain of layers, whose activations nobody knows here.
+    """Returns the memory of a plan; None for a model that is not a chain of layers, since its activations are unknown.
 
-    traced: bytes that each layer was seen to save (`models.trace.traced_layers`).
+    traced: bytes that each layer was observed to save (`models.trace.traced_layers`).
     """
     weights = plan.model.weights
     if weights is None:
@@ -157,9 +160,9 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
 
 
 def lacking(plan: Plan) -> Shortage | None:
-    """Why a plan does not fit into its devices; None where it does.
+    """Returns why a plan does not fit into its devices, or None if it does.
 
-    None too where nobody knows what they have, or what the plan needs.
+    Also None if the memory of the devices or of the plan is unknown.
     """
     memory = memory_of(plan)
     if memory is None or memory.capacity is None or memory.fits:

@@ -1,4 +1,4 @@
-"""The memory of a plan as a picture: a row for each pipeline stage, its parts side by side, and what a device has."""
+"""Draws the memory of a plan: a row for each pipeline stage with its parts side by side, and the devices' capacity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIGURE = 26
 
 
 def memory_svg(memory: PlanMemory) -> str:
-    """A picture of the fullest rank of each stage at its fullest moment."""
+    """Returns a picture of the fullest rank of each stage at its fullest moment."""
     shown = [name for name in COLOURS if any(getattr(stage.peak, name) for stage in memory.stages)]
     top = KEY_TOP + KEY_ROW * -(-len(shown) // PER_LINE) + 18
     bottom = top + len(memory.stages) * ROW
@@ -68,7 +68,7 @@ def _legend(shown: list[str]) -> Iterator[str]:
 
 
 def _row(stage: StageMemory, y: float, scale: float, unit: int) -> Iterator[str]:
-    """Bars of the parts, figures where there is room for them, and the sum behind."""
+    """Yields the bars of the parts, figures where there is room for them, and the sum after them."""
     yield box(LEFT, y, PLOT, ROW - 3, GREY)
     x = float(LEFT)
     for name in COLOURS:

@@ -1,4 +1,4 @@
-"""The weights of one rank as DeepSpeed lays them out: flat groups, padded and cut into partitions."""
+"""The memory layout of a rank's weights in DeepSpeed: flat groups, padded and split into partitions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ class Group:
 
     @property
     def elements(self) -> int:
-        """All of them."""
+        """Number of elements."""
         return sum(self.sizes)
 
     @property
     def padded(self) -> int:
-        """Flat size: a multiple of twice the ranks, so that each partition begins at 4 bytes of a half type
-        (`nccl_start_alignment_factor`)."""
+        """Padded size: a multiple of twice the ranks, to align each partition of a half type to 4 bytes.
+
+        See `nccl_start_alignment_factor`.
+        """
         return -(-self.elements // (2 * self.ranks)) * 2 * self.ranks
 
     @property
@@ -39,11 +41,11 @@ class Group:
 
     @property
     def by_parameter(self) -> int:
-        """Elements of a rank's share where each parameter is padded and cut alone (ZeRO-3)."""
+        """Elements of a rank's share if each parameter is padded and split by itself (ZeRO-3)."""
         return sum(-(-size // self.ranks) for size in self.sizes)
 
     def touched(self, rank: int) -> int:
-        """Elements of the parameters, whole, that a rank's partition has a part of."""
+        """Returns the sum of the elements of all parameters of which the partition of a rank contains a part."""
         start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
         if start >= end:
             return 0
@@ -56,7 +58,10 @@ class Group:
 
 
 def most_touched(groups: list[Group]) -> int:
-    """The most elements that `touched` adds up to on any rank. Ranks of an expert's group are further apart."""
+    """Returns the maximum over the ranks of `touched`, summed over groups.
+
+    Ranks of an expert's group are further apart.
+    """
     ranks = max(group.ranks for group in groups)
     return max(sum(group.touched(rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
 
@@ -67,7 +72,7 @@ MOST_EXPERTS = 178_956_971
 
 
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
-    """The optimizer groups of a rank of a stage: matrices and vectors, and experts apart where they are spread."""
+    """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     layout = plan.layout
     ranks = layout.dp * layout.sp
     own = list(stage_weights(plan, weights, stage))
@@ -83,14 +88,14 @@ def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
     groups = []
     for (_, spread), all_sizes in sorted(found.items()):
         parts = _cut(all_sizes) if spread else [all_sizes]
-        # Tensor parallel ranks hold experts of their own, or the same as those of other replicas.
+        # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * layout.tp // layout.ep if spread else ranks
         groups += [Group(tuple(part), holders) for part in parts]
     return groups
 
 
 def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:
-    """Whether a weight is no matrix and whether it is a spread expert, which sets its group; and its sizes there."""
+    """Returns the two properties that select a weight's group (not a matrix, distributed expert), and its sizes."""
     spread = plan.layout.ep > 1 and weight.is_expert
     sizes = _expert_sizes(weight, plan.layout.ep) if spread else (sliced(plan, weights, weight),)
     return (not weight.is_matrix, spread), sizes
@@ -101,13 +106,16 @@ def _router_of(expert: Weight) -> str:
 
 
 def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
-    """One rank's part of a layer's experts: AutoEP takes gate and up projections apart (`moe/ep_experts.py`)."""
+    """Returns the sizes of one rank's part of a layer's experts.
+
+    AutoEP separates gate and up projections (`moe/ep_experts.py`).
+    """
     own = weight.elements // ranks
     return (own // 2, own // 2) if weight.name.endswith("gate_up_proj") else (own,)
 
 
 def _cut(sizes: list[int]) -> list[list[int]]:
-    """Neighbours joined, up to `MOST_EXPERTS` elements."""
+    """Joins neighbours, up to `MOST_EXPERTS` elements."""
     parts: list[list[int]] = []
     for size in sizes:
         if not parts or sum(parts[-1]) + size > MOST_EXPERTS:
@@ -117,7 +125,7 @@ def _cut(sizes: list[int]) -> list[list[int]]:
 
 
 def stage_weights(plan: Plan, weights: Weights, stage: int) -> Iterable[Weight]:
-    """The weights of a pipeline stage, in order."""
+    """Returns the weights of a pipeline stage, in order."""
     if not plan.stages:
         return weights.of_layers(0, weights.layers, first=True, last=True)
     first, last = plan.stages[stage].layers
@@ -131,9 +139,9 @@ SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
 
 
 def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
-    """Elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
+    """Returns the elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
 
-    Where experts are spread over the same ranks, these share attention and nothing else.
+    If experts are distributed over the same ranks, these split attention only.
     """
     tensor = plan.layout.tp
     if tensor == 1:
@@ -149,8 +157,11 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
 
 
 def _sliced_table(plan: Plan, weights: Weights, table: Weight) -> int:
-    """Our slices within pipeline stages cut embedding and head where the vocabulary divides; AutoTP cuts an untied
-    head only, unevenly where it does not divide."""
+    """Returns the elements of a table that a rank holds.
+
+    Within pipeline stages, llmtrain splits embedding and head if the vocabulary is divisible; AutoTP splits an untied
+    head only, unevenly if it is not divisible.
+    """
     rows, tensor = table.shape[0], plan.layout.tp
     if plan.layout.pp > 1:
         return table.elements if rows % tensor or plan.model.model_type == "gpt2" else table.elements // tensor

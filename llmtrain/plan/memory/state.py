@@ -1,7 +1,7 @@
 """Bytes of weights, optimizer states and gradients on each rank, as DeepSpeed 0.19.8 and torch allocate them.
 
-Each formula names the source that it was read in; tests count the tensors of real engines. Scalars (a
-step count per parameter, norms) are left out.
+Each formula names its source; tests count the tensors of real engines. Scalars (a step count per parameter, norms) are
+left out.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ HOROVOD_FUSION = 128 * 2**20
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Bytes per element of the weights that the forward pass reads."""
+    """Returns the bytes per element of the weights that the forward pass reads."""
     return BYTES[WEIGHT_DTYPE[plan.recipe.parallel.precision]]
 
 
 def sum_bytes(plan: Plan) -> int:
-    """Bytes per element of accumulated gradients."""
+    """Returns the bytes per element of accumulated gradients."""
     return BYTES[plan.recipe.parallel.grad_accum_dtype]
 
 
 def moments(plan: Plan) -> int:
-    """fp32 tensors that the optimizer keeps per parameter; SGD without momentum has none."""
+    """Returns the number of fp32 tensors that the optimizer keeps per parameter; SGD without momentum has none."""
     optim = plan.recipe.optim
     return 2 if optim.name != "sgd" else int(optim.betas[0] > 0)
 
 
 def state_of(plan: Plan, weights: Weights, stage: int) -> State:
-    """The state of the fullest rank of a pipeline stage."""
+    """Returns the state of the fullest rank of a pipeline stage."""
     parallel, layout = plan.recipe.parallel, plan.layout
     if parallel.strategy == "fsdp2":
         return _fsdp2(plan, weights)
@@ -49,26 +49,26 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
     else:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
     if layout.ep > 1 and layout.tp == 1 and layout.zero_stage < 3:
-        # AutoEP takes the experts of other ranks out of a model that was built whole on the device.
+        # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
     return state
 
 
 def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
-    """What a rank of a stage saves: the fp32 weights and moments of its share, whatever the engine keeps besides."""
+    """Returns the bytes that a rank of a stage saves: the fp32 weights and moments of its share, in any engine."""
     elements = sum(-(-group.elements // group.ranks) for group in groups_of(plan, weights, stage))
     return 4 * (1 + moments(plan)) * elements
 
 
 def has_bf16_optimizer(plan: Plan) -> bool:
-    """Whether DeepSpeed takes `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
+    """Whether DeepSpeed chooses `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
     parallel = plan.recipe.parallel
     routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.layout.zero_stage == 1
     return routed and parallel.offload_optimizer == "none"
 
 
 def _replicated(plan: Plan, groups: list[Group]) -> State:
-    """ZeRO-0, DistributedDataParallel, Horovod and nn.DataParallel: everything whole, gradients as long as the step."""
+    """ZeRO-0, DistributedDataParallel, Horovod and nn.DataParallel: nothing is sharded, gradients last for the step."""
     elements = sum(group.elements for group in groups)
     lower = weight_bytes(plan) < 4
     strategy = plan.recipe.parallel.strategy
@@ -78,10 +78,10 @@ def _replicated(plan: Plan, groups: list[Group]) -> State:
         masters=4 * elements if lower else 0,
         optimizer=4 * moments(plan) * elements,
     )
-    # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and there from its first pass.
+    # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and exist from its first pass on.
     gradients = 4 * elements
     early = gradients if _accumulates(plan) or strategy == "ddp" else 0
-    # The lower gradients of one micro-batch wait until the pass ends, and are added to those of the masters.
+    # The lower gradients of one micro-batch are kept until the pass ends, then added to those of the masters.
     backward = kept.plus(gradients=gradients + (weight_bytes(plan) * elements if lower else 0))
     return State(
         forward=kept.plus(gradients=early),
@@ -91,14 +91,14 @@ def _replicated(plan: Plan, groups: list[Group]) -> State:
 
 
 def _zero12(plan: Plan, groups: list[Group]) -> State:
-    """ZeRO-1 and 2 (`zero/stage_1_and_2.py`), where `BF16_Optimizer` does not take over."""
+    """ZeRO-1 and 2 (`zero/stage_1_and_2.py`), unless `BF16_Optimizer` replaces them."""
     stage, weight, summed = plan.layout.zero_stage, weight_bytes(plan), sum_bytes(plan)
     offloads = plan.recipe.parallel.offload_optimizer != "none"
     elements = sum(group.elements for group in groups)
     partition = sum(group.partition for group in groups)
     largest = max(size for group in groups for size in group.sizes)
     compact = weight != summed and summed == 4  # `_use_compact_grad_partition_buffer`
-    # Sums of parts of parameters, or of the parameters that a partition has a part of.
+    # Sums of parts of parameters, or of the parameters of which a partition contains a part.
     reduced = 4 * partition if compact else weight * most_touched(groups)
     # Stage 1 stages its sums in the bucket, stage 2 the gradients (`_gradient_reduction_buffer_dtype`).
     bucket = bucket_elements(plan) * (summed if stage == 1 else weight)
@@ -107,7 +107,7 @@ def _zero12(plan: Plan, groups: list[Group]) -> State:
     host = 0
     if offloads:
         kept = kept.plus(buckets=weight * largest)  # `temp_grad_buffer_for_gpu_offload`
-        # The states, the sums that the update reads, the updated weights and a gradient on its way.
+        # The states, the sums that the update reads, the updated weights and a gradient in transfer.
         host = states + 4 * partition + weight * partition + weight * largest
         if not compact:
             # Stage 1 sums on the device, stage 2 whole parameters in `accumulated_grads_in_cpu`.
@@ -116,7 +116,7 @@ def _zero12(plan: Plan, groups: list[Group]) -> State:
     else:
         kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition)
     whole = summed * elements if stage == 1 else reduced
-    is_pipeline = plan.layout.pp > 1  # reduces after the last backward pass, and makes its bucket then
+    is_pipeline = plan.layout.pp > 1  # reduces after the last backward pass, and creates its bucket then
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=0 if is_pipeline else bucket),
         backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket),
@@ -130,7 +130,7 @@ def _zero12(plan: Plan, groups: list[Group]) -> State:
 
 
 def _bf16_optimizer(plan: Plan, groups: list[Group]) -> State:
-    """ZeRO-1 in bf16 with fp32 sums (`bf16_optimizer.py`): a flat fp32 gradient of the whole, for good."""
+    """ZeRO-1 in bf16 with fp32 sums (`bf16_optimizer.py`): a permanent flat fp32 gradient of all weights."""
     partition = sum(group.partition for group in groups)
     padded = sum(group.padded for group in groups)
     elements = sum(group.elements for group in groups)
@@ -150,11 +150,11 @@ def _bf16_optimizer(plan: Plan, groups: list[Group]) -> State:
 
 
 def _zero3(plan: Plan, groups: list[Group]) -> State:
-    """ZeRO-3 (`zero/stage3.py`): each parameter padded and cut alone, small ones kept whole beside their parts."""
+    """ZeRO-3 (`zero/stage3.py`): each parameter padded and split by itself, small ones also kept unsharded."""
     parallel, weight, summed = plan.recipe.parallel, weight_bytes(plan), sum_bytes(plan)
     partition = sum(group.by_parameter for group in groups)
     threshold = persistence_threshold(plan)
-    # What lies whole on the device of the only rank is not copied.
+    # Weights that are complete on the device of the only rank are not copied.
     copied = [group for group in groups if group.ranks > 1 or parallel.offload_param != "none"]
     persistent = sum(size for group in copied for size in group.sizes if size <= threshold)
     gathered = sum(group.elements for group in copied) - persistent
@@ -179,18 +179,18 @@ def _zero3(plan: Plan, groups: list[Group]) -> State:
 
 
 def _fsdp2(plan: Plan, weights: Weights) -> State:
-    """FSDP2 (`torch.distributed.fsdp.fully_shard`): fp32 shards, gathered by layers in the type that computes.
+    """FSDP2 (`torch.distributed.fsdp.fully_shard`): fp32 shards, gathered by layers in the type of the computation.
 
-    The model is built whole, raised to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
+    The model is built completely, cast to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
     """
     computed = 2 if plan.recipe.parallel.precision == "bf16" else 4
     elements, shards = weights.elements, _rows_shared(weights, plan.layout.dp)
     layer = max(plan.model.layer_parameters, default=0)
-    # Without resharding after the forward pass everything is gathered; else two layers, and what is in none.
+    # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.layout.zero_stage == 2 else min(elements, 2 * layer + outside)
     kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * shards, live_parameters=computed * live)
-    # While micro-batches follow, gradients are summed whole (`no_sync`); the last one scatters them.
+    # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
     whole = 4 * elements if _accumulates(plan) else 0
     return State(
         start=Parts(parameters=4 * (elements + shards)),
@@ -201,7 +201,10 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
 
 
 def _rows_shared(weights: Weights, ranks: int) -> int:
-    """Elements of the first rank's shards: each weight is cut along its first dimension, which experts are few for."""
+    """Returns the elements of the first rank's shards.
+
+    Weights are split along dimension 0, which is short for experts.
+    """
     every = weights.of_layers(0, weights.layers, first=True, last=True)
     return sum(-(-weight.shape[0] // ranks) * (weight.elements // weight.shape[0]) for weight in every)
 
