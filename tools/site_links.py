@@ -15,7 +15,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(!?)\[([^\]\n]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 PICTURES = {".svg", ".png"}
 LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".sbatch": "sh", ".toml": "toml", "": "sh"}
 
