@@ -42,7 +42,7 @@ def of_model(model: type[BaseModel]) -> Node:
         node = of_annotation(field.annotation)
         for bound in field.metadata:
             node.update({key: getattr(bound, key) for key in ("ge", "gt", "le", "lt") if hasattr(bound, key)})
-        extra = field.json_schema_extra or {}
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         if extra.get("deprecated"):
             node["instead"] = extra.get("new_param", "")
         if isinstance(field.default, bool | int | float | str):
