@@ -111,9 +111,10 @@ QUESTION = Question(
     name="cpu",
     title="What each choice brings on a CPU",
     asks=(
-        "Forward and backward of a micro-batch of `recipes/tiny.py` through two layers and the head, packed documents "
-        "masked, on two threads where nothing else is said: as `transformers` does it (sdpa with a mask, logits of all "
-        "tokens), and with one thing changed at a time. `auto` tries the kernels among them; precision is the recipe's."
+        "Forward and backward pass of a micro-batch of `recipes/tiny.py` through two layers and the head, with "
+        "packed documents masked, on two threads unless stated otherwise: as `transformers` does it (sdpa with a "
+        "mask, logits of all tokens), and with one change at a time. `auto` tries the kernels among these; the "
+        "recipe decides the precision."
     ),
     cases=cases,
     columns=COLUMNS,
@@ -124,9 +125,10 @@ HOST = Question(
     name="host",
     title="How a rank on a CPU gets its memory",
     asks=(
-        "The same passes, with glibc as a rank sets it where its host has room, against glibc as it comes: it gives a "
-        "large tensor's pages back, and has the system clear new ones for the next. tcmalloc where it is installed. In "
-        "the second case the vocabulary has 32,000 tokens and a micro-batch 8 sequences."
+        "The same passes, with glibc as a rank configures it if its host has room, compared with glibc's default. By "
+        "default glibc returns the pages of a large tensor to the system, which clears new ones for the next tensor. "
+        "tcmalloc is included where it is installed. In the second case the vocabulary has 32,000 tokens and a "
+        "micro-batch has 8 sequences."
     ),
     cases=host_cases,
     columns=COLUMNS,

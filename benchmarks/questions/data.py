@@ -143,14 +143,14 @@ QUESTION = Question(
     name="data",
     title="Data",
     asks=(
-        "Tokenizing from a jsonl file to the token store, reading, splitting and writing included, against "
-        "`tokenizers` alone on texts that lie in memory, 1,000 at once; a byte-level BPE of 16,384 tokens, documents "
-        "of 3,000 characters in the mean. Then best-fit packing. Then the first call of a new process, "
-        "which has imported its packages and opened a corpus of 2³⁰ sequences, until the tensors are there: of one "
-        "sample, and of the 8 rows of a rank in a global batch of 512, the targets of which are all counted. The "
-        "pages of the corpus are in the page cache, or were taken out of it; what the disk then reads is shown. "
-        "(Only those sequences are written, the rest of 4.4 TB are holes.) Then the most memory that tokenizing has "
-        "taken as a corpus grows (10 GB: `python -m benchmarks corpus`), and what a step waits for its data."
+        "Tokenizing from a jsonl file to the token store, including reading, splitting and writing, is compared with "
+        "`tokenizers` alone on texts in memory, 1,000 at once; a byte-level BPE of 16,384 tokens, documents of 3,000 "
+        "characters on average. Then best-fit packing. Then the first call of a new process, which has imported its "
+        "packages and opened a corpus of 2³⁰ sequences, until it has the tensors: of one sample, and of the 8 rows "
+        "of a rank in a global batch of 512, including the count of the targets of the whole batch. The pages of the "
+        "corpus are in the page cache, or were removed from it; what the disk then reads is shown. (Only those "
+        "sequences are written, the rest of the 4.4 TB is a sparse file.) Then the peak memory of tokenizing as a "
+        "corpus grows (10 GB: `python -m benchmarks corpus`), and how long a step waits for its data."
     ),
     cases=cases,
     columns={
@@ -176,9 +176,9 @@ WHOLE = Question(
     name="corpus",
     title="A corpus of 10 GB",
     asks=(
-        "The peak memory of one process that tokenizes a corpus of 10 GB on two cores and packs it, noted on the way, "
-        "once; it takes 16 GB of the folder for temporary files. Training the tokenizer, on 64 MB of the text at most, "
-        "is not in it."
+        "The peak memory of one process that tokenizes a corpus of 10 GB on two cores and packs it, recorded during "
+        "one run; this takes 16 GB in the folder for temporary files. Training the tokenizer, on at most 64 MB of "
+        "the text, is not included."
     ),
     cases=lambda quick: [_growth(GROWING, SHORT_MEGABYTES if quick else WHOLE_MEGABYTES)],
     columns={

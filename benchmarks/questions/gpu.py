@@ -91,10 +91,11 @@ MFU = Question(
     name="mfu",
     title="MFU of one GPU",
     asks=(
-        "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, as `llmtrain train` runs them, of 989 TFLOP/s "
-        "(the peak of an H100 or H200). FLOPs are 6·N + 12·L·d·T a token: nothing is taken off for causal attention, "
-        "nothing added for what is computed again. The first case is the ladder of what each kernel brings. One "
-        "process for each; medians of the windows of ten steps after the first."
+        "`recipes/llama_1b.py` and `recipes/llama_3b.py`, bf16, ZeRO-1, as `llmtrain train` runs them, as a share of "
+        "989 TFLOP/s (the peak of an H100 or H200). FLOPs are 6·N + 12·L·d·T per token: nothing is subtracted for "
+        "causal attention, and nothing is added for recomputation. The first case shows step by step what each "
+        "kernel gains. Each case runs in its own process; results are medians of the windows of ten steps after the "
+        "first."
     ),
     cases=mfu_cases,
     columns={"mfu": ("MFU", ".1%"), **trainer.QUESTION.columns, "peak_gib": PEAK},
@@ -123,8 +124,9 @@ WRAPPER = Question(
     name="wrapper_gpu",
     title="What the wrapper costs on a GPU",
     asks=(
-        "As on a CPU, with `recipes/llama_1b.py` in bf16: our worker with data, metrics, guard and watcher, and a bare "
-        "DeepSpeed loop with the same model, kernels, tokens and configuration, in turn in one process."
+        "As on a CPU, with `recipes/llama_1b.py` in bf16: the worker of llmtrain with data, metrics, guard and "
+        "watcher, and a bare DeepSpeed loop with the same model, kernels, tokens and configuration, alternating in "
+        "one process."
     ),
     cases=wrapper_cases,
     columns=wrapper.QUESTION.columns,
@@ -165,9 +167,10 @@ TRAINER = Question(
     name="trainer_gpu",
     title="Against Hugging Face's Trainer on a GPU",
     asks=(
-        "`recipes/llama_1b.py` against a script with `transformers.Trainer` in its defaults and `bf16=True`: the same "
-        "sequences, batch, optimizer and schedule; ours in bf16 with ZeRO-1 and the kernels that were measured for the "
-        "device. Whole commands in turn; the speed of the steps after the first ten."
+        "`recipes/llama_1b.py` is compared with a script that uses `transformers.Trainer` with its defaults and "
+        "`bf16=True`: the same sequences, batch, optimizer and schedule. llmtrain runs in bf16 with ZeRO-1 and the "
+        "kernels that were measured for the device. Whole commands alternate; the speed is that of the steps after "
+        "the first ten."
     ),
     cases=trainer_cases,
     columns={**trainer.QUESTION.columns, "peak_gib": PEAK},

@@ -46,10 +46,10 @@ QUESTION = Question(
     name="litgpt",
     title="Against litgpt, on a CPU",
     asks=(
-        "`llmtrain train recipes/tiny.py` with the kernels that `llmtrain tune` found before, against `litgpt "
-        f"pretrain` of litgpt {VERSION}, which compiles its model as a whole: a Llama of the same sizes with its own "
-        "weights, the same sequences, batch and optimizer, in fp32. With several ranks litgpt takes FSDP, which it has "
-        "for GPUs only. torchtitan is not compared here: it trains on GPUs."
+        "`llmtrain train recipes/tiny.py`, with the kernels that `llmtrain tune` chose before, is compared with "
+        f"`litgpt pretrain` of litgpt {VERSION}, which compiles its model as a whole: a Llama of the same sizes with "
+        "its own weights, the same sequences, batch and optimizer, in fp32. With several ranks, litgpt uses FSDP, "
+        "which it supports on GPUs only. torchtitan is not compared here: it trains on GPUs."
     ),
     cases=cases,
     columns=SPEED,

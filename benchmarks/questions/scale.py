@@ -39,10 +39,10 @@ QUESTION = Question(
     name="scale",
     title="10,000 ranks, 10¹² tokens",
     asks=(
-        "By simulation in one process: `recipes/llama3_70b.py` planned for so many H100s; the sampler in the midst of "
-        "10¹² tokens in sequences of 8,192, whose order is computed and nowhere stored; a manifest of three files per "
-        "rank; a hostfile of eight devices a host and the job script; and the store through which ranks agree on "
-        "stopping, asked once for each rank, which ranks do a step ahead and without waiting."
+        "Simulated in one process: `recipes/llama3_70b.py` planned for this many H100s; the sampler in the middle of "
+        "10¹² tokens in sequences of 8,192, whose order is computed and stored nowhere; a manifest of three files "
+        "per rank; a hostfile with eight devices per host, and the job script; and the store through which ranks "
+        "agree on stopping, read once for each rank. Real ranks read it one step ahead, without waiting."
     ),
     cases=cases,
     columns={

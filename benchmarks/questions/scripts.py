@@ -63,7 +63,7 @@ PIPELINE = (
     Script(
         "bubble",
         "The pipeline's efficiency",
-        "DeepSpeed's schedule with stages that sleep, against m / (m + p − 1).",
+        "DeepSpeed's schedule with stages that sleep, compared with m / (m + p − 1).",
         ("python", "benchmarks/bubble.py"),
         _bubble,
         minutes=2,
@@ -73,7 +73,7 @@ OTHERS = (
     Script(
         "memory",
         "Memory, predicted and measured",
-        "The peak of a plan against `max_memory_allocated`; more in "
+        "The predicted peak of a plan, compared with `max_memory_allocated`; more in "
         "[docs/reference/memory_measured.md](../docs/reference/memory_measured.md).",
         ("python", "benchmarks/memory.py"),
         _memory,
@@ -83,7 +83,7 @@ OTHERS = (
     Script(
         "chaos",
         "Killed saves and runs",
-        "Saves and whole runs killed at any instant; more in "
+        "Saves and whole runs are killed at random moments; more in "
         "[docs/guides/checkpoints.md](../docs/guides/checkpoints.md).",
         ("python", "benchmarks/chaos.py", "--kills", "500"),
         _chaos,
@@ -92,8 +92,8 @@ OTHERS = (
     Script(
         "effective_time",
         "Effective time under kills",
-        "What a run's steps take undisturbed, over the wall time of a run whose workers are killed and started again; "
-        "more in [docs/guides/faults.md](../docs/guides/faults.md).",
+        "The time of a run's steps without disturbance, divided by the wall time of a run whose workers are killed "
+        "and restarted; more in [docs/guides/faults.md](../docs/guides/faults.md).",
         ("python", "benchmarks/effective_time.py"),
         _effective,
         minutes=18,
@@ -101,8 +101,8 @@ OTHERS = (
     Script(
         "guard",
         "Healthy updates skipped, spikes caught",
-        "The guard's rule on healthy runs of small batches, which it was not set by, and on what was spoilt; "
-        "more in [docs/guides/guard.md](../docs/guides/guard.md).",
+        "The guard's rule on healthy runs of small batches that were not used to set it, and on corrupted ones; more "
+        "in [docs/guides/guard.md](../docs/guides/guard.md).",
         ("python", "benchmarks/guard.py"),
         _guard,
         minutes=30,
@@ -110,7 +110,7 @@ OTHERS = (
     Script(
         "verify_tiny",
         "Every strategy, the same run",
-        "All plans of `recipes/tiny.py:verify` on four ranks against plain PyTorch; more in "
+        "All plans of `recipes/tiny.py:verify` on four ranks, compared with plain PyTorch; more in "
         "[docs/guides/verify.md](../docs/guides/verify.md).",
         ("llmtrain", "verify", "recipes/tiny.py", "--nproc", "4", "--json"),
         _verify,

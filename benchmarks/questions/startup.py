@@ -59,10 +59,10 @@ QUESTION = Question(
     name="startup",
     title="From the command to the first step",
     asks=(
-        "`llmtrain train recipes/tiny.py`, its data prepared, until the first step is logged, against a bare DeepSpeed "
-        "script that loads its batches from a file. Where the seconds go is told by when files of the run directory "
-        "appear: planned (the recipe is checked and planned), worker (a rank runs Python), engine (model and engine "
-        "are built), first step. The script tells when its imports are done."
+        "`llmtrain train recipes/tiny.py`, with prepared data, until the first step is logged, compared with a bare "
+        "DeepSpeed script that loads its batches from a file. The times at which files of the run directory appear "
+        "show where the seconds go: planned (the recipe is checked and planned), worker (a rank runs Python), engine "
+        "(model and engine are built), first step. The script prints when its imports are done."
     ),
     cases=cases,
     columns={

@@ -83,11 +83,11 @@ QUESTION = Question(
     name="trainer",
     title="Against Hugging Face's Trainer, on a CPU",
     asks=(
-        "`llmtrain train recipes/tiny.py` with the kernels that `llmtrain tune` found before, against a script with "
-        "`transformers.Trainer` in its defaults: the same model, the same sequences (cut from one stream, attention "
-        "across documents, as its users do), the same batch, optimizer and schedule. Threads as each of them sets "
-        "them. Beside them ours with the Trainer's kernels. Whole commands in turn; the speed of the steps after the "
-        "first ten."
+        "`llmtrain train recipes/tiny.py`, with the kernels that `llmtrain tune` chose before, is compared with a "
+        "script that uses `transformers.Trainer` with its defaults: the same model, the same sequences (cut from one "
+        "stream, with attention across documents, as usual with the Trainer), the same batch, optimizer and "
+        "schedule. Each uses its own number of threads. llmtrain with the Trainer's kernels is shown as well. Whole "
+        "commands alternate; the speed is that of the steps after the first ten."
     ),
     cases=cases,
     columns=SPEED,

@@ -86,13 +86,14 @@ QUESTION = Question(
     name="wrapper",
     title="What the wrapper costs",
     asks=(
-        "Our worker as `llmtrain train` starts it, with data, metrics, guard, watcher and the agreement on stopping, "
-        "against a loop as people write it: the same model, attention, positions, tokens and DeepSpeed configuration, "
-        "its batches ready in memory; one thread a rank. Both take turns in one process, four steps each, since a "
-        "machine drifts by more than what is looked for; the difference is the median of neighbouring blocks. What a "
-        "loop adds is looked for beside narrow layers: `recipes/tiny.py` with as many layers, tensors, micro-batches "
-        "and tokens, and an eighth of the computing, which varies by more than that. Its share is that of the recipe's "
-        "own step. `cpu` is what the training thread computed. Last, whole commands in turn."
+        "The worker as `llmtrain train` starts it, with data, metrics, guard, watcher and the agreement on stopping, "
+        "is compared with a typical hand-written loop: the same model, attention, positions, tokens and DeepSpeed "
+        "configuration, with its batches ready in memory, and one thread per rank. Both alternate in one process, "
+        "four steps each, because a machine drifts by more than the difference; the difference is the median of "
+        "neighbouring blocks. It is measured with narrow layers: `recipes/tiny.py` with the same number of layers, "
+        "tensors, micro-batches and tokens, but an eighth of the computation, because the variation of all of "
+        "it would hide the difference. The share is that of a step of the whole recipe. `cpu` is the processor time of "
+        "the training thread. At the end, whole commands alternate."
     ),
     cases=cases,
     columns={
