@@ -22,8 +22,8 @@ HEAD = """# Fields of a recipe
 
 Generated from `llmtrain/recipe.py` by `python tools/render_fields.py`; do not edit.
 
-Any of them can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
-A value is read as JSON where it is JSON, else as text.
+Every field can be set on the command line by its dotted name: `--set optim.lr=3e-4`, `--set data.sources.0.weight=2`.
+A value that is valid JSON is read as JSON, and any other value as text.
 """
 PICTURES: dict[type[Part], str] = {
     OptimConfig: "![The five schedules](../pictures/schedules.svg)\n\nDrawn by `python tools/render_schedules.py`.\n\n",
@@ -47,7 +47,14 @@ def _section(part: type[Part]) -> str:
 
 def _row(name: str, field: FieldInfo) -> str:
     description = _escaped(field.description or "").replace("\n", " ")
-    return f"| `{name}` | `{_escaped(type_name(field.annotation))}` | {_default(field)} | {description} |\n"
+    return f"| `{name}` | {_type(field)} | {_default(field)} | {description} |\n"
+
+
+def _type(field: FieldInfo) -> str:
+    """The name of the type; that of a part leads to its fields."""
+    name = type_name(field.annotation)
+    is_part = isinstance(field.annotation, type) and issubclass(field.annotation, Part)
+    return f"[`{name}`](#{name.lower()})" if is_part else f"`{_escaped(name)}`"
 
 
 def _escaped(text: str) -> str:
@@ -56,7 +63,7 @@ def _escaped(text: str) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default is not PydanticUndefined:
-        return "see below" if isinstance(field.default, Part) else f"`{field.default}`"
+        return "its defaults" if isinstance(field.default, Part) else f"`{field.default}`"
     return "`{}`" if field.default_factory else "required"
 
 
