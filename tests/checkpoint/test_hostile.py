@@ -158,7 +158,7 @@ def test_the_files_of_a_run_directory(run, name):
         ("recipe.json", b"{", "recipe.json: cannot be read"),
         ("recipe.json", b"[]", "recipe.json: cannot be read"),
         ("plan.json", b"\xff", "plan.json: cannot be read"),
-        ("run_id", b"", "run_id: cannot be read: holds ''"),
+        ("run_id", b"", "run_id: cannot be read: contains ''"),
         ("run_id", b"\0" * 12, "run_id: cannot be read"),
         ("run_id", b"\xff\n", "run_id: cannot be read: is not UTF-8"),
     ],

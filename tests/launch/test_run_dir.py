@@ -72,7 +72,7 @@ def test_the_message_shows_both_values(run, plan):
     run.create(plan, DS_CONFIG)
     run.metrics_file.write_text('{"step": 1}\n')
     changed = plan.model_copy(update={"recipe": plan.recipe.with_(**{"optim.lr": 2e-3})})
-    with pytest.raises(RecipeError, match=r"optim\.lr: .*started with 0\.001, the recipe now says 0\.002"):
+    with pytest.raises(RecipeError, match=r"optim\.lr: .*started with 0\.001, but the recipe now has 0\.002"):
         run.create(changed, DS_CONFIG)
 
 
