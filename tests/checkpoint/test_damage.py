@@ -243,7 +243,7 @@ def test_a_pickle_that_the_manifest_names_otherwise_is_refused(tmp_path):
     file = File(**vars(fingerprint(made / "state.dill")), rank=0, private=False)
     manifest.model_copy(update={"files": {**manifest.files, "state.dill": file}}).write(made)
     for use in (lambda: verify(made), lambda: _choose(made.parent)):
-        with pytest.raises(CheckpointError, match=r"state\.dill: is neither of \.safetensors and \.json"):
+        with pytest.raises(CheckpointError, match=r"state\.dill: has none of the suffixes \.safetensors and \.json"):
             use()
 
 

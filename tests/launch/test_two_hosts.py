@@ -65,10 +65,7 @@ def one(workers_environment, tmp_path_factory):
 
 
 LINES = commands("A hostfile", "recipes/tiny.py")
-QUICK = [line for line in LINES if line.startswith("llmtrain")][:1] + [
-    line for line in LINES if line.startswith("deepspeed")
-][:1]
-"""Ours, and that of DeepSpeed's users."""
+QUICK = [line for line in LINES if line.startswith("llmtrain")][:1]
 STAGES = ("parallel.pipeline=2", "parallel.zero_stage=1")
 
 
@@ -121,9 +118,6 @@ def test_a_pipeline_over_two_hosts_trains_as_one_process(hosts, workers_environm
         assert not list(Path("/tmp").glob("llmtrain-*/job.json"))
 
 
-RUNNERS = pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
-
-
 def _ours(hosts: TwoHosts, runner: str, hostfile: Path, *arguments: str) -> list[str]:
     """`llmtrain train --launcher deepspeed`, given on the first host."""
     launcher = ("--launcher", "deepspeed", "--runner", runner, "--hostfile", str(hostfile))
@@ -147,7 +141,7 @@ open(sys.argv[1] + str(rank.rank), "w").write(json.dumps(told))
 """
 
 
-@RUNNERS
+@pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
 def test_variables_devices_and_ranks_arrive_as_they_were_meant(hosts, workers_environment, tmp_path, runner):
     """Each worker writes down what it was given, in place of training; the first host is not the one of the command."""
     values, given = words(1), words(2)
@@ -179,7 +173,8 @@ raise SystemExit(run_on_hosts(HostsJob(hosts, Path("none"), argv, RunDir(Path({s
     assert not [place for place in (Path("/"), Path("/tmp"), Path.home()) if (place / CANARY).exists()]
 
 
-@pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
+@pytest.mark.breadth
+@pytest.mark.parametrize("runner", ["pdsh", "openmpi"])
 def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers_environment, tmp_path, runner):
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "export.at_end=false", "evaluation.every_steps=0", "train.max_steps=100000")
@@ -209,14 +204,15 @@ def test_a_signal_saves_on_all_hosts_and_the_same_command_goes_on(hosts, workers
         (
             REPOSITORY / "llmtrain" / "launch" / "templating.py",
             '"""Another version."""\n',
-            "other code of llmtrain",
+            "different code of llmtrain",
         ),
-        (
+        pytest.param(
             Path(metadata.distribution("tokenizers")._path) / "METADATA",  # what says it in Python's own terms
             "Metadata-Version: 2.1\nName: tokenizers\nVersion: 0.1\n",
             f"tokenizers 0.1 instead of {metadata.version('tokenizers')}",
+            marks=pytest.mark.breadth,
         ),
-        (RECIPE, "# another recipe\n", "another recipe file"),
+        pytest.param(RECIPE, "# another recipe\n", "a different recipe file", marks=pytest.mark.breadth),
     ],
     ids=["llmtrain", "package", "recipe"],
 )

@@ -172,7 +172,7 @@ def test_a_job_is_not_started_again_for_ever(job, tmp_path):
     process.send_signal(signal.SIGUSR1)
     code, told = finished(process)
     assert code == 75
-    assert "submit it again to continue" in told
+    assert "submit the job again to continue" in told
     assert not (tmp_path / "requeued").exists()
 
 
