@@ -104,9 +104,8 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "stages", [pytest.param([1], marks=pytest.mark.slow), pytest.param([0, 3], marks=pytest.mark.breadth)], ids=str
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize("stages", [[1], [0, 3]], ids=str)
 def test_optimizers_schedules_and_checkpointing_are_the_plain_loop(stages):
     cases = [(variant, stage) for variant in VARIANTS for stage in stages]
     recipes = [_recipe(stage, 2, 4, **variant) for variant, stage in cases]

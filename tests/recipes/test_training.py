@@ -111,7 +111,7 @@ def test_no_recipe_is_forgotten():
 
 
 QUICK = ("qwen3_30b_a3b",)
-SLOW = ("gpt2_124m", "tiny")
+SLOW = ("tiny",)
 
 
 def _marks(name: str):

@@ -99,7 +99,7 @@ def _plant_shared(rank: int, job, folder, bugs: str, chosen: slice) -> dict[str,
     [
         pytest.param({}, "SHARED", slice(0, 3)),
         pytest.param({}, "SHARED", slice(3, None), marks=BREADTH),
-        pytest.param(MOE, "ROUTED", slice(None), marks=SLOW),
+        pytest.param(MOE, "ROUTED", slice(None), marks=BREADTH),
     ],
 )
 def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_corpus, tmp_path):
