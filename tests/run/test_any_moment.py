@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -130,7 +131,7 @@ def test_a_hangup_right_after_a_ctrl_c_is_no_impatience(monkeypatch):
     with caught_signals() as events:
         signal.pthread_sigmask(signal.SIG_BLOCK, both)
         for number in both:
-            os.kill(os.getpid(), number)
+            signal.pthread_kill(threading.get_ident(), number)  # another thread would be handed it at once
         signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
         assert events.get() == signal.SIGHUP
         assert events.empty()
