@@ -23,6 +23,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests wait for processes that they started."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 256 KiB."""

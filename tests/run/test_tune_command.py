@@ -38,7 +38,7 @@ def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch)
     done = llmtrain("tune", write_small_recipe(tmp_path), *named)
     assert done.returncode == 2
     assert "cannot be measured: others use 0.90 of" in done.stderr
-    assert "measure again when nothing else runs" in done.stderr
+    assert "measure again when nothing else is running" in done.stderr
     assert not (tmp_path / "cache").exists()  # not even data were prepared
 
 
