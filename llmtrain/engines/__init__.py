@@ -1,4 +1,4 @@
-"""What runs one optimizer step of a plan, behind one seam (`Engine`)."""
+"""The engines, which run one optimizer step of a plan behind a common interface (`Engine`)."""
 
 from llmtrain.engines.build import build_engine
 from llmtrain.engines.seam import Engine, StepResult

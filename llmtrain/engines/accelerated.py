@@ -1,6 +1,6 @@
 """DistributedDataParallel, FSDP2 and DeepSpeed, prepared and stepped by Hugging Face Accelerate.
 
-Accelerate keeps its state per process, so there is one such engine at a time.
+Accelerate keeps its state per process, so a process can have only one such engine at a time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from llmtrain.plan import Plan
 
 
 class AcceleratedDataParallel:
-    """DistributedDataParallel, or FSDP2: every rank sees other samples, and torch's own optimizer takes the step."""
+    """DistributedDataParallel or FSDP2: every rank reads different samples, and torch's optimizer takes the step."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
@@ -73,12 +73,12 @@ class AcceleratedDataParallel:
         self.optimizer = prepared.optimizer
         self.guard = Guard(recipe.guard, device)
         self.guard.watch(self.optimizer)
-        # Not prepared: accelerate would step it once for each process.
+        # Not prepared, because accelerate would step it once for each process.
         self.scheduler = schedule(self.optimizer, recipe)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Every rank is a replica."""
+        """Rank of this process; every rank is a replica."""
         return dist.get_rank()
 
     def train_step(self, batch: StepBatch) -> StepResult:
@@ -87,55 +87,55 @@ class AcceleratedDataParallel:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """Learning rate of the next step."""
         rate: float = self.optimizer.param_groups[0]["lr"]
         return rate
 
     def start(self) -> None:
-        """Sets the training mode."""
+        """Puts the model in training mode."""
         if not self.model.training:
             self.engine.train()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Of a micro-batch; gradients travel with the last one."""
+        """Returns the context of a micro-batch's passes; only the last micro-batch synchronizes gradients."""
         context: AbstractContextManager[object] = self.accelerator.no_sync(self.engine)
         return nullcontext() if is_last else context
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        """Returns this rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
         with self._autocast():
             return forward(self.engine, self.model, micro_batch, self.device)
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Gradients are averaged over ranks, so a rank's loss is multiplied by their number, as under DeepSpeed."""
+        """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
         return loss_sum * (self.plan.layout.dp / target_tokens)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch."""
         self.accelerator.backward(loss)
 
     def finish(self, loss: Tensor) -> Measured:
-        """Norm, verdict and update."""
+        """Takes the norm and the verdict, and updates the weights."""
         return finish(self, loss)
 
     def clip(self) -> Tensor:
-        """Clips the gradients; returns their norm before."""
+        """Clips the gradients; returns their norm before clipping."""
         limit = self.plan.recipe.optim.clip_grad_norm or float("inf")
         return _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
 
     def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Of all ranks, from this one's share of the loss."""
+        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
         return over_ranks(loss, grad_norm)
 
     def update(self) -> None:
-        """Has optimizer and schedule take the step."""
+        """Steps the optimizer and the schedule, and clears the gradients."""
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens of all ranks."""
+        """Returns the mean cross-entropy over the target tokens of all ranks."""
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
@@ -149,14 +149,14 @@ class AcceleratedDataParallel:
         save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads what any engine wrote."""
+        """Loads a checkpoint, which any engine may have written."""
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and of what is not."""
+        """Yields live pieces of all trained tensors, then of the untrained ones."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         everywhere = (dist.get_rank(), dist.get_world_size())
-        copy = (0, 1) if self.is_sharded else everywhere  # the shards of FSDP2 are no copies
+        copy = (0, 1) if self.is_sharded else everywhere  # FSDP2's shards are not copies of each other
 
         def place(parameter: nn.Parameter) -> Place:
             return names[parameter], Region.whole(parameter.shape), copy
@@ -165,20 +165,20 @@ class AcceleratedDataParallel:
         yield untrained_pieces(self.model, everywhere)
 
     def progress(self) -> dict[str, Any]:
-        """Where the schedule stands."""
+        """Returns the position of the schedule."""
         return {"schedule": self.scheduler.last_epoch}
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Goes on from written pieces."""
+        """Restores the schedule after the pieces have been loaded."""
         resume_schedule(self.scheduler, progress["schedule"])
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole, under its Hugging Face name, as the forward pass reads it; tied ones once."""
+        """Yields every whole weight by its Hugging Face name, in the dtype of the forward pass; tied weights once."""
         for name, parameter in self.model.named_parameters():
             yield name, _whole(parameter.detach()).to(self.weight_dtype).cpu().clone()
 
     def describe(self) -> dict[str, Any]:
-        """Versions and classes that run, the device and the backend."""
+        """Returns the versions and classes in use, the device and the backend."""
         return {
             "engine": f"accelerate {accelerate.__version__}, {type(self.engine).__name__}",
             "optimizer": type(self.optimizer).__name__,
@@ -187,7 +187,10 @@ class AcceleratedDataParallel:
         }
 
     def _reshard(self) -> None:
-        """FSDP2 keeps what a forward pass has gathered for a backward pass, and would save that for the shards."""
+        """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass.
+
+        Otherwise a checkpoint would contain them in place of the shards.
+        """
         for module in self.engine.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -199,7 +202,7 @@ class AcceleratedDataParallel:
 
 
 class AcceleratedDeepSpeed(DeepSpeedEngine):
-    """DeepSpeed with the same configuration and files, initialised and stepped by Accelerate."""
+    """DeepSpeed with the same configuration and files, initialized and stepped by Accelerate."""
 
     def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
         recipe = self.plan.recipe
@@ -210,14 +213,14 @@ class AcceleratedDeepSpeed(DeepSpeedEngine):
             optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
             scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, recipe))
             engine: _Engine = self.accelerator.prepare(self.model, optimizer, scheduler)[0]
-        # Else `transformers` would partition the next model that this process builds by itself.
+        # Otherwise `transformers` would partition the next model that this process builds.
         unset_hf_deepspeed_config()
-        # `accelerator.backward` calls it after the last micro-batch, before the norm is taken.
+        # `accelerator.backward` calls `engine.step` after the last micro-batch, before the norm is taken.
         self._own_step, engine.step = engine.step, lambda: None
         return engine
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch."""
         self.accelerator.sync_gradients = is_last
         self.accelerator.backward(loss, scale_wrt_gas=False)
 
@@ -225,7 +228,7 @@ class AcceleratedDeepSpeed(DeepSpeedEngine):
         self._own_step()
 
     def describe(self) -> dict[str, Any]:
-        """The same, with accelerate's version."""
+        """Adds accelerate's version to DeepSpeed's description."""
         described = super().describe()
         return {**described, "engine": f"accelerate {accelerate.__version__}, {described['engine']}"}
 
@@ -236,12 +239,12 @@ def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator
         accelerate.Accelerator(
             cpu=device.type == "cpu",
             mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision],
-            # Buffers are the same on all ranks: nothing that a step computes goes into them.
+            # Buffers are equal on all ranks, because no step writes to them.
             kwargs_handlers=[
                 DistributedDataParallelKwargs(
                     broadcast_buffers=False,
                     gradient_as_bucket_view=True,
-                    # An expert that no token of a rank has chosen.
+                    # An expert may be chosen by no token of a rank.
                     find_unused_parameters=plan.model.experts > 0 or plan.model.expert_modules,
                 )
             ],
@@ -250,7 +253,10 @@ def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator
 
 
 def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.device) -> accelerate.Accelerator:
-    """FSDP2 over all ranks, a unit for each decoder layer. Raises RecipeError where layers share weights."""
+    """Returns an accelerator for FSDP2 over all ranks, with one unit per decoder layer.
+
+    Raises RecipeError if decoder layers share weights.
+    """
     layers = decoder_layers(model)[1]
     _check_unshared(layers, plan.model.model_type)
     is_bf16 = plan.recipe.parallel.precision == "bf16"
@@ -259,7 +265,7 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
         reshard_after_forward=plan.layout.zero_stage == 3,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers}),
-        # Gradients are summed, over micro-batches and over ranks, in fp32.
+        # Gradients are summed in fp32, both over micro-batches and over ranks.
         mixed_precision_policy=MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if is_bf16 else None, reduce_dtype=torch.float32
         ),
@@ -269,8 +275,8 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
     )
     _join_group(device)
     if device.type == "cpu":
-        # accelerate 1.15 takes a plugin for FSDP on devices only, and would run DistributedDataParallel
-        # on CPUs without a word. FSDP2 itself runs there, so its state is told of a device.
+        # accelerate 1.15 accepts an FSDP plugin only on accelerator devices; on CPUs it would silently run
+        # DistributedDataParallel. FSDP2 itself works on CPUs, so accelerate's state is made to report a device.
         PartialState().distributed_type = DistributedType.MULTI_GPU
     return _checked(
         accelerate.Accelerator(mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision], fsdp_plugin=plugin)
@@ -278,7 +284,7 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
 
 
 def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
-    """A weight that two units hold breaks FSDP2 off with a TypeError in its first pass."""
+    """Raises RecipeError if units share a weight; FSDP2 would fail with a TypeError in its first pass."""
     holders = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     if any(number > 1 for number in holders.values()):
         message = f"'fsdp2' was given, but decoder layers of '{model_type}' share weights, and each is sharded alone"
@@ -290,7 +296,7 @@ def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.
     _join_group(device)
     return _checked(
         accelerate.Accelerator(
-            mixed_precision="no",  # the configuration says it
+            mixed_precision="no",  # the DeepSpeed configuration sets the precision
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
         )
@@ -298,9 +304,9 @@ def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.
 
 
 def _join_group(device: torch.device) -> None:
-    """Makes accelerate's state anew, from the process group that is there.
+    """Rebuilds accelerate's state from the existing process group.
 
-    Without `cpu=True` it would, on a CPU, take itself for the only process, whatever the group.
+    Without `cpu=True`, accelerate on a CPU would consider itself the only process, whatever the group.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -308,7 +314,7 @@ def _join_group(device: torch.device) -> None:
 
 
 def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
-    """Raises RecipeError where accelerate sees another group: its workers would train models of their own."""
+    """Returns the accelerator. Raises RecipeError if it sees another group: its workers would train separate models."""
     seen, group = (accelerator.process_index, accelerator.num_processes), (dist.get_rank(), dist.get_world_size())
     if seen != group:
         message = (
@@ -322,7 +328,8 @@ def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:
 def _undisturbed() -> Iterator[None]:
     """Hides the variables that `accelerate launch` or a shell has set, and removes those that accelerate sets itself.
 
-    The plan alone decides. What one engine leaves, ACCELERATE_USE_FSDP for one, would change the next of the process.
+    Only the plan decides. A variable that one engine leaves behind, such as ACCELERATE_USE_FSDP, would change the next
+    engine of the process.
     """
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(prefixes)}

@@ -1,7 +1,7 @@
-"""One rank of a run without the others: for work on how a plan cuts its state, which needs no other rank.
+"""One rank of a run without the others, for code that examines how a plan divides its state.
 
-Collectives of torch's `fake` backend return at once, with whatever was in their buffers. So an engine can be built, and
-what it holds be filled, but not trained.
+Collectives of torch's `fake` backend return at once and leave their buffers as they were. An engine can therefore be
+built and filled with values, but it cannot be trained.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def pretend(rank: int, world_size: int) -> None:
-    """Makes this process a rank of a group that has no others. For a process that does nothing else."""
+    """Makes this process a rank of a group without other members. The process can then do nothing else."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # nobody is met there
+        MASTER_PORT="1",  # no process connects to it
     )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False, dist_init_required=False)
 
 
 def is_alone() -> bool:
-    """Whether the other ranks of the group are pretended."""
+    """Returns whether the group is the fake one that `pretend` makes."""
     return dist.is_initialized() and dist.get_backend() == "fake"

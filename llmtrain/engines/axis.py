@@ -1,7 +1,8 @@
-"""What an axis of parallelism says of itself to the DeepSpeed engine.
+"""The interface between an axis of parallelism and the DeepSpeed engine.
 
-The engine is one (`llmtrain.engines.deepspeed`). Each axis is a part of it and lies in one file: `tensor`, `expert`,
-`sequence` and `pipeline`, with the slices of its stages. Data parallelism and ZeRO are what is there without any.
+There is a single engine (`llmtrain.engines.deepspeed`). Each axis is a part of it and has one file: `tensor`, `expert`,
+`sequence` and `pipeline`, which includes the slices of its stages. Without any axis, the engine still has data
+parallelism and ZeRO.
 """
 
 from __future__ import annotations
@@ -25,83 +26,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Portion:
-    """What this rank holds of a weight that an axis divides, ZeRO aside."""
+    """The part of a weight that this rank holds if an axis divides the weight, before ZeRO shards it."""
 
     region: Region
-    """Where it lies in the whole weight."""
+    """Its location in the whole weight."""
     holders: dist.ProcessGroup
-    """The ranks that hold the other portions, this one included."""
+    """The ranks that hold the portions of this weight, this rank included."""
     replicas: dist.ProcessGroup | None
     """The ranks that hold this portion, over which ZeRO shards it; None for all ranks."""
 
 
 class Axis:
-    """An axis of parallelism. Every method is called by all ranks, and changes nothing unless it is overridden."""
+    """An axis of parallelism. All ranks call every method; the methods of this class change nothing."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan = plan
         self.device = device
 
-    # While the engine is built, in this order.
+    # These methods are called while the engine is built, in this order.
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Makes process groups. Raises RecipeError for a model that cannot be divided, before it is built."""
+        """Makes process groups. Raises RecipeError for a model that cannot be divided, before the model is built."""
 
     def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
-        """The module that DeepSpeed trains; None where it is the whole model, built as without this axis."""
+        """Returns the module that DeepSpeed trains; None if it is the whole model, built as without this axis."""
         return None
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups that DeepSpeed's optimizer is made of."""
+        """Returns the parameter groups for DeepSpeed's optimizer."""
         return groups
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Changes the engine after `deepspeed.initialize`."""
 
-    # In each step.
+    # These methods are called in each step.
 
     def active(self) -> AbstractContextManager[None]:
-        """The context of forward and backward passes."""
+        """Returns the context of forward and backward passes."""
         return nullcontext()
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a micro-batch."""
+        """Returns this rank's part of a micro-batch."""
         return batch
 
     def before_backward(self) -> None:
         """Runs before the backward pass of each micro-batch."""
 
-    # Where the weights lie.
+    # These methods describe which rank holds what.
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks with equal parts of the model; None where this axis leaves them all ranks."""
+        """The ranks that hold the same part of the model; None if this axis does not determine them."""
         return None
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
-        """The ranks of one replica that hold the same of what this axis does not divide; None for this one alone."""
+        """The ranks of a replica that hold equal copies of what this axis does not divide; None for this rank alone."""
         return None
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """What this rank holds of a parameter or a buffer of the model; None where this axis does not divide it."""
+        """Returns this rank's portion of a parameter or buffer of the model; None if this axis does not divide it."""
         return None
 
     def tied_copy(self, name: str) -> tuple[int, int]:
-        """Of a parameter that several stages hold: which of its copies this is, and their number."""
+        """Returns (index, number of copies) of a parameter that several stages hold."""
         return 0, 1
 
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """The whole weight, from what this rank holds of it."""
+        """Returns the whole weight, assembled from what the ranks hold; `own` is this rank's part."""
         return own
 
     def sum_squares(self, square: Tensor) -> None:
         """Adds the squared norms of gradients that other ranks hold, in place."""
 
     def hugging_face_name(self, name: str) -> str:
-        """Of a parameter or a buffer of the engine's model."""
+        """Returns the Hugging Face name of a parameter or buffer of the engine's model."""
         return name
 
     def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]] | None:
-        """Every weight, whole, under its Hugging Face name; None where it is a parameter of the same name."""
+        """Returns an iterator over every whole weight by its Hugging Face name.
+
+        Returns None if the model's own parameters have these names already.
+        """
         return None

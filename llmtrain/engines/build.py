@@ -1,4 +1,4 @@
-"""The one place where a plan becomes an engine."""
+"""Builds the engine of a plan."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llmtrain.plan.runnable import check_runnable
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
-    """The engine of a plan, with its model, optimizer and schedule.
+    """Returns the engine of a plan, with its model, optimizer and schedule.
 
-    Order: weights (partitioned by ZeRO-3 while they are made; those of a pipeline's stage, or this
-    rank's slices of it, and no others), activation checkpointing, optimizer groups, DeepSpeed, which
-    cuts by tensors and experts. Raises RecipeError for a model that the plan cannot split.
+    The order is: weights, activation checkpointing, optimizer groups, DeepSpeed, which divides by tensors and experts.
+    ZeRO-3 partitions the weights while they are made. A rank of a pipeline makes only the weights of its stage, or its
+    slices of them. Raises RecipeError for a model that the plan cannot split.
     """
     check_runnable(plan)
     check_overrides()
@@ -39,7 +39,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
     if backend == "accelerate":
         return _accelerated_engine(plan, ds_config, device)
     if backend == "horovod":
-        # Here and not above: it is installed where somebody wants it.
+        # Imported here because Horovod is an optional dependency.
         from llmtrain.engines.horovod import HorovodDataParallel
 
         return HorovodDataParallel(plan, device)
@@ -49,7 +49,7 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
 
 
 def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
-    # Here and not above: who has no accelerate can train without it.
+    # Imported here because accelerate is an optional dependency.
     from llmtrain.engines.accelerated import AcceleratedDataParallel, AcceleratedDeepSpeed
 
     if plan.recipe.parallel.strategy == "deepspeed":
@@ -58,9 +58,9 @@ def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.dev
 
 
 def _axes(plan: Plan, device: torch.device) -> list[Axis]:
-    """Those of a degree above 1. What divides a weight comes before what only divides tokens."""
+    """Returns the axes of a degree above 1. Those that divide weights come before one that only divides tokens."""
     layout = plan.layout
-    # The stages of a pipeline are split by the pipeline itself: DeepSpeed's AutoTP cannot be joined with it.
+    # The pipeline splits its stages itself, because DeepSpeed's AutoTP cannot be combined with it.
     kinds: list[tuple[int, type[Axis]]] = [
         (layout.pp, PipelineAxis),
         (layout.ep, ExpertAxis),

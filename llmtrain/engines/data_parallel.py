@@ -16,10 +16,10 @@ from llmtrain.plan import Plan
 
 
 class TorchDataParallel(PlainLoop):
-    """The plain loop, whose forward pass is spread over the devices of the process.
+    """The plain loop, with its forward pass distributed over the devices of the process.
 
-    A pass reads the micro-batches of all devices, joined. Each replica computes its own loss, so that
-    two scalars come back from each device and not its logits.
+    A pass reads the joined micro-batches of all devices. Each replica computes its own loss, so each device returns
+    two scalars instead of its logits.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -30,31 +30,31 @@ class TorchDataParallel(PlainLoop):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.devices = [device]
         self.replicas: nn.Module = _Losses(model)
-        # On a CPU there is nothing to spread over; left alone, DataParallel would take GPUs that it sees.
+        # On a CPU there is nothing to distribute over; by default, DataParallel would use any visible GPUs.
         if device.type == "cuda":
             self.devices = [torch.device("cuda", index) for index in range(plan.cluster.devices_per_node)]
             self.replicas = nn.DataParallel(self.replicas, device_ids=self.devices)
         super().__init__(model, recipe)
 
     def describe(self) -> dict[str, Any]:
-        """The optimizer and the devices."""
+        """Returns a description with the optimizer and the devices."""
         return super().describe() | {"engine": "torch.nn.DataParallel", "device": ", ".join(map(str, self.devices))}
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Losses summed over the devices; their auxiliary losses are as many micro-batches'."""
+        """Sums the losses over the devices; averages their auxiliary losses, each of which is a micro-batch's."""
         loss_sums, auxiliaries = self.replicas(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
 
 class _Losses(nn.Module):
-    """A model and its loss, as one module to copy."""
+    """A model together with its loss, as one module that DataParallel copies."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sum of the cross-entropies and the auxiliary loss of one device's part, each [1]."""
+        """Returns the sum of the cross-entropies and the auxiliary loss of one device's part, each of shape [1]."""
         part = MicroBatch(input_ids=input_ids, position_ids=position_ids, labels=labels)
         loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

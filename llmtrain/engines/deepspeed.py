@@ -41,7 +41,7 @@ from llmtrain.recipe import Recipe
 
 
 class DeepSpeedEngine:
-    """`deepspeed.initialize` on a causal LM, its model divided by `axes`, replicated or sharded over what is left."""
+    """`deepspeed.initialize` on a causal LM that `axes` divide; ZeRO replicates or shards the parts over the rest."""
 
     def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, axes: Sequence[Axis] = ()) -> None:
         """axes: those of a degree above 1. Raises RecipeError for a model that one of them cannot divide."""
@@ -50,26 +50,27 @@ class DeepSpeedEngine:
         self.axes = axes
         self.pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
         recipe = plan.recipe
-        check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all refuse
+        check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
         for axis in axes:
             axis.prepare(ds_config)
         self.module = self._build(ds_config)
         stage = self.module.stage if self.pipeline else None
         self.model: PreTrainedModel = stage.model if stage else self.module
         if recipe.parallel.activation_checkpointing == "full":
-            # The layers of a stage, as everywhere; DeepSpeed's interval would count stages, the only layers it sees.
+            # Checkpoints each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it
+            # sees no other layers.
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
         if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
-            # Compiled as one graph, a layer has no modules any more between which parameters could come and go: ZeRO-3
-            # gathers it as a whole, and has its hooks around it.
+            # A layer compiled as one graph has no modules left between which ZeRO-3 could gather and release
+            # parameters, so ZeRO-3 gathers the layer as a whole, with hooks around it.
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None
         self.engine = self._initialise(ds_config)
         reduce_among_several(self.engine)
-        if not self.pipeline:  # which the rules allow no clipping at ZeRO-0
-            # DeepSpeed would take the norm once more, and average it over ranks that have different experts.
+        if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
+            # DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
             self.engine.clip_fp32_gradients = self._clip
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
         for axis in axes:
@@ -79,7 +80,7 @@ class DeepSpeedEngine:
         self.guard.watch(self.engine.basic_optimizer)
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
-        """The module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
+        """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
         for axis in self.axes:
             if (built := axis.build(ds_config)) is not None:
                 return built
@@ -90,7 +91,7 @@ class DeepSpeedEngine:
         return build_model(recipe, dtype, self.device)
 
     def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
-        """Hands the model, its parameter groups and its schedule to DeepSpeed."""
+        """Passes the model, its parameter groups and its schedule to `deepspeed.initialize`."""
         recipe = self.plan.recipe
         groups = parameter_groups(self.module, recipe.optim.weight_decay)
         for axis in self.axes:
@@ -105,13 +106,13 @@ class DeepSpeedEngine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to: tensor parallel ranks are neighbours, then sequence parallel ones."""
+        """Index of this rank's replica. Tensor parallel ranks are adjacent, then sequence parallel ones."""
         layout = self.plan.layout
         return dist.get_rank() // (layout.tp * layout.sp) % layout.dp
 
     @property
     def averaged_ranks(self) -> int:
-        """Ranks with different tokens, over which DeepSpeed averages gradients."""
+        """Number of ranks with different tokens, over which DeepSpeed averages gradients."""
         return self.plan.layout.dp * self.plan.layout.sp
 
     def train_step(self, batch: StepBatch) -> StepResult:
@@ -121,30 +122,30 @@ class DeepSpeedEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """Learning rate of the next step."""
         rate: float = self.engine.get_lr()[0]
         return rate
 
     def start(self) -> None:
-        """Sets the training mode."""
-        if not self.model.training:  # asked of each module, it costs as much as a small update
+        """Puts the model in training mode."""
+        if not self.model.training:  # visiting every module costs as much as a small update
             self.engine.train()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Of a micro-batch; DeepSpeed knows by itself which is the last."""
+        """Returns the context of a micro-batch's passes; DeepSpeed itself knows which micro-batch is the last."""
         return nullcontext()
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """This rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        """Returns this rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
         with documents_known(micro_batch):
             return forward(self.engine, self.model, self.slice(micro_batch), self.device)
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """DeepSpeed averages gradients over ranks, so a rank's loss is multiplied by their number."""
+        """Scales a rank's loss by the number of ranks, because DeepSpeed averages gradients over ranks."""
         return loss_sum * (self.averaged_ranks / target_tokens)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch."""
         for axis in self.axes:
             axis.before_backward()
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -152,29 +153,29 @@ class DeepSpeedEngine:
             self._step()
 
     def finish(self, loss: Tensor) -> Measured:
-        """Has DeepSpeed take norm and update."""
+        """Runs the DeepSpeed step, which computes the norm and updates the weights."""
         self._own_norm = self._replicated_grad_norm()
         return self.judged(lambda: loss, self._step)
 
     def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
-        """Runs a step of DeepSpeed, whose optimizer begins within it: there the verdict is taken.
+        """Runs a step of DeepSpeed. The verdict is taken within it, when DeepSpeed's optimizer begins.
 
-        loss: this rank's share, asked for when the norm is known.
+        loss: returns this rank's share of the loss; called once the norm is known.
         """
         self._loss = loss
         self._measured: Measured | None = None
         if self._norm_with_loss is not None:
             self._norm_with_loss.share = loss
         step()
-        if self._measured is None:  # a loss scaler has dropped it: no fault of the run
+        if self._measured is None:  # a loss scaler has dropped the update, which is not a fault of the run
             self._judge(torch.ones((), device=self.device))
         assert self._measured is not None
         return self._measured
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """With ZeRO the optimizer begins more than once in a step."""
+        """Takes the verdict once per step, although with ZeRO the optimizer begins more than once."""
         if self._measured is None:
-            scaled = hasattr(optimizer, "grad_scale")  # torch's scaler is here, and has looked for its own overflow
+            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
             self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
 
     @torch.no_grad()
@@ -188,13 +189,13 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens of all ranks."""
+        """Returns the mean cross-entropy over the target tokens of all ranks."""
         with self._active():
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.target_tokens
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
-        """This rank's sum of cross-entropies."""
+        """Returns this rank's sum of cross-entropies."""
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
@@ -206,11 +207,11 @@ class DeepSpeedEngine:
         save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads what any engine wrote."""
+        """Loads a checkpoint, which any engine may have written."""
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained here, and of what is not."""
+        """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
         frozen = [one for one in names if not one.requires_grad]
@@ -219,22 +220,22 @@ class DeepSpeedEngine:
             yield untrained_pieces(self.model, equal, self._hugging_face_name, self._untrained_portion)
 
     def progress(self) -> dict[str, Any]:
-        """DeepSpeed's counters."""
+        """Returns DeepSpeed's counters."""
         return deepspeed_state.progress(self.engine)
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Goes on from written pieces."""
+        """Restores the counters after the pieces have been loaded."""
         deepspeed_state.resumed(self.engine, progress)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight of this rank's replica, whole, under its Hugging Face name; tied ones once."""
+        """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
         for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
             yield name, weight.cpu()
 
     def describe(self) -> dict[str, Any]:
-        """Classes that DeepSpeed has chosen, this rank's stage of a pipeline, the device and the backend."""
+        """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
         stage = {"stage": self.module.stage_id} if self.pipeline else {}
         return {
             "engine": f"deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
@@ -253,13 +254,13 @@ class DeepSpeedEngine:
             yield
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a micro-batch of its replica."""
+        """Returns this rank's part of a micro-batch of its replica."""
         for axis in self.axes:
             batch = axis.slice(batch)
         return batch
 
     def _measure(self, loss: Tensor) -> Measured:
-        """Of all ranks, from this one's share of the loss, when the optimizer is about to begin."""
+        """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
         if self.pipeline and self.plan.layout.zero_stage == 0:
             self._own_norm = self._gradient_norm()
         norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
@@ -268,8 +269,8 @@ class DeepSpeedEngine:
         return over_ranks(loss, norm, copies=self.plan.layout.tp)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
-        """The sum of what all ranks have of a batch; tensor parallel ranks have the same of it."""
-        if self.pipeline:  # of which the last stages have it, and the others zero
+        """Sums what all ranks have computed for a batch; tensor parallel ranks have computed the same."""
+        if self.pipeline:  # the last stages have the value; the others have zero
             dist.all_reduce(value)
             return value / self.plan.layout.tp
         if self.averaged_ranks > 1:
@@ -277,9 +278,10 @@ class DeepSpeedEngine:
         return value
 
     def _replicated_grad_norm(self) -> Tensor | None:
-        """The norm where DeepSpeed keeps none: fp32 weights at ZeRO-0, whose gradients lie whole on every rank.
+        """Returns the norm in the case in which DeepSpeed keeps none: fp32 weights at ZeRO-0. Otherwise returns None.
 
-        Between `backward` and `step` of the last micro-batch they are already averaged.
+        In that case every rank holds the whole gradients, and they are already averaged between `backward` and `step`
+        of the last micro-batch.
         """
         if self.plan.layout.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
             return None
@@ -288,18 +290,18 @@ class DeepSpeedEngine:
         return norm / scaler.get_scale() if scaler else norm
 
     def _clip(self) -> None:
-        """Clips by the norm that was taken just before; called where DeepSpeed keeps none, with a limit above 0."""
+        """Clips by the norm taken just before; called if DeepSpeed keeps no norm and the limit is above 0."""
         assert self._own_norm is not None, "an update without its norm"
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self.engine.gradient_clipping(), self._own_norm)
 
     def _gradient_norm(self) -> Tensor:
-        """2-norm of the gradients: those that lie on this rank, and those of the other holders of divided weights."""
+        """Returns the 2-norm of the gradients on this rank and on the other holders of divided weights."""
         held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
         for name, parameter in self.model.named_parameters():
-            if getattr(parameter, "ds_pipe_replicated", False):  # of a tied weight, that another stage counts
+            if getattr(parameter, "ds_pipe_replicated", False):  # a tied weight that another stage counts
                 continue
             portion = self._portion(name, parameter)
-            # A rank without a gradient joins the sum all the same.
+            # A rank without a gradient still takes part in the sum.
             held.setdefault(portion.holders if portion else None, []).extend(gradients_of([parameter]))
         squares = {group: squared_norm(found, self.device) for group, found in held.items()}
         for group, square in squares.items():
@@ -311,18 +313,18 @@ class DeepSpeedEngine:
         return total.sqrt().float()
 
     def _engine_grad_norm(self) -> Tensor:
-        # The engine's own copy is of the step before until this one is over.
+        # The engine's own copy has the previous step's norm until this step is over.
         norm = self.engine.optimizer._global_grad_norm
         return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
 
     @property
     def _replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same part of the model as this one; None where these are all ranks."""
+        """The ranks that hold the same part of the model as this one; None for all ranks."""
         return next((axis.replicas for axis in self.axes if axis.replicas is not None), None)
 
     @property
     def _copies(self) -> tuple[int, int]:
-        """This rank's number among those of its replica that hold the same of what is not divided; their number."""
+        """(index, number) of this rank among the ranks of its replica that hold equal copies of undivided weights."""
         group = next((axis.copies for axis in self.axes if axis.copies is not None), None)
         return (0, 1) if group is None else _place_in(group)
 
@@ -336,7 +338,7 @@ class DeepSpeedEngine:
 
     def _place(self, name: str, parameter: nn.Parameter) -> Place:
         portion, copy = self._portion(name, parameter), (0, 1)
-        if self.plan.layout.zero_stage == 0:  # ZeRO's shards are no copies
+        if self.plan.layout.zero_stage == 0:  # ZeRO's shards are not copies of each other
             copy = _place_in(portion.replicas if portion else self._replicas)
         for axis in self.axes:
             copy = multiplied(copy, axis.tied_copy(name))
@@ -350,7 +352,10 @@ class DeepSpeedEngine:
         return name
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
-        """A copy of a weight, of which this rank may hold a portion or a ZeRO-3 shard; called by all of its holders."""
+        """Returns a copy of a whole weight, of which this rank may hold a portion or a ZeRO-3 shard.
+
+        All holders of the weight call it.
+        """
         partitioned = self.plan.layout.zero_stage == 3
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             weight = parameter.detach().clone()
@@ -360,7 +365,7 @@ class DeepSpeedEngine:
 
 
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in a group, and its size; None is the group of all ranks."""
+    """Returns this rank's index in a group, and the group's size; None is the group of all ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -371,12 +376,12 @@ def build_partitioned(
     device: torch.device,
     replicas: dist.ProcessGroup | None = None,
 ) -> PreTrainedModel:
-    """The model, partitioned by ZeRO-3 over `replicas`, or all ranks, while it is made."""
+    """Returns the model, which ZeRO-3 partitions over `replicas`, or over all ranks, while it is made."""
 
     def partitioned() -> AbstractContextManager[object]:
-        # Only the device is overridden. The type is already that of the parameters, and forcing it on
-        # every new tensor would round the fp32 frequencies of rotary embeddings. (`Init(dtype=...)` is
-        # no way either: DeepSpeed 0.19.8 replaces it by bf16 wherever fp16 is not supported.)
+        # Overrides only the device. The parameters have the right dtype already, and forcing it on every new tensor
+        # would round the fp32 frequencies of rotary embeddings. `Init(dtype=...)` is no alternative: DeepSpeed 0.19.8
+        # replaces it by bf16 wherever fp16 is not supported.
         context: AbstractContextManager[object] = deepspeed.zero.Init(
             data_parallel_group=replicas,
             config_dict_or_path=ds_config,
@@ -389,6 +394,6 @@ def build_partitioned(
 
 
 def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
-    """Makes parameters whole that ZeRO-3 has partitioned; what the first replica wrote is spread to the others."""
+    """Gathers parameters that ZeRO-3 has partitioned; what the first replica writes is broadcast to the others."""
     context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
     return context

@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine counts beside its tensors: steps, the schedule's place, and the loss scale."""
+"""The counters of a DeepSpeed engine: steps, the position of the schedule, and the loss scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def progress(engine: _Engine) -> dict[str, Any]:
-    """JSON values, equal on all ranks."""
+    """Returns the counters as JSON values, equal on all ranks."""
     return {
         "schedule": engine.lr_scheduler.last_epoch,
         "deepspeed": {name: getattr(engine, name) for name in COUNTERS},
@@ -24,9 +24,10 @@ def progress(engine: _Engine) -> dict[str, Any]:
 
 
 def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
-    """After the optimizer's tensors were written: the model's weights follow, and the counters go on.
+    """Restores the model's weights and the counters after the optimizer's tensors have been loaded.
 
-    Called by all ranks. What only DeepSpeed counts may be missing: another engine has not counted it.
+    All ranks call it. Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint.
+    Raises CheckpointError if the saved loss scaler has other fields than this one.
     """
     weights_changed(engine.optimizer)
     resume_schedule(engine.lr_scheduler, progress["schedule"])
@@ -44,7 +45,7 @@ def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
 
 
 def _scalers(engine: _Engine) -> dict[str, Any]:
-    """DeepSpeed's own of fp16, and torch's of autocast_fp16, which DeepSpeed keeps in one of two places."""
+    """Returns DeepSpeed's scaler for fp16 and torch's for autocast_fp16, which DeepSpeed keeps in one of two places."""
     autocast = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     found = {"loss_scaler": getattr(engine.optimizer, "loss_scaler", None), "gradscaler": autocast}
     return {name: scaler for name, scaler in found.items() if scaler is not None}

@@ -1,4 +1,4 @@
-"""Which GPU a rank computes on, and that no other rank computes there."""
+"""Chooses the GPU of each rank, and checks that no two ranks use the same one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FIX = "let the launcher show each worker all GPUs of its machine, or exactly on
 
 
 def device_index(rank: Rank, visible: int) -> int:
-    """The GPU of a rank, counted among the `visible` ones of its process.
+    """Returns the index of a rank's GPU among the `visible` GPUs of its process.
 
-    A launcher shows a worker all GPUs of its machine, or its own alone (`srun --gpus-per-task=1`); which
-    they are, and whether by number or UUID, is CUDA's business. Raises RecipeError for anything else.
+    A launcher shows a worker either all GPUs of its machine, or only its own (`srun --gpus-per-task=1`). CUDA handles
+    which GPUs these are, by number or UUID. Raises RecipeError for any other number of GPUs.
     """
     who = f"rank {rank.rank}, worker {rank.local_rank} of {rank.local_world_size} on its machine, sees {visible} GPUs"
     if rank.launcher == SLURM.name and visible > rank.local_world_size:
@@ -38,14 +38,14 @@ def device_index(rank: Rank, visible: int) -> int:
 
 
 def gpu_identity(index: int) -> str:
-    """What tells a GPU from every other, however processes number it."""
+    """Returns a name that distinguishes a GPU from every other, however processes number it."""
     return f"{socket.gethostname()} GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def check_distinct(rank: int, world_size: int, identity: str, store: Store) -> None:
-    """Raises RecipeError on all ranks where several would compute on one GPU; to be asked by all of them.
+    """Raises RecipeError on all ranks if several ranks would use one GPU. All ranks must call it.
 
-    NCCL finds that out as well, after minutes, or hangs.
+    NCCL would report this too, but only after minutes, or it would hang.
     """
     store.set(f"rank_{rank}", identity)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""The process group of a run, and the few collectives that are not an engine's."""
+"""The process group of a run, and the few collectives that belong to no engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from llmtrain.launch.rank import LOOPBACK, Rank
 from llmtrain.launch.seal import SECRET_VARIABLE, Secret
 
 TIMEOUT = datetime.timedelta(minutes=30)
-"""Of a rank that waits for others, where nothing else ends it."""
+"""How long a rank waits for others if nothing else ends the wait."""
 
 
 def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     """Joins the process group that the launcher describes; returns this rank's device.
 
-    Raises RecipeError where the group that comes about is not the one described: a worker that
-    thinks it is alone would train a model of its own; and where another program has the port to meet at.
+    Raises RecipeError if the resulting group is not the one described, because a worker that considers itself alone
+    would train a separate model. Also raises RecipeError if another program uses the rendezvous port.
     """
     os.environ["DS_ACCELERATOR"] = "cpu" if on_cpu else "cuda"
     if rank.launcher == HOROVODRUN:
@@ -39,8 +39,8 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
         address, port = meeting_place()
         rank = replace(rank, master_addr=address, master_port=port)
     index = rank.local_rank if on_cpu else device_index(rank, torch.cuda.device_count())
-    # DeepSpeed and accelerate read these; a launcher may have set some of them only. To them the local
-    # rank is the number of the device, which it is not where a worker sees its own alone.
+    # DeepSpeed and accelerate read these, and a launcher may have set only some of them. They take the local rank for
+    # the device index, which differs if a worker sees only its own device.
     os.environ.update(
         RANK=str(rank.rank),
         LOCAL_RANK=str(index),
@@ -54,7 +54,7 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
 
     device = torch.device("cpu") if on_cpu else torch.device("cuda", index)
     if on_cpu:
-        # Compiling DeepSpeed's shared-memory collective takes a minute at the first start; gloo needs none.
+        # Compiling DeepSpeed's shared-memory collective takes a minute at the first start; gloo does without it.
         __compatible_ops__["deepspeed_shm_comm"] = False
     else:
         torch.cuda.set_device(device)
@@ -75,7 +75,7 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
 
 
 def _join(rank: Rank, backend: str) -> None:
-    """Raises RecipeError where another program has the port to meet at."""
+    """Initializes torch's process group. Raises RecipeError if another program uses the rendezvous port."""
     import deepspeed
 
     try:
@@ -92,12 +92,12 @@ def _join(rank: Rank, backend: str) -> None:
 
 
 def _has_own_store(rank: Rank) -> bool:
-    """Whether rank 0 opens the store that the ranks meet at, for this machine alone. torchrun opens one itself."""
+    """Returns whether rank 0 opens the rendezvous store for this machine alone. torchrun opens a store itself."""
     return rank.on_one_machine and rank.launcher != TORCHRUN
 
 
 def _loopback_store(rank: Rank) -> TCPStore:
-    """Raises OSError where another program has the port."""
+    """Returns the rendezvous store of a single machine. Raises OSError if another program uses the port."""
     listener = socket.create_server((LOOPBACK, rank.master_port)).detach() if rank.rank == 0 else None
     return TCPStore(
         LOOPBACK,
@@ -110,9 +110,9 @@ def _loopback_store(rank: Rank) -> TCPStore:
 
 
 def agreed_secret(secret: Secret, rank: Rank) -> Secret:
-    """What all ranks seal their words with: the launcher's secret, or else rank 0's. To be called by all of them.
+    """Returns the secret with which all ranks sign their messages: the launcher's or else rank 0's.
 
-    Raises RecipeError where some have one from their launcher and others have none, or another.
+    All ranks must call it. Raises RecipeError if a launcher gave a secret to some ranks only, or different ones.
     """
     own, about = store("seal"), "secret"
     if rank.rank == 0:
@@ -132,12 +132,12 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
 
 def store(prefix: str) -> Store:
-    """The key-value store that the ranks met at, for the keys of one purpose: nobody waits for a device there."""
+    """Returns the ranks' rendezvous store with a key prefix for one purpose; its operations wait for no device."""
     return PrefixStore(f"llmtrain/{prefix}", _get_default_store())
 
 
 def rank() -> int:
-    """This rank; 0 where there is no process group."""
+    """Returns this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -1,8 +1,8 @@
-"""Where the documents of a micro-batch begin and end: known on the host, so that no device is asked.
+"""Document boundaries of a micro-batch, which are known on the host so that no device has to be read.
 
-`transformers` looks for it in the positions before it makes a mask, and waits for the device in each forward pass; some
-families (OPT, BLOOM, gpt-oss) give it no positions to look at, and would have documents see each other. Attention
-without a mask is told by arguments of the forward pass.
+`transformers` looks for them in the positions before it makes a mask, and waits for the device in each forward pass.
+Some families (OPT, BLOOM, gpt-oss) give it no positions to look at, and their documents would see each other. Attention
+kernels without a mask receive the boundaries as arguments of the forward pass.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from llmtrain.models import takes_bounds
 
 _own = masking_utils.find_packed_sequence_indices
 _known: Documents | None = None
-"""What is known of the batch of this moment; None where nothing is."""
+"""Documents of the current batch; None if they are unknown."""
 
 
 @contextmanager
 def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
-    """Within it, all masks keep documents apart, and are made for rows of which is known whether they have several.
+    """Makes all masks within the context keep documents apart; yields the known documents.
 
-    batch: of whole sequences, as the data gave them. On a device nothing is known of them, and what is known already
-    stands: slices of a sequence have the mask of the whole one, and its bounds.
+    batch: whole sequences, as the data provided them. If its documents are unknown, as for a batch on a device, the
+    context changes nothing. An inner context changes nothing either: slices of a sequence have the mask and the
+    boundaries of the whole sequence.
     """
     global _known
     if _known is not None or batch.documents is None:
@@ -50,9 +51,9 @@ def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
 def bounds_for(
     model: PreTrainedModel, batch: MicroBatch, device: torch.device, known: Documents | None = None
 ) -> dict[str, Any]:
-    """Arguments of a model's forward pass by which its attention keeps documents apart; none where a mask does.
+    """Returns arguments of a model's forward pass by which its attention keeps documents apart; none if a mask does so.
 
-    batch: of whole sequences; a device is asked for its own, where nothing is `known` of them.
+    batch: whole sequences; positions are copied from the device only if neither `known` nor the batch has documents.
     """
     if not takes_bounds(model.config._attn_implementation):
         return {}
@@ -62,14 +63,14 @@ def bounds_for(
 def _with_positions(
     known: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Adds the positions that some families leave out."""
+    """Adds the positions that some families omit."""
     if positions is None and mask is None and cache is None and len(embeddings) == len(known):
         positions = known.to(embeddings.device, non_blocking=True)
     return embeddings, positions
 
 
 def _find(position_ids: Tensor) -> Tensor | None:
-    """As `transformers`' own: [batch, T] numbers of documents within their rows; None where all rows have one."""
+    """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
     if _known is None:
         return _own(position_ids)  # type: ignore[no-any-return]
     if not _known.several:

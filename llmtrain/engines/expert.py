@@ -1,9 +1,10 @@
-"""Expert parallelism through DeepSpeed's AutoEP: the experts of a model spread over groups of ranks, at any ZeRO stage.
+"""Expert parallelism by DeepSpeed's AutoEP: a model's experts are distributed over groups of ranks, at any ZeRO stage.
 
-Each rank reads its own samples. A token travels to the rank that holds its expert and back; none is dropped
-(`deepspeed/module_inject/auto_ep_layer.py`). With tensor parallelism the ranks of a replica share the heads; in a block
-of experts each sends its part of the replica's tokens to the experts, which are spread over neighbouring ranks of any
-replica, and gathers the results again: DeepSpeed's folding (`deepspeed/moe/ep_tp_dispatch.py`).
+Each rank reads its own samples. A token is sent to the rank that holds its expert and back; none is dropped
+(`deepspeed/module_inject/auto_ep_layer.py`). With tensor parallelism, the ranks of a replica share the heads. In a
+block of experts, each of them sends its part of the replica's tokens to the experts, which are distributed over
+adjacent ranks of any replica, and gathers the results. DeepSpeed calls this folding
+(`deepspeed/moe/ep_tp_dispatch.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ class ExpertAxis(Axis):
     """Experts divided among ranks that have tokens of their own."""
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """DeepSpeed takes the experts out of each group into one of their own, and asks for the group's name."""
+        """Names each group, because DeepSpeed requires a name to move the experts of a group into one of their own."""
         return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """DeepSpeed has replaced the blocks of experts, and has made the groups."""
+        """Reads the groups and blocks of experts, which DeepSpeed has made by now."""
         self._engine = engine
         self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.layout.ep}")
         self._blocks = {
@@ -46,19 +47,22 @@ class ExpertAxis(Axis):
             count_all_experts(engine.engine.optimizer, self.device)
 
     def before_backward(self) -> None:
-        """Has the folding of the micro-batch before forgotten."""
+        """Clears the marks that folding left on gradients in the previous micro-batch."""
         if self.plan.layout.tp > 1:
             forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """This rank's experts. To them the ranks of a tensor parallel group are ranks like any other, and no copies."""
+        """Returns this rank's experts.
+
+        For experts, the ranks of a tensor parallel group are ordinary ranks and not copies.
+        """
         if not is_expert(tensor):
             return None
         region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.layout.ep)
         return Portion(region, self._group, groups._get_expert_data_parallel_group(tensor.group_name))  # type: ignore[attr-defined]
 
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Of experts, those of all ranks."""
+        """Gathers the experts of all ranks; returns other weights unchanged."""
         if not is_expert(parameter):
             return own
         parts = [torch.empty_like(own) for _ in range(self.plan.layout.ep)]
@@ -66,15 +70,15 @@ class ExpertAxis(Axis):
         return torch.cat(parts)
 
     def hugging_face_name(self, name: str) -> str:
-        """As before DeepSpeed replaced the blocks of experts."""
+        """Returns the name before DeepSpeed replaced the blocks of experts."""
         return own_name(name, self._blocks)
 
     def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """With gate and up projections joined."""
+        """Yields the weights with gate and up projections joined."""
         parameters = dict(self._engine.model.named_parameters())
         return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether DeepSpeed has spread a parameter: it marks those that not all ranks reduce together."""
+    """Returns whether DeepSpeed has distributed a parameter, which it marks as one that not all ranks reduce."""
     return not getattr(parameter, "allreduce", True)

@@ -1,7 +1,7 @@
-"""From DeepSpeed's blocks of experts back to the weights of the Hugging Face blocks that they replaced.
+"""Maps weights of DeepSpeed's blocks of experts to the Hugging Face blocks that they replaced.
 
-`transformers` keeps the experts of a layer in two tensors, gate and up projections joined:
-`gate_up_proj` [experts, 2·inner, width] and `down_proj` [experts, width, inner]. DeepSpeed has three,
+`transformers` keeps the experts of a layer in two tensors, with gate and up projections joined:
+`gate_up_proj` [experts, 2·inner, width] and `down_proj` [experts, width, inner]. DeepSpeed has three:
 `w1` (gate) and `w3` (up) [experts, inner, width], and `w2` (down) (`deepspeed/moe/ep_repack.py`).
 """
 
@@ -22,9 +22,9 @@ GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
 def hugging_face_weights(
     names: Iterable[str], blocks: Mapping[str, str], weight: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of `names` under its Hugging Face name, gate and up projections joined, aliases left out.
+    """Yields every weight of `names` by its Hugging Face name, with gate and up projections joined and without aliases.
 
-    blocks: path of each of DeepSpeed's blocks and its preset; weight: a whole tensor by DeepSpeed's name.
+    blocks: the path of each of DeepSpeed's blocks, and its preset. weight: returns a whole tensor by DeepSpeed's name.
     """
     for name in names:
         path = next((path for path in blocks if name.startswith(f"{path}.")), None)
@@ -32,7 +32,7 @@ def hugging_face_weights(
             yield name, weight(name)
             continue
         part, preset = name.removeprefix(f"{path}."), get_preset(blocks[path])
-        # DeepSpeed registers the router under the replaced one's name too, one level too deep.
+        # DeepSpeed also registers the router under the replaced router's name, one level too deep.
         if part == UP or part.startswith(f"{preset.router_pattern}."):
             continue
         whole = weight(name)
@@ -42,15 +42,15 @@ def hugging_face_weights(
 
 
 def own_name(name: str, blocks: Mapping[str, str]) -> str:
-    """The Hugging Face name of a weight of DeepSpeed's; gate and up projections have one in common."""
+    """Returns the Hugging Face name of a DeepSpeed weight; gate and up projections share a name."""
     path = next((path for path in blocks if name.startswith(f"{path}.")), None)
     return name if path is None else f"{path}.{_own_name(name.removeprefix(f'{path}.'), get_preset(blocks[path]))}"
 
 
 def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
-    """Where a tensor of experts lies in that of the Hugging Face block.
+    """Returns the location of a tensor of experts in the Hugging Face block's tensor.
 
-    local: its shape on this rank, [experts, rows, columns]; each of `ranks` holds as many experts.
+    local: its shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
     """
     experts, rows, columns = local
     first = (rank * experts, rows if name.endswith(UP) else 0, 0)
@@ -59,7 +59,7 @@ def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) ->
 
 
 def _own_name(part: str, preset: MoEModelPreset) -> str:
-    """The name within a Hugging Face block of a weight of DeepSpeed's; the joined one's for GATE and UP."""
+    """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's."""
     prefixes = {
         GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
         UP: f"{preset.experts_pattern}.{preset.expert_w1}",

@@ -1,4 +1,4 @@
-"""One forward pass of a causal LM, the same for every engine that calls the model whole."""
+"""One forward pass of a causal LM, the same for every engine that calls the whole model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
-    """Has a whole model compute as the plan says, before an engine takes it.
+    """Configures the kernels of a whole model according to the plan, before an engine takes the model.
 
-    Raises RecipeError as `check_kernels`.
+    Raises RecipeError as `check_kernels` does.
     """
     check_kernels(model.config, plan)
     use_kernels(model, plan)
 
 
 def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
-    """Tries on a tiny copy of the model of `config` what the plan says.
+    """Tries the plan's kernels on a tiny copy of the model of `config`.
 
-    Raises RecipeError where its family cannot compute so.
+    Raises RecipeError if the model's family does not support them.
     """
     recipe, device = plan.recipe, _device(plan)
     kernels = recipe.kernels
@@ -52,9 +52,9 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
 
 def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
-    """Has a model, whole or a stage of it, compute as the plan says; `check_kernels` has let it through.
+    """Configures the kernels of a model, or of a stage of it, that `check_kernels` has accepted.
 
-    has_head: whether the loss is made of what it returns.
+    has_head: whether the loss is computed from the model's output.
     """
     recipe, kernels = plan.recipe, plan.recipe.kernels
     if kernels.fp8 != "off":
@@ -75,18 +75,18 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
 
 
 def _device(plan: Plan) -> torch.device:
-    """The kind of device that ranks compute on; of GPUs, this rank's."""
+    """Returns the kind of device that ranks compute on; for GPUs, this rank's device."""
     return torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")
 
 
 def forward(
     call: Callable[..., Any], model: PreTrainedModel, batch: MicroBatch, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of the cross-entropies of a micro-batch, and the auxiliary loss to add, if the model has one.
+    """Returns the sum of the cross-entropies of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` reads
-    the bounds of packed documents from `position_ids`, which start again at 0 in each
-    (`masking_utils.find_packed_sequence_indices`); a kernel without masks gets them as they are.
+    call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` finds the
+    boundaries of packed documents in `position_ids`, which restart at 0 in each document
+    (`masking_utils.find_packed_sequence_indices`). A kernel without masks receives the boundaries as arguments.
     """
     labels = batch.labels.to(device, non_blocking=True)
     inputs = {
@@ -102,5 +102,5 @@ def forward(
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss_sum, None
-    # Load balance of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
+    # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
     return loss_sum, router_loss_weight(model.config) * auxiliary

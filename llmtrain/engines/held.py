@@ -1,7 +1,7 @@
 """What the optimizers of torch and of DeepSpeed hold in this rank's memory, parameter by parameter.
 
-DeepSpeed's ZeRO flattens the parameters of a group and gives torch's optimizer this rank's range of that; here
-each parameter's own part of the range is found again, as a view: what is read is live, what is written counts.
+DeepSpeed's ZeRO flattens the parameters of a group, and gives torch's optimizer this rank's range of the result. This
+module returns each parameter's part of the range as a view: reads see live values, and writes take effect.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from torch.optim import Optimizer
 from llmtrain.piece_heads import WEIGHT
 
 STEP = "step"
-"""Torch's name for the updates that an optimizer has counted."""
+"""Torch's key for the number of updates that an optimizer has counted."""
 
 
 @dataclass
 class Held:
-    """This rank's range of a parameter, flat."""
+    """This rank's flat range of a parameter."""
 
     parameter: nn.Parameter
-    """Of the model."""
+    """The model's parameter."""
     start: int
-    """Index of its first element within what is there of the parameter without ZeRO."""
+    """Index of the range's first element within the part of the parameter that this rank would hold without ZeRO."""
     tensors: dict[str, Tensor]
-    """By kind, one-dimensional views."""
+    """One-dimensional views, by kind."""
     state: dict[str, Any]
-    """Torch's own of the tensor that this is a range of; other ranges may share it."""
+    """Torch's state of the tensor that contains this range; other ranges may share it."""
 
     @property
     def steps(self) -> Tensor | None:
-        """Updates counted, a scalar; live."""
+        """Number of updates counted, a live scalar."""
         return self.state.get(STEP)
 
 
 def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Iterator[list[Held]]:
-    """All that an optimizer holds, in lists; the tensors of a list are there until the next one is asked for.
+    """Yields all that an optimizer holds, in lists; the tensors of a list are valid until the next list is requested.
 
-    optimizer: of torch or of DeepSpeed. masters: the parameter that is trained in place of one of the model, by
-    that one, where an engine keeps fp32 copies by itself. Where torch's optimizer has no state yet, it gets one
-    of zeros: what it would begin with.
+    optimizer: from torch or DeepSpeed. masters: maps a parameter of the model to the fp32 copy that is trained in its
+    place, if an engine keeps such copies itself. A torch optimizer without state gets a state of zeros, with which it
+    would begin.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _held_by_stage_3(optimizer)
@@ -63,7 +63,7 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
 
 @torch.no_grad()
 def weights_changed(optimizer: Any) -> None:
-    """After the fp32 weights of a ZeRO optimizer were written: has the model's weights follow; on all ranks."""
+    """Updates the model's weights after the fp32 weights of a ZeRO optimizer were written; called by all ranks."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -71,7 +71,7 @@ def weights_changed(optimizer: Any) -> None:
             with _swapped_in(optimizer, index):
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if optimizer.persistent_parameters:
-            # Small parameters stay gathered; what was gathered is of before.
+            # Small parameters stay gathered, and their gathered values are outdated.
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
@@ -90,12 +90,12 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
 
 
 def _held_by_partitions(optimizer: Any, groups: list[list[nn.Parameter]], flats: list[Tensor]) -> list[Held]:
-    """ZeRO 1 and 2: of each group this rank has one range, which begins and ends within parameters."""
+    """ZeRO 1 and 2: this rank has one range of each group, which may begin and end within parameters."""
     found = []
     for parameters, flat in zip(groups, flats, strict=True):
         state = _state(optimizer.optimizer, flat)
         for parameter in parameters:
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None where none of it is here
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None if no part of it is on this rank
             if mapping is None:
                 continue
             place = mapping.get_hp_fragment_address()
@@ -105,7 +105,7 @@ def _held_by_partitions(optimizer: Any, groups: list[list[nn.Parameter]], flats:
 
 
 def _held_by_stage_3(optimizer: Any) -> Iterator[list[Held]]:
-    """ZeRO 3: this rank has an equal range of every parameter, the last ones padded."""
+    """ZeRO 3: this rank has an equal range of every parameter; the last ranges are padded."""
     for index, parameters in enumerate(optimizer.fp16_groups):
         with _swapped_in(optimizer, index):
             flat = optimizer.fp32_partitioned_groups_flat[index]
@@ -123,7 +123,7 @@ def _held_by_stage_3(optimizer: Any) -> Iterator[list[Held]]:
 
 @contextmanager
 def _swapped_in(optimizer: Any, index: int) -> Iterator[None]:
-    """Has a group of ZeRO 3 in memory, where its states lie on NVMe."""
+    """Loads a group of ZeRO 3 into memory if its states are on NVMe."""
     swapped = optimizer._swappable_optimizer_subgroup(index)
     if swapped:
         optimizer._optimizer_states_and_gradient_swap_in(index)
@@ -133,10 +133,10 @@ def _swapped_in(optimizer: Any, index: int) -> Iterator[None]:
 
 
 def _state(optimizer: Optimizer, trained: Tensor) -> dict[str, Any]:
-    """Torch's state of a tensor that it trains, made where it is not there yet."""
+    """Returns torch's state of a tensor that it trains, and makes the state if there is none yet."""
     state: dict[str, Any] = optimizer.state[trained]
     group = optimizer.param_groups[0]
-    if not state and isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if not state and isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         on_device = group["capturable"] or group["fused"]
         state[STEP] = torch.zeros((), dtype=torch.float32, device=trained.device if on_device else "cpu")
         state["exp_avg"] = torch.zeros_like(trained, memory_format=torch.preserve_format)
@@ -147,7 +147,7 @@ def _state(optimizer: Optimizer, trained: Tensor) -> dict[str, Any]:
 
 
 def _shaped(state: Mapping[str, Any], trained: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors of a state that are as large as what is trained."""
+    """Returns the tensors of a state that have the shape of the trained tensor."""
     return [
         (kind, value)
         for kind, value in state.items()
@@ -161,13 +161,13 @@ def _narrowed(flat: Tensor, state: Mapping[str, Any], offset: int, length: int) 
 
 
 def local_flat(tensor: Tensor) -> Tensor:
-    """A flat view of what is on this rank."""
+    """Returns a flat view of the part on this rank."""
     local = tensor.detach()
     return (local.to_local() if isinstance(local, DTensor) else local).view(-1)
 
 
 def first_index(tensor: Tensor) -> int:
-    """Index of the first element on this rank of a tensor that is cut along dimension 0, or not at all."""
+    """Returns the flat index of this rank's first element; the tensor is sharded along dimension 0 or not at all."""
     if not isinstance(tensor, DTensor):
         return 0
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]

@@ -25,9 +25,9 @@ from llmtrain.plan import Plan
 class HorovodDataParallel(PlainLoop):
     """A replica on each rank.
 
-    Gradients are summed, not averaged: each rank's loss is divided by the target tokens of the global
-    batch already. They travel while the last backward pass still runs, in fp32, once per step. fp32
-    master weights of a bf16 model are in no graph, so theirs travel when that pass is over.
+    Gradients are summed and not averaged, because each rank's loss is already divided by the target tokens of the
+    global batch. They are reduced in fp32, once per step, during the last backward pass. The fp32 master weights of a
+    bf16 model are in no autograd graph, so their gradients are reduced after that pass.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -43,16 +43,16 @@ class HorovodDataParallel(PlainLoop):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Every rank is a replica."""
+        """Rank of this process; every rank is a replica."""
         return dist.get_rank()
 
     def describe(self) -> dict[str, Any]:
-        """Horovod's version and what reduces, the optimizer and the device."""
+        """Returns Horovod's version, the reduction backend, the optimizer and the device."""
         backend = "nccl" if self.device.type == "cuda" and hvd.nccl_built() else "gloo"
         return super().describe() | {"engine": f"horovod {horovod.__version__}", "backend": backend}
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """The recipe's optimizer, wrapped, after rank 0's weights have gone to all ranks."""
+        """Returns the recipe's optimizer, wrapped by Horovod, after broadcasting rank 0's weights to all ranks."""
         trained = [
             (name, self.masters.get(weight, weight))
             for name, weight in self.model.named_parameters()
@@ -73,12 +73,12 @@ class HorovodDataParallel(PlainLoop):
         return dist.get_rank(), dist.get_world_size()
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """As the plain loop's; the auxiliary loss is a mean over the ranks' micro-batches too."""
+        """Runs the plain loop's forward pass; averages the auxiliary loss over the ranks' micro-batches as well."""
         loss_sum, auxiliary = super()._forward(micro_batch)
         return loss_sum, None if auxiliary is None else auxiliary / hvd.size()
 
     def _reduce_gradients(self) -> None:
-        """Waits for the sums; clipping comes after it."""
+        """Waits for the sums, before the gradients are clipped."""
         self.optimizer.synchronize()  # type: ignore[attr-defined]
 
     def _update(self) -> None:
@@ -86,7 +86,7 @@ class HorovodDataParallel(PlainLoop):
             super()._update()
 
     def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Of all ranks, from this one's share of the loss and the norm of the reduced gradients."""
+        """Sums this rank's share of the loss over all ranks, and averages the norm of the reduced gradients."""
         both = torch.stack([loss.double(), grad_norm.double() / hvd.size()])
         loss, grad_norm = hvd.allreduce(both, op=hvd.Sum, name="measured").float()
         return Measured(loss, grad_norm)
@@ -97,7 +97,7 @@ class HorovodDataParallel(PlainLoop):
 
 
 def _check_device(device: torch.device) -> None:
-    """Raises RecipeError where Horovod was built without what the device takes."""
+    """Raises RecipeError if Horovod was built without support for the device."""
     if device.type == "cuda" and not hvd.cuda_built():
         message = "'horovod' was given on a GPU, but this Horovod was built for CPUs"
         fix = "HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh, where nvcc and NCCL's headers are"

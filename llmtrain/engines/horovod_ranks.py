@@ -1,7 +1,7 @@
-"""How Horovod's ranks and torch's find each other, whichever of the two was launched.
+"""How Horovod's ranks and torch's find each other, whichever launcher started them.
 
-The run itself (barriers, checkpoints, the launcher's rank) speaks through torch's process group,
-as with every engine; Horovod reduces the gradients. So both are there, with the same ranks.
+The run itself (barriers, checkpoints, the launcher's rank) communicates through torch's process group, as with every
+engine, and Horovod reduces the gradients. Both are therefore initialized, with the same ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import distributed as dist
 
 
 def join(local_size: int) -> None:
-    """Starts Horovod in every rank of torch's process group; does nothing where it runs already.
+    """Starts Horovod in every rank of torch's process group; does nothing if it already runs.
 
-    `horovodrun` has told each process where Horovod's ranks meet. Under other launchers rank 0 opens
-    the place, and torch's process group passes it on.
+    `horovodrun` tells each process the address of its rendezvous server. Under other launchers, rank 0 starts the
+    server, and torch's process group broadcasts its port.
 
     local_size: processes on each machine; ranks are numbered machine by machine.
     """
@@ -32,14 +32,14 @@ def join(local_size: int) -> None:
     with _rendezvous() as port:
         os.environ.update(_variables(dist.get_rank(), dist.get_world_size(), local_size, port))
         hvd.init()
-        # All have met, before the place is closed.
+        # All ranks have to connect before the server is stopped.
         dist.barrier()
 
 
 def meeting_place() -> tuple[str, int]:
-    """Address and port where torch's ranks shall meet, agreed on by Horovod's; for workers of `horovodrun`.
+    """Returns the address and port of torch's rendezvous, which Horovod's ranks agree on; for workers of `horovodrun`.
 
-    Called by all of them. Rank 0 picks a free port of its own machine.
+    All workers call it. Rank 0 picks a free port of its own machine.
     """
     hvd.init()
     mine = None
@@ -48,14 +48,14 @@ def meeting_place() -> tuple[str, int]:
         with socket.socket() as probe:
             probe.bind(("", 0))
             mine = (host, probe.getsockname()[1])
-    # Named, since Horovod matches ranks by name, and its default is that of the object's type.
+    # Horovod matches ranks by name, and the default name is that of the object's type, so the name is explicit.
     place: tuple[str, int] = hvd.broadcast_object(mine, root_rank=0, name="meeting_place")
     return place
 
 
 @contextmanager
 def _rendezvous() -> Iterator[int]:
-    """The port of a rendezvous server at rank 0, on every rank."""
+    """Starts a rendezvous server at rank 0, and yields its port on every rank."""
     server = RendezvousServer() if dist.get_rank() == 0 else None
     ports: list[int] = [server.start() if server else 0]
     dist.broadcast_object_list(ports, src=0)
@@ -67,10 +67,10 @@ def _rendezvous() -> Iterator[int]:
 
 
 def _variables(rank: int, size: int, local_size: int, port: int) -> dict[str, str]:
-    """What `horovodrun` sets for a worker (horovod/runner/gloo_run.py)."""
+    """Returns the variables that `horovodrun` sets for a worker (horovod/runner/gloo_run.py)."""
     node, local_rank = divmod(rank, local_size)
     variables = {
-        "HOROVOD_HOSTNAME": f"node-{node}",  # only compared with those of other workers
+        "HOROVOD_HOSTNAME": f"node-{node}",  # only compared with the names of other workers
         "HOROVOD_RANK": str(rank),
         "HOROVOD_SIZE": str(size),
         "HOROVOD_LOCAL_RANK": str(local_rank),
@@ -81,10 +81,10 @@ def _variables(rank: int, size: int, local_size: int, port: int) -> dict[str, st
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        # Its default, 30 s, ends a run whose machine pauses for longer; torch's group waits as long as this.
+        # The default of 30 s ends a run whose machine pauses for longer; torch's group waits as long as this value.
         "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "1800"),
     }
     if size == local_size:
-        # Left alone, Horovod takes the address of the host's name, which need not resolve.
+        # By default, Horovod uses the address of the host's name, which may not resolve.
         variables["HOROVOD_GLOO_IFACE"] = os.environ.get("HOROVOD_GLOO_IFACE", "lo")
     return variables

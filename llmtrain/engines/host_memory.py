@@ -1,4 +1,4 @@
-"""How a rank that computes on a CPU gets its memory."""
+"""Memory allocation of a rank that computes on a CPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from llmtrain.plan import Plan
 from llmtrain.plan.memory import memory_of
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Of <malloc.h>."""
+"""Constants of <malloc.h>."""
 NEVER = 2**31 - 1
 ROOM = 3
-"""Times what a plan needs: pieces that are kept do not fit all that comes, and peaks were seen to double."""
+"""Factor on what a plan needs: retained blocks do not fit all later requests, and peaks were observed to double."""
 
 
 def keep_freed_memory(plan: Plan) -> None:
-    """Has glibc give no freed memory back to the system, where the host has room for that.
+    """Makes glibc keep freed memory instead of returning it to the system, if the host has enough memory.
 
-    By default each tensor above 32 MiB, as logits are, has a mapping of its own, whose pages the system clears anew in
-    every step (mallopt(3)). That was a twentieth of a pass with logits of 8 MiB, a third of one with 250 MiB
-    (benchmarks/README.md, question `host`). Nothing is done without glibc, and where a user has set how it allocates.
+    By default each tensor above 32 MiB, such as logits, has a mapping of its own, whose pages the system clears in
+    every step (mallopt(3)). That took a twentieth of a pass with logits of 8 MiB, and a third of one with 250 MiB
+    (benchmarks/README.md, question `host`). Does nothing without glibc, or if a user has configured the allocator.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ) or not _has_room(plan):
         return
@@ -36,5 +36,5 @@ def _has_room(plan: Plan) -> bool:
     if memory is None:
         return False
     available = min(memory_bytes(), memory_limit() or memory_bytes())
-    of_host = max(stage.host + stage.host_copies for stage in memory.stages)  # what is offloaded lies in it, too
+    of_host = max(stage.host + stage.host_copies for stage in memory.stages)  # offloaded tensors use the same memory
     return ROOM * plan.cluster.devices_per_node * (memory.needed + of_host) <= available

@@ -1,6 +1,6 @@
 """Compiles operators of DeepSpeed as its engines do when they first use them: `python -m ... NAME cpu|cuda`.
 
-Told as a line of JSON: {"operator", "seconds", "file", "error"}. What compilers say goes to standard error.
+Prints a line of JSON: {"operator", "seconds", "file", "error"}. Compiler output goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import sys
 import time
 
 BUILDERS = {"async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
-"""Operator → what builds it. Engines take theirs from `deepspeed.ops.op_builder`, which asks the accelerator as here.
+"""Operator → its builder. Engines get theirs from `deepspeed.ops.op_builder`, by the accelerator, as this module does.
 
-Those of Adam are not among them: ours is torch's own, fused, offloaded or not (`llmtrain.ds_config`). Neither is the
-shared-memory collective for CPUs, which `llmtrain.engines.distributed` switches off.
+The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not (`llmtrain.ds_config`). So is
+the shared-memory collective for CPUs, which `llmtrain.engines.distributed` disables.
 """
 TAIL_LINES = 20
 
 
 def main() -> None:
-    """One operator."""
+    """Compiles one operator, and prints the result."""
     name, accelerator = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as told:
         os.dup2(2, 1)
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def build(name: str, accelerator: str) -> dict[str, object]:
-    """Loads an operator, which compiles it where torch's cache has none that is up to date.
+    """Loads an operator, and compiles it if torch's cache has no current build.
 
-    accelerator: `cpu` or `cuda`, the one that workers will have: it decides what is compiled, and how.
+    accelerator: `cpu` or `cuda`, as the workers will have; it determines what is compiled and how.
     """
     os.environ["DS_ACCELERATOR"] = accelerator
     from deepspeed.accelerator import get_accelerator
@@ -39,7 +39,7 @@ def build(name: str, accelerator: str) -> dict[str, object]:
     file, error = "", ""
     try:
         file = get_accelerator().create_op_builder(BUILDERS[name]).load(verbose=False).__file__
-    except Exception as failure:  # a compiler's output is in the message
+    except Exception as failure:  # the message contains the compiler's output
         error = "\n".join(str(failure).splitlines()[-TAIL_LINES:]) or repr(failure)
     return {"operator": name, "seconds": time.monotonic() - started, "file": file, "error": error}
 
