@@ -1,4 +1,4 @@
-"""The training loop. It reads aloud, and knows nothing of how the work is split."""
+"""The training loop, which is independent of how the work is divided among ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmtrain.signals import Agreement
 
 @dataclass
 class Run:
-    """What a rank trains with."""
+    """The state and the parts of a training run on one rank."""
 
     recipe: Recipe
     engine: Engine
@@ -31,16 +31,16 @@ class Run:
     saver: Saver
     state: TrainerState
     stop_step: int
-    """Step to stop after; before `train.max_steps` where the user asked for that."""
+    """Step after which the run stops; below `train.max_steps` if the user asked for that."""
     progress: TrainingProgress
     stop: Agreement
     metrics: MetricsLogger | None
-    """On rank 0 only."""
+    """Set on rank 0 only."""
     skipped: int = 0
-    """Updates that the guard has skipped, as far as they were told."""
+    """Number of skipped updates that have been reported."""
     heart: Heartbeat = field(default_factory=Heartbeat)
     cores: BusyCores | None = None
-    """On rank 0, where it computes on a CPU."""
+    """Set on rank 0 if it computes on a CPU."""
 
 
 class TooManySkippedError(Exception):
@@ -54,8 +54,8 @@ class TooManySkippedError(Exception):
 def fit(run: Run) -> None:
     """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
 
-    What it ends with is saved, by then or before. Raises TooManySkippedError, with nothing saved, after a step that
-    `guard.every_steps` names.
+    The final state is saved. Raises TooManySkippedError, without saving, after a step at which the guard's recent skips
+    are checked (`guard.every_steps`).
     """
     recipe, state = run.recipe, run.state
     if state.step == 0 and recipe.evaluates_at_start:
@@ -75,11 +75,11 @@ def fit(run: Run) -> None:
             state.tokens += batch.target_tokens
             meter.add(batch.target_tokens, waited)
             run.progress.advance(state.step)
-            # A run that stops early writes what an uninterrupted one would, so that it can be continued.
+            # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
             at_end = state.step == recipe.train.max_steps
             if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter)
-            # What a run computes must not depend on what it logs.
+            # Separate from logging, because results must not depend on what is logged.
             if at_end or recipe.guard.looks_after(state.step):
                 _check_skipped(run)
             with meter.paused():
@@ -96,7 +96,7 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Mean loss over the target tokens that are evaluated on, of all and of each source, into the metrics."""
+    """Computes and logs the mean loss over the target tokens of the evaluation data, of all sources and of each."""
     losses: dict[str, float] = defaultdict(float)
     targets: dict[str, int] = defaultdict(int)
     with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
@@ -111,7 +111,7 @@ def evaluate(run: Run) -> None:
 
 
 def _save(run: Run) -> None:
-    """Begins to save; what was logged up to here reaches the disk first, so that a resumed run lacks no line."""
+    """Starts a save. Flushes the metrics first, so that a resumed run lacks no line."""
     with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
@@ -140,7 +140,7 @@ def _check_skipped(run: Run) -> None:
 
 
 def _log(run: Run, result: StepResult, meter: Meter) -> None:
-    """Reads the numbers of a step, for which rank 0 waits."""
+    """Logs a step; rank 0 waits for the device to read its values."""
     if run.metrics is None:
         return
     with run.heart.waiting():
@@ -173,7 +173,7 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes: allocated on the device, or resident where the device is the host."""
+    """Returns the peak memory in bytes: allocated on the GPU or, without a GPU, resident on the host."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def pretend(rank: int, world_size: int) -> None:
-    """Makes this process a rank of a group without other members. The process can then do nothing else."""
+    """Makes this process a rank of a group without other members, and can be used for nothing else."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

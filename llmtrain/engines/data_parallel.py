@@ -41,7 +41,7 @@ class TorchDataParallel(PlainLoop):
         return super().describe() | {"engine": "torch.nn.DataParallel", "device": ", ".join(map(str, self.devices))}
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Sums the losses over the devices; averages their auxiliary losses, each of which is a micro-batch's."""
+        """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
         loss_sums, auxiliaries = self.replicas(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 

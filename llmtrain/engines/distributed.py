@@ -112,7 +112,7 @@ def _loopback_store(rank: Rank) -> TCPStore:
 def agreed_secret(secret: Secret, rank: Rank) -> Secret:
     """Returns the secret with which all ranks sign their messages: the launcher's or else rank 0's.
 
-    All ranks must call it. Raises RecipeError if a launcher gave a secret to some ranks only, or different ones.
+    All ranks must call it. Raises RecipeError if only some ranks have a secret from their launcher, or if they differ.
     """
     own, about = store("seal"), "secret"
     if rank.rank == 0:

@@ -11,7 +11,7 @@ import sys
 import time
 
 BUILDERS = {"async_io": "AsyncIOBuilder", "pin_memory": "PinMemoryBuilder"}
-"""Operator → its builder. Engines get theirs from `deepspeed.ops.op_builder`, by the accelerator, as this module does.
+"""Operator → its builder. `deepspeed.ops.op_builder`, from which engines get theirs, also asks the accelerator.
 
 The Adam operators are missing because llmtrain uses torch's fused Adam, offloaded or not (`llmtrain.ds_config`). So is
 the shared-memory collective for CPUs, which `llmtrain.engines.distributed` disables.

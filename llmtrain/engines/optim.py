@@ -1,4 +1,4 @@
-"""Parameter groups and the learning rate schedule, the same for every engine."""
+"""Optimizers, parameter groups and the learning rate schedule, the same for every engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.recipe import OptimConfig, Recipe
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and biases and norms, which do not; each in the model's own order."""
+    """Returns the groups: matrices, which decay, and biases and norms, which do not; each in the model's order."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
@@ -31,7 +31,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False) -> Optimizer:
-    """The recipe's optimizer as plain PyTorch builds it; fused, so that `llmtrain.engines.guard` can skip an update.
+    """Returns the recipe's optimizer as plain PyTorch builds it; fused, so that the guard can skip an update.
 
     is_sharded: whether the parameters are, or will be, DTensors.
     """
@@ -43,11 +43,11 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 
 
 class ShardedSGD(torch.optim.SGD):
-    """SGD on this rank's shards: torch has its fused kernel of Adam for DTensors, and not that of SGD (2.13)."""
+    """SGD on this rank's shards: torch 2.13 supports DTensors in the fused kernel of Adam, but not in that of SGD."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates each shard, unless `found_inf` says no. Momentum has to be there (`guard`)."""
+        """Updates each shard unless `found_inf` is 1. The momentum buffers must exist (`llmtrain.engines.guard`)."""
         for group in self.param_groups:
             trained = [one for one in group["params"] if one.grad is not None and _local(one).numel()]
             if not trained:
@@ -72,14 +72,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def rate_of(recipe: Recipe, step: int) -> float:
-    """The learning rate that a step is taken with; the first step is 1."""
+    """Returns the learning rate of a step; the first step is 1."""
     optimizer = torch.optim.SGD([torch.zeros(())], lr=recipe.optim.lr)
     factor: float = schedule(optimizer, recipe).lr_lambdas[0](step - 1)  # type: ignore[attr-defined]
     return recipe.optim.lr * factor
 
 
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
-    """The recipe's learning rate schedule, from `transformers`."""
+    """Returns the recipe's learning rate schedule, from `transformers`."""
     optim = recipe.optim
     names = {"constant": "constant_with_warmup", "wsd": "warmup_stable_decay", "cosine": "cosine_with_min_lr"}
     extras: dict[str, Any] = {}

@@ -1,4 +1,7 @@
-"""How long a rank works in a step, waiting for others left out: all ranks end a step together, whoever was slow."""
+"""Measures how long a rank works in a step, without waiting for others.
+
+The duration of a step says nothing about a single rank, because all ranks end a step together.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from llmtrain.models import compiled
 from llmtrain.plan import Plan
 
 PASSES = 3
-"""A step's work in forward passes: a backward pass is about two of them."""
+"""A step's work in units of a forward pass: a backward pass counts as about two."""
 WAITS_IN_C = ("ddp", "horovod")
-"""Strategies whose ranks wait for each other where Python does not see it."""
+"""Strategies whose ranks wait for each other in C, which Python does not see."""
 
 
 def measure(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
-    """Has `heart` know when this rank compiles and, as far as the host sees it, waits for others, and measure its time.
+    """Lets `heart` know when this rank compiles and, as far as the host sees it, waits for others; measures its time.
 
-    On CPUs a rank waits in `Work.wait`, which is replaced in this process. A GPU waits where no host sees it: there
-    the time of forward passes is measured by events, which are read late. What they contain of collectives (ZeRO-3,
-    FSDP2, tensor, sequence and expert parallelism) is waiting too, and hides a slow rank from those who wait for it.
-    So do, on CPUs, the collectives within compiled layers, which wait in C.
+    On CPUs a rank waits in `Work.wait`, which is replaced in this process. The host does not see the waits of a GPU.
+    There, events measure the time of forward passes, and are read later. That time includes waits in the collectives of
+    forward passes (ZeRO-3, FSDP2, tensor, sequence and expert parallelism), so a slow rank cannot be distinguished from
+    the ranks that wait for it. On CPUs, the same holds for collectives within compiled layers, which wait in C.
     """
     compiled.compiling = heart.compiling
     if plan.cluster.world_size == 1:
@@ -41,19 +44,19 @@ def measure(plan: Plan, engine: Engine, heart: Heartbeat) -> None:
 
 
 class Waits:
-    """On CPUs: the time of the step without that in `Work.wait`, where every collective of Python's ends."""
+    """On CPUs: the time of a step minus the time in `Work.wait`, which ends every collective called from Python."""
 
     def __init__(self, heart: Heartbeat) -> None:
         self._heart = heart
         self._begun = self._waited_s = 0.0
 
     def attach(self) -> None:
-        """Has `Work.wait` go past this object, in this thread."""
+        """Replaces `Work.wait` by a function that records the waits of this thread."""
         wait, trainer = Work.wait, threading.get_ident()
 
         def watched(work: Work, *arguments: Any) -> bool:
             if threading.get_ident() != trainer:
-                return wait(work, *arguments)  # who saves in the background holds nobody up
+                return wait(work, *arguments)  # a thread that saves in the background delays nobody
             started = time.perf_counter()
             with self._heart.waiting():
                 done = wait(work, *arguments)
@@ -63,16 +66,16 @@ class Waits:
         Work.wait = watched  # type: ignore
 
     def begin(self) -> None:
-        """Nothing is waited yet."""
+        """Starts the clock of a step."""
         self._begun, self._waited_s = time.perf_counter(), 0.0
 
     def end(self, data_wait_s: float) -> float:
-        """Data are waited for within the step."""
+        """Returns the seconds since `begin` without waits for other ranks; waits for data count as work."""
         return time.perf_counter() - self._begun - self._waited_s
 
 
 class Forwards:
-    """The time of the forward passes of this rank's part of the model, times `PASSES`, and the wait for data."""
+    """The time of the forward passes of this rank's part of the model, times `PASSES`, plus the wait for data."""
 
     def __init__(self, module: nn.Module) -> None:
         self._on_gpu = next(module.parameters()).is_cuda
@@ -83,11 +86,15 @@ class Forwards:
         module.register_forward_hook(lambda *_: self._leave())
 
     def begin(self) -> None:
-        """No pass has ended yet; those of an evaluation, without gradients, are never counted."""
+        """Resets the sum. The forward passes of an evaluation, without gradients, are never counted."""
         self._passes_s = 0.0
 
     def end(self, data_wait_s: float) -> float:
-        """On a GPU, of the passes that have ended meanwhile: of earlier steps, but as many in the long run."""
+        """Returns the measured seconds.
+
+        On a GPU, they belong to passes whose events have completed since. Some of these passes are of earlier steps,
+        but over many steps their number is the same.
+        """
         while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             begun, ended = self._pending.pop(0)
             self._passes_s += begun.elapsed_time(ended) / 1000
@@ -113,7 +120,7 @@ class Forwards:
 
 
 def _module_of(engine: Engine) -> nn.Module:
-    """What this rank's forward passes call: the model, or a stage of it."""
+    """Returns the module that this rank's forward passes call: the model, or a stage of it."""
     stage = getattr(getattr(engine, "module", None), "stage", None)
     module: nn.Module = stage if stage is not None else engine.model  # type: ignore[attr-defined]
     return module

@@ -1,8 +1,8 @@
 """The state of a run as pieces: what each rank holds of each weight, under the weight's Hugging Face name.
 
-Every strategy cuts weights in its own way, into slices of matrices, experts, stages, and ZeRO again into flat
-ranges of what is left. A piece says where it lies in the whole weight, so that a rank of any other strategy
-finds in the pieces of all ranks what it needs itself.
+Every strategy divides weights in its own way, into slices of matrices, experts or stages, and ZeRO divides the result
+again into flat ranges. A piece contains its location in the whole weight, so that a rank of any other strategy finds
+what it needs among the pieces of all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a whole weight: of each dimension a range."""
+    """A part of a whole weight: a range in each dimension."""
 
     first: Shape
     """Index of the first element in each dimension."""
@@ -34,19 +34,19 @@ class Region:
     """What a rank, or a group of ranks under ZeRO, holds of a weight: boxes joined along one dimension."""
 
     shape: Shape
-    """Of the whole weight, as it is viewed for the cut."""
+    """Shape of the whole weight, as it is viewed for the split."""
     boxes: tuple[Box, ...]
     dim: int = 0
-    """Along which the boxes are joined, where there are several."""
+    """Dimension along which the boxes are joined, if there are several."""
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a weight."""
+        """Returns the region of a whole weight."""
         return cls(tuple(shape), (Box((0,) * len(shape), tuple(shape)),))
 
     @classmethod
     def ranges(cls, shape: Sequence[int], dim: int, ranges: Sequence[tuple[int, int]]) -> Region:
-        """Of dimension `dim` the given ranges, each a first index and a length; of the others everything."""
+        """Returns a region: the given ranges, each (first index, length), of dimension `dim`, and all of the others."""
         shape = tuple(shape)
 
         def replaced(values: Shape, value: int) -> Shape:
@@ -57,16 +57,16 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Number of elements."""
         return sum(math.prod(box.size) for box in self.boxes)
 
     def take(self, whole: Tensor) -> Tensor:
-        """What the region is of a whole weight, flat."""
+        """Returns this region of a whole weight, flat."""
         parts = [_part(whole.view(self.shape), box) for box in self.boxes]
         return (torch.cat(parts, dim=self.dim) if len(parts) > 1 else parts[0]).flatten()
 
     def put(self, flat: Tensor, whole: Tensor) -> None:
-        """Writes what the region holds, flat, to its place in a whole weight."""
+        """Writes the flat content of this region to its place in a whole weight."""
         whole = whole.view(self.shape)
         if len(self.boxes) == 1:
             _part(whole, self.boxes[0]).copy_(flat.view(self.boxes[0].size))
@@ -78,19 +78,19 @@ class Region:
             _part(whole, box).copy_(part)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values that `from_json` reads."""
+        """Returns JSON values that `from_json` reads."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Region:
-        """What `to_json` wrote."""
+        """Returns the region that `to_json` converted."""
         boxes = tuple(Box(tuple(box["first"]), tuple(box["size"])) for box in values["boxes"])
         return cls(tuple(values["shape"]), boxes, values["dim"])
 
 
 @dataclass
 class Piece:
-    """A flat range of a region, and what an optimizer keeps for it; live tensors of an engine, or read ones."""
+    """A flat range of a region with its optimizer states; tensors are an engine's live ones, or read from a file."""
 
     name: str
     """Hugging Face name of the weight."""
@@ -98,19 +98,19 @@ class Piece:
     start: int
     """Index of the first element within the flat region."""
     tensors: dict[str, Tensor]
-    """By kind, one-dimensional and equally long: `WEIGHT` and an optimizer's."""
+    """One-dimensional tensors of equal length, by kind: `WEIGHT` and the optimizer's states."""
     steps: Tensor | None = None
-    """Updates that the optimizer has counted for it, a scalar; None where it keeps none."""
+    """Number of updates that the optimizer has counted for it, a scalar; None if it does not count them."""
     copy: tuple[int, int] = (0, 1)
-    """Which copy this is, of how many that other ranks hold: each saves its share."""
+    """(index of this copy, number of copies) among the ranks that hold the piece; each copy saves its share."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.tensors[WEIGHT].numel()
 
     def share(self) -> Piece:
-        """The part of it that this copy saves, maybe empty."""
+        """Returns the part of the piece that this copy saves; it may be empty."""
         index, copies = self.copy
         first, last = self.numel * index // copies, self.numel * (index + 1) // copies
         tensors = {kind: tensor[first:last] for kind, tensor in self.tensors.items()}

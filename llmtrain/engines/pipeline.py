@@ -1,8 +1,8 @@
 """Pipeline parallelism through DeepSpeed's engine (1F1B) × ZeRO-1, on stages of the model's own forward.
 
-Each stage may be shared by tensor parallel ranks of our own (`llmtrain.models.tensor`), on DeepSpeed's
-three-dimensional topology: its AutoTP cannot be joined with its pipelines. Ranks that share sequences
-(`llmtrain.engines.sequence`) are data parallel ones to it, as without a pipeline.
+Tensor parallel ranks may share each stage, through llmtrain's own slices (`llmtrain.models.tensor`) on DeepSpeed's
+three-dimensional topology, because DeepSpeed's AutoTP cannot be combined with its pipelines. To DeepSpeed, ranks that
+share sequences (`llmtrain.engines.sequence`) are data parallel ranks, as without a pipeline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llmtrain.engines.deepspeed import DeepSpeedEngine
 
 Micro = tuple[tuple[Tensor, Tensor], Tensor]
-"""What DeepSpeed pulls, on the first stage and on the last: the inputs, and the labels."""
+"""What DeepSpeed's pipeline reads on its first and last stage: the inputs, and the labels."""
 
 
 class StageSpec(LayerSpec):  # type: ignore[misc]
@@ -46,18 +46,18 @@ class StageSpec(LayerSpec):  # type: ignore[misc]
         self._index = index
 
     def build(self, log: bool = False) -> Stage:
-        """The stage, with its weights."""
+        """Returns the stage, with its weights."""
         return self._make(self._index)
 
 
 class StagePipeline(PipelineModule):  # type: ignore[misc]
     """A pipeline of one `Stage` per rank of the pipe, or per group of tensor parallel ranks.
 
-    Ranks are numbered with the tensor groups innermost: neighbours, and so on one node.
+    Ranks are numbered with the tensor groups innermost, so the ranks of such a group are adjacent and on one node.
 
-    DeepSpeed would cut a list of layers; here the cut is made before, so that each rank builds its
-    own part and nothing else. Weights that several stages hold (tied ones) are found by their names
-    in the whole model: DeepSpeed's own tied layers would tie a whole stage.
+    DeepSpeed would split a list of layers. Here the model is split before, so that each rank builds its own part and
+    nothing else. Weights that several stages hold (tied ones) are found by their names in the whole model, because
+    DeepSpeed's own tied layers would tie a whole stage.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         loss: Callable[[Any, Tensor], Tensor],
         stage_names: Callable[[], list[list[str]]],
     ) -> None:
-        """stage_names: of each stage the weights that it holds, where the other stages cannot be asked."""
+        """stage_names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
         self._stage_names = stage_names
 
         def make(index: int) -> Stage:
-            # The groups are there by now: DeepSpeed makes them before it builds layers.
+            # The groups exist by now, because DeepSpeed makes them before it builds layers.
             return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
 
         super().__init__(
@@ -88,13 +88,13 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return stage
 
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """Own copies of tied weights, and the ranks among which their gradients are summed."""
+        """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
         return [(self.stage.get_parameter(tied["weight_attr"][0]), tied["group"]) for tied in self.tied_comms.values()]
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
+        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
 
-        Also marks every copy but the first, which the norm of the gradients must not count again.
+        Also marks every copy but the first, so that the norm of the gradients counts each weight once.
         """
         own = {whole: path for path, whole in self.stage.hf_names().items()}
         by_rank: list[Any] = [None] * dist.get_world_size()
@@ -106,7 +106,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
         comms = {}
         for name in tied:
-            # The slices of a tensor group are weights of their own, each tied along its own pipe.
+            # The slices of a tensor group are separate weights, each tied along its own pipe.
             for pipe in self._grid.pipe_groups:
                 ranks = [rank for rank in pipe if name in by_rank[rank]]
                 group = dist.new_group(ranks)
@@ -121,29 +121,29 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
 
 class PipelineAxis(Axis):
-    """Stages that ranks of a pipe run, each on some layers; DeepSpeed interleaves their passes (1F1B)."""
+    """Stages of consecutive layers, one for each rank of a pipe; DeepSpeed interleaves their passes (1F1B)."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Cuts the model. Raises RecipeError where it cannot be cut, or its stages not be split among tensor ranks."""
+        """Splits the model. Raises RecipeError if it has no valid split, or if tensor ranks cannot share its stages."""
         recipe, layout = self.plan.recipe, self.plan.layout
         dtype = weight_dtype(recipe.parallel.precision)
         self._stages = stage_builder(recipe, layout.pp, dtype, self.device, tensor=layout.tp)
 
     def build(self, ds_config: dict[str, Any]) -> StagePipeline:
-        """This rank's stage, and the tensor parallel ranks' slices of it."""
+        """Returns the pipeline with this rank's stage, or with its slice of the stage."""
         names = partial(stage_names, self.plan.recipe, self.plan.layout.pp)
         self._pipeline = StagePipeline(self._stages, self.plan.layout, self._loss, names)
         return self._pipeline
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Has each forward pass know the documents of its micro-batch."""
+        """Makes each forward pass of the stage use the documents of its micro-batch."""
         self._engine = engine
         self._names = self._stage.hf_names()
         self._awaited: Iterator[MicroBatch] = iter(())
         self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """One schedule over this replica's micro-batches, and one update."""
+        """Runs one schedule over this replica's micro-batches, with one update."""
         lr = self._engine.learning_rate
         self._start(batch)
         measured = self._engine.judged(
@@ -153,7 +153,7 @@ class PipelineAxis(Axis):
         return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """This replica's sum of cross-entropies on a last stage, zero on the others."""
+        """Returns this replica's sum of cross-entropies on the last stage, and zero on the others."""
         self._start(batch)
         self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
         return self._total
@@ -171,7 +171,7 @@ class PipelineAxis(Axis):
         return group
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """The slice of a weight that the ranks of a stage share."""
+        """Returns this rank's slice of a weight that the ranks of a stage share."""
         shard = shard_of(tensor)
         if shard is None:
             return None
@@ -179,7 +179,7 @@ class PipelineAxis(Axis):
         return Portion(region_of(shard, tensor.shape, rank, ranks), self.copies, self.replicas)
 
     def tied_copy(self, name: str) -> tuple[int, int]:
-        """Its place among the stages that hold the weight."""
+        """Returns (index, number) of this stage among those that hold the weight."""
         tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
         return (0, 1) if tied is None else (tied["ranks"].index(dist.get_rank()), len(tied["ranks"]))
 
@@ -189,15 +189,15 @@ class PipelineAxis(Axis):
         return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
 
     def sum_squares(self, square: Tensor) -> None:
-        """Over the stages."""
+        """Sums over the stages."""
         dist.all_reduce(square, group=self._grid.get_pipe_parallel_group())
 
     def hugging_face_name(self, name: str) -> str:
-        """Of a tied weight, that of the stage which comes first."""
+        """Returns the name in the whole model; a tied weight has the name of its first occurrence."""
         return self._names.get(f"model.{name}", name)
 
     def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Those of all stages, each sent to the other ranks of the pipe."""
+        """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
         own = {name: self._stage.get_parameter(path) for path, name in self._names.items()}
@@ -220,16 +220,20 @@ class PipelineAxis(Axis):
         return self._pipeline._grid
 
     def _start(self, batch: StepBatch) -> None:
-        """DeepSpeed takes the mean over micro-batches and ranks, so the loss of each is multiplied by their number.
+        """Prepares a pass over a batch.
 
-        The sum divided by the target tokens is left.
+        DeepSpeed averages over micro-batches and ranks. Each loss is therefore multiplied by their numbers, so that
+        the result is the sum divided by the target tokens.
         """
         self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.target_tokens
         self._total = torch.zeros((), device=self.device)
         self._awaited = iter(batch.micro_batches)
 
     def _tell_documents(self) -> None:
-        """Every stage runs the micro-batches of its replica in their order, whose positions all its ranks have."""
+        """Sets the documents of the next micro-batch, whose positions all ranks of the replica have.
+
+        Every stage runs the micro-batches of its replica in order.
+        """
         batch = next(self._awaited)
         self._stage.context = documents_known(batch)
         self._stage.bounds = bounds_for(self._stage.model, batch, self.device)
@@ -239,14 +243,14 @@ class PipelineAxis(Axis):
             own = self._engine.slice(one)
             labels = own.labels
             if chunked_loss(self._stage.model):
-                # The next forward pass is this micro-batch's: DeepSpeed takes labels right before it, on a last stage.
+                # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
                 labels = self._stage.targets = labels.to(self.device, non_blocking=True)
             yield (own.input_ids, own.position_ids), labels
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        """Runs on the last stage, once for each micro-batch; a router's loss is added, as in `forward`.
+        """Returns the scaled loss of a micro-batch, on the last stage; adds the router's loss, as `forward` does.
 
-        output: logits, or the sum of the losses where the stage's model has made it.
+        output: logits, or the sum of the losses if the stage's model computes it.
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = result if chunked_loss(self._stage.model) else target_loss_sum(result, labels)
@@ -258,14 +262,14 @@ class PipelineAxis(Axis):
 
 
 def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
-    """Where a rank's slice of shape `local` lies in the whole."""
+    """Returns the location of a rank's slice of shape `local` in the whole weight."""
     width = local[shard.dim] // shard.blocks
     shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
     return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
 
 
 def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """The owner's weight on every rank of the group, on the CPU."""
+    """Returns the owner's weight on every rank of the group, on the CPU."""
     shape: list[Any] = [None if weight is None else (weight.shape, weight.dtype)]
     dist.broadcast_object_list(shape, src=owner, group=group)
     if weight is None:

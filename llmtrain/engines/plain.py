@@ -1,4 +1,4 @@
-"""A plain PyTorch loop: what Horovod and nn.DataParallel spread over devices."""
+"""A plain PyTorch loop, which Horovod and nn.DataParallel distribute over devices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from llmtrain.recipe import Recipe
 
 
 class PlainLoop:
-    """A loop over micro-batches, a clipped gradient, `optimizer.step()`; nothing else.
+    """A loop over micro-batches, gradient clipping and `optimizer.step()`.
 
-    A model in fp32 is trained as it is, or under autocast. For one in a lower type the loop keeps
-    fp32 master weights, as mixed precision does (arXiv 1710.03740): they start from the rounded
-    weights, collect the gradients of each micro-batch in fp32, and after each step the model's
-    weights are their rounded copy.
+    An fp32 model is trained as it is, or under autocast. For a model in a lower precision, the loop keeps fp32 master
+    weights, as mixed precision training does (arXiv 1710.03740). They start from the rounded weights and accumulate the
+    gradients of each micro-batch in fp32. After each step they are rounded into the model's weights.
     """
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
@@ -56,62 +55,62 @@ class PlainLoop:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The only one."""
+        """0, because there is a single rank."""
         return 0
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """One update from the sum over all micro-batches, divided by the target tokens."""
+        """Takes one update from the sum over all micro-batches, divided by the target tokens."""
         return take_step(self, batch)
 
     @property
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """Learning rate of the next step."""
         rate: float = self.optimizer.param_groups[0]["lr"]
         return rate
 
     def start(self) -> None:
-        """Sets the training mode; gradients are zero afterwards."""
+        """Puts the model in training mode, and clears the gradients."""
         self.model.train()
         self.optimizer.zero_grad()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Of a micro-batch; gradients travel after the last one."""
+        """Returns the context of a micro-batch's passes, which is empty; gradients are reduced after the last one."""
         return nullcontext()
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Gradients are summed over ranks."""
+        """Divides by the target tokens of the global batch only, because gradients are summed over ranks."""
         return loss_sum / target_tokens
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch."""
         loss.backward()  # type: ignore[no-untyped-call]
         self._collect_gradients()
 
     def finish(self, loss: Tensor) -> Measured:
-        """Norm, verdict and update."""
+        """Takes the norm and the verdict, and updates the weights."""
         return finish(self, loss)
 
     def clip(self) -> Tensor:
-        """Reduces the gradients over ranks and clips them; returns their norm before."""
+        """Reduces the gradients over ranks and clips them; returns their norm before clipping."""
         self._reduce_gradients()
         grad_norm = squared_norm(gradients_of(self.trained), self.device).sqrt().float()
         nn.utils.clip_grads_with_norm_(self.trained, self.recipe.optim.clip_grad_norm or float("inf"), grad_norm)
         return grad_norm
 
     def update(self) -> None:
-        """Has optimizer and schedule take the step."""
+        """Steps the optimizer and the schedule."""
         self._update()
         self._round_masters()
         self.scheduler.step()
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
+        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
         with autocast(self.recipe.parallel.precision, self.device.type):
             return self._forward(micro_batch)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens."""
+        """Returns the mean cross-entropy over the target tokens."""
         self.model.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
@@ -119,7 +118,7 @@ class PlainLoop:
         return self._over_ranks(total) / batch.target_tokens
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, tied ones once."""
+        """Yields every weight under its Hugging Face name; tied weights once."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().cpu()
 
@@ -128,11 +127,11 @@ class PlainLoop:
         save_state(self, writer)
 
     def load(self, folder: Path) -> None:
-        """Reads what any engine wrote."""
+        """Loads a checkpoint, which any engine may have written."""
         load_state(self, folder)
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces of everything that is trained, and of what is not."""
+        """Yields live pieces of all trained tensors, then of the untrained ones."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
 
         def place(parameter: nn.Parameter) -> Place:
@@ -142,40 +141,40 @@ class PlainLoop:
         yield untrained_pieces(self.model, self._copy)
 
     def progress(self) -> dict[str, Any]:
-        """Where the schedule stands."""
+        """Returns the position of the schedule."""
         return {"schedule": self.scheduler.last_epoch}
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Goes on from written pieces."""
+        """Restores the model's weights and the schedule after the pieces have been loaded."""
         self._round_masters()
         resume_schedule(self.scheduler, progress["schedule"])
 
     def describe(self) -> dict[str, Any]:
-        """Optimizer class and device."""
+        """Returns the optimizer's class and the device."""
         return {"engine": "plain PyTorch", "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
 
-    # What the engines that share this loop do otherwise: Horovod's and nn.DataParallel's.
+    # The engines for Horovod and nn.DataParallel override the following methods.
 
     def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """The optimizer of `trained`."""
+        """Returns the optimizer of `trained`."""
         return torch_optimizer(groups, self.recipe.optim)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, in whose autocast it runs."""
+        """Does what `forward` does, within its autocast context."""
         return forward(self.model, self.model, micro_batch, self.device)
 
     def _reduce_gradients(self) -> None:
-        """Makes the gradients those of the global batch; here they are."""
+        """Reduces the gradients to those of the global batch; does nothing here, with a single rank."""
 
     def _update(self) -> None:
         self.optimizer.step()
 
     def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Of all ranks, from this one's share of the loss and the norm of the reduced gradients."""
+        """Combines this rank's share of the loss, and the norm of the reduced gradients, over all ranks."""
         return Measured(loss, grad_norm)
 
     def _over_ranks(self, total: Tensor) -> Tensor:
-        """The sum of a scalar over all ranks."""
+        """Returns the sum of a scalar over all ranks."""
         return total
 
     def _collect_gradients(self) -> None:
@@ -193,5 +192,5 @@ class PlainLoop:
 
     @property
     def _copy(self) -> tuple[int, int]:
-        """This rank's number among those that hold the same, and their number."""
+        """(index, number) of this rank among the ranks with the same weights."""
         return 0, 1

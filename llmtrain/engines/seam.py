@@ -1,7 +1,7 @@
-"""The seam between the loop and what runs a step.
+"""The interface between the training loop and the engines.
 
-It is one whole optimizer step, because a pipeline engine offers nothing lower: there, forward and
-backward passes of several micro-batches are interleaved.
+Its unit is a whole optimizer step, because a pipeline engine offers no smaller one: it interleaves the forward and
+backward passes of several micro-batches.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from llmtrain.engines.writer import Writer
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step tells; still on the device, so that a loop that does not log never waits for it."""
+    """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
 
     loss: Tensor
     """Mean cross-entropy over the target tokens of the global batch, in nats; a scalar, equal on all ranks."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
-    """Learning rate that the step was taken with."""
+    """Learning rate of the step."""
 
 
 class Engine(Protocol):
-    """One optimizer step of a plan. Every method is called by all ranks together."""
+    """Runs the optimizer steps of a plan. All ranks call every method together."""
 
     @property
     def guard(self) -> Guard:
-        """Which updates were not taken."""
+        """The guard, which knows the skipped updates."""
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to, and so which samples it reads."""
+        """Index of this rank's replica, which determines the samples that the rank reads."""
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Forward and backward over this rank's micro-batches, and one update, if the guard allows it."""
+        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
 
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""
+        """Returns the mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""
 
     def save(self, writer: Writer) -> None:
-        """Gives weights, optimizer and schedule to `writer`, each rank its part."""
+        """Passes this rank's part of weights, optimizer and schedule to `writer`."""
 
     def load(self, folder: Path) -> None:
-        """Reads what `save` of any engine wrote, under any plan of the same model."""
+        """Loads what `save` of any engine wrote, under any plan of the same model."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
+        """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
 
     def describe(self) -> dict[str, Any]:
-        """What the engine really runs with, for the run's record."""
+        """Returns what the engine actually runs with, for the run's record."""

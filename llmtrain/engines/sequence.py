@@ -1,8 +1,8 @@
 """Sequence parallelism (Ulysses, arXiv 2309.14509) × ZeRO 0 to 3 × data parallelism, and every other axis.
 
-Neighbouring ranks read the same samples, each its slice of every sequence. To DeepSpeed they are data parallel ranks:
-it averages gradients over them, takes their norm and shards states over them. It gets no sequence groups, which it
-would keep for the life of the process.
+Adjacent ranks read the same samples, and each takes its slice of every sequence. To DeepSpeed they are data parallel
+ranks: it averages gradients, takes the norm and shards states over them. DeepSpeed is given no sequence groups, because
+it would keep them for the life of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SequenceAxis(Axis):
-    """Slices of sequences. Whatever holds the heads of a layer shares them again while attention runs."""
+    """Slices of sequences. While attention runs, the heads that a rank holds are divided among the sequence ranks."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Raises SequenceRefused for a model that computes something else on slices."""
@@ -33,29 +33,29 @@ class SequenceAxis(Axis):
         check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Shares the attention of the model, or of this rank's stage."""
+        """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
         self.ulysses = Ulysses(engine.model, sequence_group(self.plan.layout))
         if self.plan.layout.pp > 1:
-            # Micro-batches are interleaved, so each forward pass brings the positions that its masks are made from.
+            # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             engine.module.stage.register_forward_pre_hook(lambda _, inputs: self.ulysses.receive(inputs[0][1]))
 
     def active(self) -> AbstractContextManager[None]:
-        """Backward passes are within, since activation checkpointing calls attention again."""
+        """Returns the context of both passes; with activation checkpointing the backward pass calls attention again."""
         return self.ulysses.active()
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's slice of each sequence."""
+        """Returns this rank's slice of each sequence."""
         return self.ulysses.slice(batch)
 
 
 def sequence_group(layout: Layout) -> Group:
-    """The ranks that share this one's samples and hold the same part of the model, `layout.tp` apart."""
+    """Returns the ranks with this rank's samples and the same part of the model; they are `layout.tp` apart."""
     return _strided_group(layout.sp, layout.tp)
 
 
 @cache
 def _strided_group(size: int, stride: int) -> Group:
-    """`size` ranks, `stride` apart, among them this one; made once for a process."""
+    """Returns the group of `size` ranks, `stride` apart, that contains this rank; made once per process."""
     own = dist.GroupMember.NON_GROUP_MEMBER
     for block in range(0, dist.get_world_size(), size * stride):
         for first in range(block, block + stride):

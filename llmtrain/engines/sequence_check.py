@@ -1,7 +1,7 @@
-"""Proves on a tiny copy of a model that slices of a sequence compute what the whole sequence computes.
+"""Checks on a tiny copy of a model that slices of a sequence compute what the whole sequence computes.
 
-A model may mix tokens outside its attention (a convolution, a recurrence, positions that it counts
-itself); there a slice is something else. Nothing is assumed of a family: what deviates is refused.
+A model may mix tokens outside its attention (by a convolution, a recurrence, or positions that it counts itself); its
+slices then compute something else. No assumptions are made about a family: models whose results differ are rejected.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.tiny import shrink
 
 GRADIENT_TOLERANCE = 1e-4
-"""Largest deviation of a gradient, relative to the largest entry of its tensor: slices are summed in another order."""
+"""Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
 ROUNDING = 2.0**-22
-"""The same, relative to the largest entry of all: a gradient that is zero because its terms cancel (that of a
-bias of keys, which moves all logits of a query alike) is nothing but rounding."""
+"""The same, relative to the largest entry of all gradients. A gradient that is zero because its terms cancel consists
+of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
 WAIT = timedelta(seconds=60)
-"""How long a rank waits for one whose model has failed alone."""
+"""How long a rank waits for another rank whose model has failed."""
 
 
 class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
@@ -48,12 +48,12 @@ class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
 def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
 
-    Two slices stand for any number, since every border between slices is
-    treated alike. Runs on the CPU, in fp32, without dropout, with packed documents; the random state is
-    left alone. Raises SequenceRefused, on every rank, where logits, auxiliary loss or gradients differ.
+    Two slices represent any number, because all boundaries between slices are treated alike. The check runs on the CPU,
+    in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises SequenceRefused, on
+    every rank, if logits, auxiliary loss or gradients differ.
     """
     if is_alone():
-        return  # nobody to compare with, and nothing is computed
+        return  # no other rank to compare with, and nothing is computed
     reason = ""
     group = pair()
     if dist.get_rank() < 2:
@@ -67,13 +67,13 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
 
 
 def told(reasons: Sequence[str]) -> str:
-    """The last rank's reason, if it has one: the first slice may lack nothing that came before it."""
+    """Returns the reason of the last rank that has one, because the first slice has all tokens that it depends on."""
     return next(filter(None, reversed(reasons)), "")
 
 
 @cache
 def pair() -> Group:
-    """Ranks 0 and 1, over gloo: tiny copies are compared on the CPU."""
+    """Returns the group of ranks 0 and 1, over gloo, because tiny copies are compared on the CPU."""
     return dist.new_group([0, 1], timeout=WAIT, backend="gloo")
 
 
@@ -86,9 +86,9 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> st
 
 
 def compare(config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None) -> str:
-    """Why the model of `config` differs when the ranks of `group` share its sequences; empty where it does not.
+    """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
 
-    batch: [batch, T] each, default two sequences of 16 tokens and three documents. Draws from torch's generator.
+    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
     """
     try:
         whole = reference(config, attention).train()
@@ -103,7 +103,7 @@ def compare(config: PreTrainedConfig, attention: str, group: Group, batch: Micro
         with documents_known(batch):
             return _deviation(split, whole, expected, batch, Ulysses(split, group))
     except STUMBLES as error:
-        # Whatever a foreign forward stumbles over with a slice is the reason to refuse it.
+        # Any error that a family's forward raises for a slice is a reason to reject the family.
         return f"its forward fails on a slice ({type(error).__name__}: {error})"
 
 
@@ -113,9 +113,9 @@ def _deviation(
     with ulysses.active():
         own = ulysses.slice(batch)
         result = _forward(split, own)
-        # Each rank has the whole auxiliary loss, of which it gives its share.
+        # Each rank has the whole auxiliary loss, and contributes its share.
         _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()  # type: ignore[no-untyped-call]
-    wrong = _wrong_gradients(split, whole, ulysses.group)  # first, since every rank takes part
+    wrong = _wrong_gradients(split, whole, ulysses.group)  # first, because every rank has to take part
     if not _close(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank], TOLERANCE):
         return "the logits of a slice deviate from those of the whole sequence"
     if not all(_close(*losses, TOLERANCE) for losses in zip(result[1:], expected[1:], strict=True)):
@@ -124,7 +124,7 @@ def _deviation(
 
 
 def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
-    """Parameters whose gradients, summed over the slices, are not those of the whole sequence."""
+    """Returns the parameters whose gradients, summed over the slices, differ from those of the whole sequence."""
     mine, theirs = _gradients(split), _gradients(whole)
     together = torch.cat([gradient.flatten() for gradient in mine.values()])
     dist.all_reduce(together, group=group)
@@ -138,7 +138,7 @@ def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Grou
 
 
 def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """By name; a parameter without a gradient has a zero one."""
+    """Returns gradients by name; a parameter without a gradient has a zero one."""
     return {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in model.named_parameters()
@@ -151,7 +151,7 @@ def _packed_batch(config: PreTrainedConfig) -> MicroBatch:
 
 
 def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
-    """Logits, and the auxiliary loss of the routers where there is one."""
+    """Returns the logits, and the auxiliary loss of the routers if there is one."""
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     auxiliary = getattr(output, "aux_loss", None)
     return (output.logits,) if auxiliary is None else (output.logits, auxiliary)

@@ -1,4 +1,4 @@
-"""How a weight lies on the ranks of a tensor parallel group, and how it becomes whole again."""
+"""How a weight is divided among the ranks of a tensor parallel group, and how it is joined again."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from llmtrain.engines.pieces import Region
 
 @dataclass(frozen=True)
 class Split:
-    """A weight cut along one dimension."""
+    """A weight divided along one dimension."""
 
     dim: int
     """The dimension, of `logical`."""
     logical: tuple[int, ...]
-    """Shape of the whole weight as it was viewed for the cut."""
+    """Shape of the whole weight, as it was viewed for the split."""
     shape: tuple[int, ...]
-    """Shape of the whole weight as its module holds it."""
+    """Shape of the whole weight, as its module holds it."""
     widths: tuple[tuple[int, ...], ...]
-    """Of each fused part of the weight (one where nothing is fused), the width that each rank holds."""
+    """The width on each rank, for each fused part of the weight (a single part if nothing is fused)."""
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of a rank, as it was viewed for the cut."""
+        """Returns the shape of a rank's shard, as it was viewed for the split."""
         own = sum(part[rank] for part in self.widths)
         return (*self.logical[: self.dim], own, *self.logical[self.dim + 1 :])
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole weight, from the shards of all ranks in their order."""
+        """Returns the whole weight, joined from the shards of all ranks in order."""
         pieces = [
             torch.split(shard.reshape(self.shard_shape(rank)), [part[rank] for part in self.widths], dim=self.dim)
             for rank, shard in enumerate(shards)
@@ -41,7 +41,7 @@ class Split:
         return torch.cat(ordered, dim=self.dim).reshape(self.shape)
 
     def region(self, rank: int) -> Region:
-        """What a rank holds."""
+        """Returns the region that a rank holds."""
         ranges, first = [], 0
         for part in self.widths:
             ranges.append((first + sum(part[:rank]), part[rank]))
@@ -50,9 +50,9 @@ class Split:
 
 
 def split_of(parameter: Tensor) -> Split | None:
-    """How DeepSpeed's layers have cut a parameter; None where every rank holds the whole of it, and for buffers.
+    """Returns how DeepSpeed's layers have split a parameter; None for buffers, and if every rank holds all of it.
 
-    Raises ValueError for a cut that DeepSpeed does not describe.
+    Raises ValueError for a split that DeepSpeed does not describe.
     """
     meta = getattr(parameter, DS_AUTOTP_UC_META, None)
     if meta is None or meta["replicated"]:
@@ -70,12 +70,12 @@ def split_of(parameter: Tensor) -> Split | None:
 
 
 def gather_whole(shard: Tensor, split: Split | None, group: dist.ProcessGroup) -> Tensor:
-    """The whole of a tensor that is cut as `split` says; called by all ranks of the tensor parallel group."""
+    """Returns the whole of a tensor that is split as `split` says; called by all ranks of the tensor parallel group."""
     if split is None:
         return shard
     shapes = [split.shard_shape(rank) for rank in range(dist.get_world_size(group))]
     lengths = [torch.Size(shape).numel() for shape in shapes]
-    # Shards may differ in size, and a collective takes equal ones.
+    # Shards may differ in size, but the collective requires equal sizes.
     padded = nn.functional.pad(shard.reshape(-1), (0, max(lengths) - shard.numel()))
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded, group=group)

@@ -1,4 +1,4 @@
-"""The state of an engine, saved as pieces and taken back by an engine of the same plan or of another one."""
+"""The state of an engine, saved as pieces and restored by an engine of the same plan or another one."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ PROGRESS_FILE = f"{state_file.FOLDER}/progress.json"
 GUARD_FILE = f"{state_file.FOLDER}/guard.safetensors"
 
 Place = tuple[str, Region, tuple[int, int]]
-"""Where what this rank holds of a parameter, ZeRO aside, lies: the weight's Hugging Face name, the region, and
-which copy of it this is of how many."""
+"""Location of what this rank would hold of a parameter without ZeRO: the weight's Hugging Face name, the region, and
+(index of this copy, number of copies)."""
 
 
 class HasState(Protocol):
-    """What an engine shows of itself to be saved."""
+    """The interface through which an engine's state is saved and restored."""
 
     @property
     def guard(self) -> Guard:
-        """Equal on all ranks."""
+        """The guard, whose state is equal on all ranks."""
 
     def pieces(self) -> Iterator[list[Piece]]:
-        """Live pieces, in lists; those of a list may be gone when the next one is asked for."""
+        """Yields live pieces, in lists; the pieces of a list are valid until the next list is requested."""
 
     def progress(self) -> dict[str, Any]:
-        """JSON values beside the tensors, equal on all ranks."""
+        """Returns the state beside the tensors as JSON values, equal on all ranks."""
 
     def resumed(self, progress: dict[str, Any]) -> None:
-        """Goes on from written pieces and what `progress` gave."""
+        """Continues from loaded pieces and from the values that `progress` returned."""
 
 
 def save_state(engine: HasState, writer: Writer) -> None:
@@ -62,29 +62,29 @@ def save_state(engine: HasState, writer: Writer) -> None:
 
 
 class Progress(BaseModel):
-    """What `HasState.progress` gives, of any engine."""
+    """The values that `HasState.progress` of any engine returns."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     schedule: Annotated[int, Field(ge=0, lt=2**63)]
-    """Steps that the schedule of the rate has taken."""
+    """Number of steps that the learning rate schedule has taken."""
     deepspeed: dict[Literal["global_steps", "global_samples", "skipped_steps"], int] | None = None
     """DeepSpeed's own counters, by the names of its attributes."""
     loss_scale: dict[Literal["loss_scaler", "gradscaler"], dict[str, bool | int | float]] | None = None
-    """The numbers of each kind of loss scaler."""
+    """The values of each kind of loss scaler."""
 
 
 @torch.no_grad()
 def load_state(engine: HasState, folder: Path) -> None:
-    """Takes back what `save_state` wrote, under whatever plan; called by all ranks.
+    """Restores what `save_state` wrote, under any plan; called by all ranks.
 
-    Raises CheckpointError where something that this rank needs is not there.
+    Raises CheckpointError if the checkpoint lacks something that this rank needs.
     """
     source = Source(folder, rank())
     for pieces in engine.pieces():
         fill(pieces, source)
     engine.resumed(_read_progress(folder / PROGRESS_FILE))
-    if (folder / GUARD_FILE).exists():  # else it was written before there was a guard
+    if (folder / GUARD_FILE).exists():  # checkpoints of earlier versions have no guard
         engine.guard.load(read_tensors(folder / GUARD_FILE, engine.guard.state()))
 
 
@@ -96,7 +96,7 @@ def _read_progress(file: Path) -> dict[str, Any]:
 
 
 def fill(pieces: list[Piece], source: Source) -> None:
-    """Writes what was saved into pieces. Raises CheckpointError where it is not there."""
+    """Copies saved values into pieces. Raises CheckpointError if the checkpoint lacks one."""
     for piece in pieces:
         if piece.steps is not None:
             piece.steps.zero_()
@@ -105,7 +105,7 @@ def fill(pieces: list[Piece], source: Source) -> None:
 
 
 def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place]) -> Iterator[list[Piece]]:
-    """What an optimizer holds, as pieces."""
+    """Yields what an optimizer holds, as pieces."""
     for some in lists:
         pieces = []
         for one in some:
@@ -120,37 +120,37 @@ def untrained_pieces(
     hugging_face_name: Callable[[str], str] = lambda name: name,
     portion: Callable[[str, Tensor], tuple[Region, tuple[int, int]] | None] = lambda name, tensor: None,
 ) -> list[Piece]:
-    """Live pieces of what a model has beside trained parameters: frozen ones, and buffers that belong to its weights.
+    """Returns live pieces of a model's untrained tensors: frozen parameters, and buffers that belong to its weights.
 
-    copy: as in `Piece`, for tensors that lie whole on this rank; hugging_face_name: of a name in `model`; portion:
-    the region and the copy of what this rank holds of a tensor of that name, None for whole tensors.
+    copy: as in `Piece`, for tensors that are whole on this rank. hugging_face_name: maps a name in `model`. portion:
+    returns the region and the copy of what this rank holds of a tensor; None for whole tensors.
     """
     frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
     pieces = []
     for name, tensor in (frozen | persistent_buffers(model)).items():
         region, own = portion(name, tensor) or (Region.whole(tensor.shape), copy)
         if isinstance(tensor, DTensor):
-            own = (0, 1)  # the shards of FSDP2 are no copies
+            own = (0, 1)  # FSDP2's shards are not copies of each other
         content = {WEIGHT: local_flat(tensor)}
         pieces.append(Piece(hugging_face_name(name), region, first_index(tensor), content, copy=own))
     return pieces
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """Of a parameter that ZeRO-3 may have partitioned."""
+    """Returns the whole shape of a parameter, which ZeRO-3 may have partitioned."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def multiplied(copy: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    """Which copy it is where every copy of one kind has copies of another kind."""
+    """Returns (index, number) of a copy if every copy of one kind has copies of another kind."""
     return copy[0] * other[1] + other[0], copy[1] * other[1]
 
 
 def resume_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Has a schedule, whose rates are functions of the step, stand where it stood after `steps` steps."""
+    """Sets a schedule to its state after `steps` steps; its rates are functions of the step."""
     schedule.last_epoch = steps
-    schedule._step_count = steps + 1  # what torch counts to warn of a wrong order
+    schedule._step_count = steps + 1  # torch's counter for its warning of a wrong call order
     rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]  # type: ignore[attr-defined]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -158,13 +158,13 @@ def resume_schedule(schedule: LRScheduler, steps: int) -> None:
 
 
 class Source:
-    """The pieces of a checkpoint, from which any range of any region is put together.
+    """The pieces of a checkpoint, from which any range of any region is assembled.
 
-    A rank that goes on under the same plan reads its own files and no others.
+    A rank that continues under the same plan reads only its own files.
     """
 
     def __init__(self, folder: Path, rank: int | None = None) -> None:
-        """rank: whose files to look into first; None for all files."""
+        """rank: the rank whose files are tried first; None for all files."""
         self.folder = folder
         self._own = _by_name(state_file.read_index(folder, rank)) if rank is not None else {}
         self._all: dict[str, list[Stored]] | None = None
@@ -173,13 +173,13 @@ class Source:
 
     @property
     def all(self) -> dict[str, list[Stored]]:
-        """By name, the pieces of all ranks."""
+        """The pieces of all ranks, by name."""
         if self._all is None:
             self._all = _by_name(state_file.read_index(self.folder))
         return self._all
 
     def fill(self, piece: Piece) -> None:
-        """Writes what was saved into the tensors of a piece. Raises CheckpointError where it is not there."""
+        """Copies saved values into the tensors of a piece. Raises CheckpointError if the checkpoint lacks them."""
         for kind, tensor in piece.tensors.items():
             found = self._range(piece, kind)
             self._check_type(found, tensor, piece.name)
@@ -190,21 +190,24 @@ class Source:
             piece.steps.fill_(max(piece.steps.item(), counted))
 
     def read_as(self, name: str, like: Tensor) -> Tensor:
-        """All of a weight, flat, on the CPU. Raises CheckpointError where it is not one like that."""
+        """Returns a whole weight, flat, on the CPU. Raises CheckpointError if size or type differ from `like`."""
         found = self.whole(name)
         self._check_type(found, like, name)
         self._check_size(found, like.numel(), name)
         return found
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """All of a weight, or of what an optimizer keeps for it, flat, on the CPU. Raises CheckpointError."""
+        """Returns a whole weight, or an optimizer's state of it, flat, on the CPU.
+
+        Raises CheckpointError if the checkpoint does not contain exactly one value for each element.
+        """
         if self._whole is not None and self._whole[:2] == (name, kind):
             return self._whole[2]
-        self._whole = None  # not two at a time
+        self._whole = None  # frees the previous one, so that there are never two at a time
         by_region: dict[Region, list[Stored]] = {}
         for one in self.all.get(name, []):
             by_region.setdefault(one.region, []).append(one)
-        # Counted before memory is asked for: a damaged head may claim any shape.
+        # Checked before memory is allocated, because a damaged header may contain any shape.
         sizes = {math.prod(region.shape) for region in by_region}
         if sizes != {sum(region.numel for region in by_region)} or _overlap(by_region):
             raise self._lacks(name, kind)
@@ -233,7 +236,7 @@ class Source:
         return found
 
     def _joined(self, stored: list[Stored], kind: str, first: int, last: int) -> Tensor | None:
-        """Elements `first` to `last` of a region, from pieces of it; None where they do not hold all of them."""
+        """Returns elements `first` to `last` of a region, joined from its pieces; None if the pieces lack any."""
         parts, at = [torch.empty(0)], first
         for one in sorted(stored, key=lambda one: one.start):
             end = min(one.start + one.numel, last)
@@ -258,12 +261,12 @@ class Source:
 
 
 def _alike(stored: dict[str, list[Stored]], piece: Piece) -> list[Stored]:
-    """Stored pieces of the very same region."""
+    """Returns the stored pieces of exactly the same region."""
     return [one for one in stored.get(piece.name, []) if one.region == piece.region]
 
 
 def _overlap(regions: Iterable[Region]) -> bool:
-    """Whether any element is held twice."""
+    """Returns whether any element is held twice."""
     boxes = [box for region in regions for box in region.boxes]
     return any(_meet(one, other) for one, other in itertools.combinations(boxes, 2))
 

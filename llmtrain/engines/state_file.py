@@ -1,7 +1,7 @@
-"""The files that hold the pieces of a run: safetensors, one after the other for each rank.
+"""The files that hold the pieces of a run: a sequence of safetensors files for each rank.
 
-`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's pieces, and so on: tensors only, no pickle. What
-each tensor is stands in the file's header, so that it is found without reading the rest.
+`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's pieces, and so on. The files contain tensors only, no
+pickle. The file's header describes each tensor, so that tensors are found without reading the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stored:
 
     file: Path
     index: int
-    """Number of the piece in its file."""
+    """Index of the piece in its file."""
     name: str
     region: Region
     start: int
@@ -42,13 +42,13 @@ class Stored:
 
 
 class Files:
-    """Open files of pieces; their headers are parsed once."""
+    """Open files of pieces; each header is parsed once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
 
     def read(self, stored: Stored, kind: str, first: int, last: int) -> Tensor:
-        """Elements `first` to `last` of the flat region, which the piece must hold."""
+        """Returns elements `first` to `last` of the flat region; the piece must contain them."""
         if stored.file not in self._open:
             with utf8_name(stored.file.parent) as folder:
                 self._open[stored.file] = safe_open(folder / stored.file.name, framework="pt")
@@ -58,18 +58,18 @@ class Files:
 
 
 def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
-    """Writes each piece's own share; a file for each list."""
+    """Writes this rank's share of each piece, in one file per list."""
     for number, pieces in enumerate(lists):
         shares = [share for piece in pieces if (share := piece.share()).numel]
         if not shares:
             continue
-        # Of what other ranks hold as well each has saved a part, so all of them read all of it.
+        # If ranks hold copies, each saves a part of them, so all of these ranks read all parts.
         private = all(piece.copy == (0, 1) for piece in pieces)
         writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(shares), private)
 
 
 def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
-    """Every piece in the files of a checkpoint, or in those of one rank. Raises CheckpointError."""
+    """Yields every piece in the files of a checkpoint, or of one rank. Raises CheckpointError for an invalid header."""
     whose = "*" if rank is None else f"{rank:05d}"
     for file in sorted((folder / FOLDER).glob(f"rank_{whose}.*.safetensors")):
         yield from _read_header(file)
@@ -90,7 +90,7 @@ def _key(index: int, kind: str) -> str:
 
 
 def _content(pieces: list[Piece]) -> list[Part]:
-    """A safetensors file in parts, so that no second copy of the tensors is made: the library's writer makes one."""
+    """Returns the parts of a safetensors file. The library's own writer would copy all tensors."""
     tensors = {
         _key(index, kind): tensor.detach()
         for index, piece in enumerate(pieces)

@@ -14,28 +14,28 @@ from llmtrain.engines.seam import StepResult
 
 
 class Passes(Protocol):
-    """What an engine does where `take_step` leaves it to the engine. Every method is called by all ranks."""
+    """The parts of a step that `take_step` leaves to an engine. All ranks call every method."""
 
     device: torch.device
 
     @property
     def learning_rate(self) -> float:
-        """Of the step to come."""
+        """Learning rate of the next step."""
 
     def start(self) -> None:
-        """Sets the training mode; there are no gradients afterwards."""
+        """Puts the model in training mode, and clears the gradients."""
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """The context of a micro-batch: gradients need to reach the other ranks with the last one only."""
+        """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Sum of the cross-entropies, and the auxiliary loss as it counts in a mean over micro-batches."""
+        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """The loss whose gradients, reduced over ranks, are those of the mean over the target tokens."""
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch."""
 
     def finish(self, loss: Tensor) -> Measured:
         """Takes the norm of the gradients, the guard's verdict and, if that allows it, the update.
@@ -45,7 +45,7 @@ class Passes(Protocol):
 
 
 def take_step(engine: Passes, batch: StepBatch) -> StepResult:
-    """One update from the mean over all target tokens of the global batch."""
+    """Takes one update from the mean over all target tokens of the global batch."""
     lr = engine.learning_rate
     engine.start()
     total = torch.zeros((), device=engine.device)
@@ -63,22 +63,22 @@ def take_step(engine: Passes, batch: StepBatch) -> StepResult:
 
 
 class Update(Protocol):
-    """The end of a step, of an engine that updates when it is told to."""
+    """The end of a step, for an engine whose update is called explicitly."""
 
     guard: Guard
 
     def clip(self) -> Tensor:
-        """Reduces the gradients over ranks where that has not been done, and clips them; returns their norm before."""
+        """Reduces the gradients over ranks, if still necessary, and clips them; returns their norm before clipping."""
 
     def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Of all ranks, from this one's share of the loss."""
+        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
 
     def update(self) -> None:
-        """Has optimizer and schedule take the step."""
+        """Steps the optimizer and the schedule."""
 
 
 def finish(engine: Update, loss: Tensor) -> Measured:
-    """`Passes.finish` of such an engine."""
+    """Implements `Passes.finish` for such an engine."""
     measured = engine.measure(loss, engine.clip())
     engine.guard.judge(measured)
     engine.update()

@@ -1,4 +1,4 @@
-"""Tensor parallelism through DeepSpeed's AutoTP, at every ZeRO stage: layers cut as the model's own `tp_plan` says."""
+"""Tensor parallelism by DeepSpeed's AutoTP, at every ZeRO stage; a model's own `tp_plan` says how layers are split."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from llmtrain.models.precision import weight_dtype
 
 
 class TensorAxis(Axis):
-    """Consecutive ranks share the layers of one replica."""
+    """Consecutive ranks that share the layers of one replica."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Makes DeepSpeed's groups. Raises CannotSplit for a family that computes something else when it is cut."""
+        """Makes DeepSpeed's groups. Raises CannotSplit for a family that computes something else if it is split."""
         make_tensor_groups(self.plan.layout.tp)
-        if not is_alone():  # else there is nobody to compare with, and nothing is computed
+        if not is_alone():  # a rank alone has no other to compare with, and computes nothing
             recipe = self.plan.recipe
             attention = recipe.model.attention_kernel
             check_split(model_configuration(recipe), ds_config["tensor_parallel"], attention, self.device)
 
     def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
-        """The whole model in host memory until AutoTP moves the shards: it may not fit on the device."""
+        """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.
+
+        The whole model may not fit on the device. Returns None at ZeRO-3, which partitions the model while it is made.
+        """
         recipe = self.plan.recipe
         if self.plan.layout.zero_stage == 3:
             return None
@@ -41,7 +44,7 @@ class TensorAxis(Axis):
 
     @contextmanager
     def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Has parameters on the device inside the context: its generator draws other numbers than the host's."""
+        """Moves parameters to the device within the context, whose generator draws other numbers than the host's."""
         for parameter in parameters:
             parameter.data = parameter.data.to(self.device)
         yield
@@ -52,8 +55,8 @@ class TensorAxis(Axis):
     def replicas(self) -> dist.ProcessGroup:
         """The ranks that hold the same shards.
 
-        DeepSpeed would partition over all ranks what it does not cut, and the shards over these: a weight
-        would then be averaged and counted in one of two ways. Here there is one.
+        DeepSpeed would partition over all ranks the weights that it does not split, and the shards over these ranks.
+        Weights would then be averaged and counted in two ways; with this group there is only one.
         """
         return data_group()
 
@@ -63,7 +66,7 @@ class TensorAxis(Axis):
         return tensor_group()
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """The shard of a layer that AutoTP has cut."""
+        """Returns this rank's shard of a layer that AutoTP has split."""
         split = split_of(tensor)
         if split is None:
             return None

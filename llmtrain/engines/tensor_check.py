@@ -1,8 +1,8 @@
-"""Proves on a tiny copy that a family, cut by AutoTP, computes what it computes whole.
+"""Checks on a tiny copy that a family computes the same if AutoTP splits it.
 
-AutoTP cuts what a family's `tp_plan` names, or else what the names of its modules suggest, and
-does not ask whether the result is the same. So nothing is assumed of a family that is not compared:
-logits, one step's gradients and the weights made whole again, else it is refused.
+AutoTP splits what a family's `tp_plan` names, or else what its modules' names suggest, and does not check whether the
+result is the same. Therefore every family is compared: its logits, one step's gradients, and the weights when joined
+again. A family whose results differ is rejected.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from llmtrain.models.tiny import SIZES, shrink
 TOLERANCE = 1e-4
 """Largest deviation of a logit or a gradient, relative to the largest entry of its tensor.
 
-A row-parallel product adds its parts in another order, which moves an fp32 result by about 1e-6; a
-layer that is cut wrong is off by about 1.
+A row-parallel product adds its parts in another order, which changes an fp32 result by about 1e-6; a wrongly split
+layer is off by about 1.
 """
 NOISE = 1e-2
-"""Gradients below this part of the model's largest one are compared relative to that: the true gradient of
-some weights is zero, as of a bias of attention's keys, and what is computed is rounding.
+"""Gradients below this fraction of the model's largest one are compared relative to that fraction. The true gradient of
+some weights, such as a bias of attention's keys, is zero, and the computed one consists of rounding errors.
 """
 _STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
-"""What AutoTP, and a family's own code, raise where something is not as they expect."""
+"""Errors that AutoTP, or a family's own code, raises if something is not as it expects."""
 _SHARED = (
     *("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_key_value_heads", "num_kv_heads"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "num_query_groups"),
 )
-"""Numbers that the ranks of a group have to divide among them."""
+"""Numbers that must be divisible among the ranks of a group."""
 
 
 class CannotSplit(RecipeError):  # noqa: N818 - a verdict
-    """The family cannot be cut by AutoTP without computing something else."""
+    """The family cannot be split by AutoTP without computing something else."""
 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
         self.reason = reason
@@ -52,15 +52,15 @@ class CannotSplit(RecipeError):  # noqa: N818 - a verdict
 
 
 def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
-    """Compares a tiny copy of the model of `config`, cut over this rank's tensor parallel group, with a whole one.
+    """Compares a tiny copy of the model of `config`, split over this rank's tensor parallel group, with a whole one.
 
-    block: `tensor_parallel` of the DeepSpeed configuration. Called by all ranks, after their groups
-    were made; the random state is left alone. Raises CannotSplit, on every rank.
+    block: `tensor_parallel` of the DeepSpeed configuration. Called by all ranks, after their groups were made. Leaves
+    the random state unchanged. Raises CannotSplit, on every rank, if the copies differ or the split fails.
     """
     degree = dist.get_world_size(tensor_group())
     try:
         values = config.to_dict()
-        # The sizes of a tiny copy divide by two.
+        # The sizes of a tiny copy are divisible by two.
         heads = {name: SIZES[name] * max(degree // 2, 1) for name in _SHARED if values.get(name)}
         tiny = shrink(config, **heads)
     except (*_STUMBLES, StrictDataclassError) as error:
@@ -70,7 +70,7 @@ def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str,
 
 
 def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> float:
-    """As `check_split`, on the model of `config` itself; returns which part of its weights is cut (`_share_cut`)."""
+    """Does what `check_split` does, on the model of `config` itself; returns the fraction of split weights."""
     try:
         whole = reference(config, attention).eval().to(device)
         inputs = tuple(value.to(device) for value in packed_input(config))
@@ -85,7 +85,7 @@ def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: st
 
 
 def _split(model: PreTrainedModel, block: dict[str, Any]) -> PreTrainedModel:
-    """Lets DeepSpeed cut a model, in place, exactly as it will cut the one that is trained."""
+    """Lets DeepSpeed split a model, in place, exactly as it will split the trained one."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -97,7 +97,7 @@ def _split(model: PreTrainedModel, block: dict[str, Any]) -> PreTrainedModel:
 
 
 def _forward_and_backward(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The logits; the gradients of a loss of them are left in the model."""
+    """Returns the logits; leaves the gradients of a loss in the model."""
     logits: Tensor = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits
     targets = torch.arange(logits[..., 0].numel(), device=logits.device) % logits.shape[-1]
     torch.autograd.backward(nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets))
@@ -105,7 +105,7 @@ def _forward_and_backward(model: PreTrainedModel, inputs: tuple[Tensor, ...]) ->
 
 
 def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: Tensor, logits: Tensor) -> str:
-    """What differs on this rank; empty where nothing does."""
+    """Returns what differs on this rank; empty if nothing does."""
     cut = dict(parts.named_parameters())
     if cut.keys() != dict(whole.named_parameters()).keys():
         return "AutoTP renames its weights"
@@ -117,7 +117,7 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
         part = cut[name]
         split = split_of(part)
         gradient = _gradient(part)
-        # Every rank gathers every weight, whatever it has found before.
+        # Every rank has to gather every weight, even after it has found a difference.
         if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
             found.append(f"{name} does not become whole again")
         if not _close(_gradient(parameter), gather_whole(gradient, split, tensor_group()), floor):
@@ -126,7 +126,7 @@ def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: 
 
 
 def _share_cut(model: PreTrainedModel) -> float:
-    """Of the weights that this rank holds between embedding and head, the part that others hold other shards of."""
+    """Returns the fraction of this rank's weights between embedding and head that are split among ranks."""
     ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
     total = cut = 0
     for parameter in model.parameters():
@@ -137,7 +137,7 @@ def _share_cut(model: PreTrainedModel) -> float:
 
 
 def _agree(reason: str) -> str:
-    """The first reason of any rank of the group, on all of them."""
+    """Returns the first reason of any rank of the group, on all of them."""
     reasons = [""] * dist.get_world_size(tensor_group())
     dist.all_gather_object(reasons, reason, group=tensor_group())
     return next(filter(None, reasons), "")
@@ -148,7 +148,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _close(expected: Tensor, other: Tensor, floor: Tensor | float = 0.0) -> bool:
-    """Whether two tensors are equal up to rounding; `floor`: a scale that the largest entry may fall short of."""
+    """Returns whether two tensors are equal up to rounding; `floor`: lower bound of the scale, the largest entry."""
     if expected.shape != other.shape:
         return False
     return bool((expected - other).abs().max() <= TOLERANCE * max(expected.abs().max(), floor))

@@ -1,4 +1,4 @@
-"""Safetensors files made of parts; the library's own writer wants all bytes of a file at once."""
+"""Safetensors files that are written in parts; the library's own writer needs all bytes of a file at once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Words of the format (https://github.com/huggingface/safetensors) for what a model may be made of."""
+"""The format's names (https://github.com/huggingface/safetensors) for the dtypes that a model may have."""
 
 
 def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with; the tensors follow in their order.
+    """Returns the beginning of a file, which the tensors follow in their order.
 
-    tensors: of these only shapes and types are asked, so they may have no memory.
+    tensors: only their shapes and dtypes are used, so they may be on the meta device.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -48,10 +48,10 @@ def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
-    """Writes a file as `transformers` has them, asking for one tensor after the other.
+    """Writes a file in the form that `transformers` uses, requesting one tensor after the other.
 
-    like: by name, a tensor of the same shape and type without memory. Those of wide elements come first, so that
-    all are aligned.
+    like: by name, a tensor of the same shape and dtype without memory. Tensors with wide elements come first, so that
+    all are aligned. Raises ValueError if a tensor has another shape or dtype.
     """
     ordered = {name: like[name] for name in sorted(like, key=lambda name: -like[name].element_size())}
     stream.write(head(ordered, {"format": "pt"}))
@@ -63,9 +63,9 @@ def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callabl
 
 
 def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a small file. Raises CheckpointError where it cannot be read, or lacks one of `like`.
+    """Returns the tensors of a small file. Raises CheckpointError if it cannot be read, or lacks one of `like`.
 
-    like: by name, a tensor of the same type and shape; only the first dimension may have another length.
+    like: by name, a tensor of the same dtype and shape; only the first dimension may have another length.
     """
     try:
         tensors: dict[str, Tensor] = load(read_bytes(path))

@@ -1,12 +1,11 @@
 """Ulysses (arXiv 2309.14509) around the attention of any `transformers` model, by DeepSpeed's all-to-all.
 
-Each rank of a group holds a slice of the sequence. Around the attention it gives slices of heads for the
-other ranks' tokens, so that it attends over the whole sequence with its share of the heads. What a model
-computes from all tokens besides is computed for the whole sequence too: attention masks, and the loss of a
-router.
+Each rank of a group holds a slice of the sequence. Around attention, each rank exchanges slices of its heads for the
+other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
+computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
-DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks and replaces a function of `transformers` for
-the life of the process; its exchange is used here, without the adapter.
+DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks and replaces a function of `transformers` for the life of
+the process. This module uses its exchange without the adapter.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Function = Callable[..., Any]
 class Ulysses:
     """One model's attention, shared by the ranks of a group; in force within `active()` only.
 
-    `transformers` looks attention up in a table of the process. Entering and leaving changes it and
-    changes it back, so that several models, split or not, live side by side.
+    `transformers` looks attention up in a table of the process. The context changes the table and restores it, so that
+    several models, split or not, can exist side by side.
     """
 
     def __init__(self, model: PreTrainedModel, group: Group) -> None:
@@ -52,7 +51,7 @@ class Ulysses:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Where forward passes run, and backward passes, which may compute an attention again."""
+        """The context of forward passes, and of backward passes, which may recompute attention."""
         inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -69,9 +68,9 @@ class Ulysses:
             yield
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of the sequences, each [batch, T / size]; masks are made for `batch` from here on.
+        """Returns this rank's part of the sequences, each [batch, T / size]; masks are made for `batch` from now on.
 
-        Positions stay those of the whole sequence.
+        Positions are those of the whole sequence.
         """
         self._positions = batch.position_ids
         return MicroBatch(self._part(batch.input_ids), self._part(batch.position_ids), self._part(batch.labels))
@@ -80,7 +79,7 @@ class Ulysses:
         return whole.view(len(whole), self.size, -1)[:, self.rank].contiguous()
 
     def receive(self, position_ids: Tensor) -> None:
-        """As `slice`, where the slices, each [batch, T / size], are cut already and micro-batches interleave."""
+        """Sets the positions, in place of `slice`, from slices [batch, T / size] of interleaved micro-batches."""
         self._positions = self._whole(position_ids)
         self._interleaved = True
 
@@ -98,17 +97,17 @@ class Ulysses:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """query, key, value: [batch, heads, T / size, head_dim] → [batch, T / size, heads, head_dim]."""
-        # Key and value heads that do not divide are copied as often as makes them divide.
+        # If key and value heads are not divisible by the ranks, they are repeated until they are.
         copies = self.size // math.gcd(self.size, key.shape[1])
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         query, key, value = (self._exchange(states, split=1, join=2) for states in (query, key, value))
         share = _HeadShare(module, query.shape[1] // key.shape[1], self._own_heads(getattr(module, "sinks", None)))
-        if "s_aux" in kwargs:  # the sinks again, for a fused kernel
+        if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
         positions = kwargs.get("position_ids")
-        if positions is not None:  # where a kernel without masks finds the documents
-            # Among interleaved micro-batches a backward pass may compute the attention of an earlier one again.
+        if positions is not None:  # a kernel without masks finds the documents in the positions
+            # With interleaved micro-batches, a backward pass may recompute the attention of an earlier one.
             whole = self._whole(positions) if self._interleaved else self._positions
             kwargs["position_ids"] = whole.to(query.device)
         output = inner(share, query, key, value, attention_mask, **kwargs)[0]
@@ -118,7 +117,7 @@ class Ulysses:
         return None if by_head is None else by_head.chunk(self.size)[self.rank]
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
-        """Sends slice r along `split` to rank r, and joins what arrives along `join` in the order of ranks."""
+        """Sends slice r along `split` to rank r, and joins the received slices along `join` in rank order."""
         return self._all_to_all(states.chunk(self.size, dim=split), join)
 
     def _all_to_all(self, parts: Sequence[Tensor], join: int) -> Tensor:
@@ -127,30 +126,30 @@ class Ulysses:
     def _whole_masks(
         self, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The sizes and documents of the whole sequence; of embeddings, shape and device are read."""
+        """Returns embeddings and positions of the whole sequence; only shape and device of the embeddings are used."""
         batch, length = self._positions.shape
         whole = None if positions is None else self._positions.to(embeddings.device)
         return embeddings.new_empty(()).expand(batch, length, 1), whole
 
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
-        """A product of two means over tokens, which are taken over the tokens of all slices."""
+        """Computes the router loss, a product of two means over tokens, from the tokens of all slices."""
         return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
 
 
 class _HeadShare:
-    """An attention module as its attention function sees it, with a part of its heads."""
+    """An attention module as its attention function sees it, with a share of its heads."""
 
     def __init__(self, module: nn.Module, num_key_value_groups: int, sinks: Tensor | None) -> None:
         self._module = module
         self.num_key_value_groups = num_key_value_groups
         self.sinks = sinks
-        """Logit of each head that attends to nothing (gpt-oss), where a family has them."""
+        """For each head, the logit of attending to nothing (gpt-oss); None for families without sinks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
 def _eager_attention_of(module: nn.Module) -> Function:
-    """What a family calls where the table has no entry: a function of its own file."""
+    """Returns the function that a family calls if the table has no entry, which is in the family's own file."""
     eager: Function = sys.modules[type(module).__module__].eager_attention_forward
     return eager

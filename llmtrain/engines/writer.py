@@ -1,4 +1,4 @@
-"""Where an engine puts its state: one rank's files of a checkpoint."""
+"""The destination of an engine's state: one rank's files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from llmtrain.durable import Fingerprint, create
 
 Part = bytes | Tensor
-"""Of a file's content: bytes, or those of a contiguous tensor on any device."""
+"""A part of a file's content: bytes, or those of a contiguous tensor on any device."""
 
 
 class Writer(ABC):
-    """Takes the files of a rank. Names are relative, with slashes."""
+    """Receives the files of a rank. Names are relative, with slashes."""
 
     @abstractmethod
     def file(self, name: str, parts: Sequence[Part], private: bool = False) -> None:
-        """Takes a file. The tensors are the engine's own: they may change after the call.
+        """Receives a file. The tensors belong to the engine, and may change after the call.
 
         private: whether only the rank that wrote it reads it again.
         """
 
     def tensors(self, name: str, value: Mapping[str, Tensor], private: bool = False) -> None:
-        """Takes tensors as safetensors; small ones, since they are put together in memory."""
+        """Receives small tensors, which are serialized in memory as safetensors."""
         self.file(name, [safetensors_bytes(dict(value))], private)
 
     def text(self, name: str, value: str) -> None:
-        """Takes a text, as UTF-8."""
+        """Receives a text, as UTF-8."""
         self.file(name, [value.encode()])
 
 
@@ -42,14 +42,14 @@ class Written:
 
     fingerprint: Fingerprint
     private: bool
-    """Only the rank that wrote it reads it again, so on disks of the nodes' own it is needed nowhere else."""
+    """Whether only the rank that wrote the file reads it again. On node-local disks, no other node needs it then."""
 
 
 class DiskWriter(Writer):
-    """Writes files below `folder`, each one on the disk and fingerprinted when a method returns.
+    """Writes files below `folder`; when a method returns, its file is on the disk and has a fingerprint.
 
-    The first OSError is kept in `error` and nothing is written after it: ranks save together, and one
-    that left in the midst of it would leave the others waiting.
+    The first OSError is kept in `error`, and nothing is written after it. Ranks save together, and a rank that stopped
+    during a save would leave the others waiting.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,12 +72,12 @@ class DiskWriter(Writer):
 
 
 def size_of(part: Part) -> int:
-    """Bytes of a part."""
+    """Returns the size of a part in bytes."""
     return len(part) if isinstance(part, bytes) else part.numel() * part.element_size()
 
 
 def on_host(part: Part) -> bytes | memoryview:
-    """The bytes of a part."""
+    """Returns the bytes of a part."""
     if isinstance(part, bytes):
         return part
     content: memoryview = part.detach().cpu().view(torch.uint8).numpy().data

@@ -89,11 +89,11 @@ class Links:
         if kind == "p2p":  # over the slowest link
             latency = self.assumed.node_latency_s if on_one_node else self.assumed.network_latency_s
             return size / (self.node if on_one_node else self.network) + latency
-        if kind == "all_to_all":  # an equal part to each rank, over both links at once
+        if kind == "all_to_all":  # each rank receives an equal part, over both links at once
             within = size * (members - 1) / where.size / self.node
             across = size * (where.size - members) / where.size / self.network
             return max(within, across) + self.latency(where)
-        # Across nodes, every device of a node that is in the group has an adapter of its own, and the rings share them.
+        # Across nodes, each device of a node that belongs to the group has its own adapter, and the rings share them.
         bandwidth = self.node if on_one_node else self.network
         if not on_one_node and members > 1:
             bandwidth = min(members * self.network, self.node)

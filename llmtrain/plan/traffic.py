@@ -1,8 +1,8 @@
-"""What the ranks of a plan send each other, each micro-batch and each step.
+"""What the ranks of a plan send each other, per micro-batch and per step.
 
-By what the engines do under the configurations that this package writes, DeepSpeed 0.19.8: ZeRO-1 reduces
-gradients once a step, ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`)
-that nothing overlaps; only ZeRO-3 overlaps. Pipelines send and wait. A test counts the bytes on the engine.
+The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
+gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`) that
+nothing overlaps; only ZeRO-3 overlaps communication. Pipelines send and wait. A test counts the bytes on the engine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llmtrain.plan.plan import Plan
 from llmtrain.plan.work import DeviceShare, Held, held_by
 
 REUSE_DISTANCE = 1_000_000_000
-"""Elements that may be used between two uses of a parameter for ZeRO-3 to keep it gathered meanwhile."""
+"""Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
 ROW_PRODUCTS = 2
-"""Products of a layer whose results tensor parallel ranks sum in the forward pass: the last ones of attention and
+"""Products of a layer whose results tensor parallel ranks sum in the forward pass: the last products of attention and
 feed-forward."""
 COLUMN_PRODUCTS = 5
-"""Products of a layer for whose inputs the gradients are summed in the backward pass, one by one: query, key, value,
-gate and up. A family that fuses some of them sends less."""
+"""Products of a layer whose input gradients are summed in the backward pass, one by one: query, key, value, gate and
+up. A family that fuses some of them sends less."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Traffic(NamedTuple):
     """The transfers of each rank of a stage."""
 
     waited: list[Transfer]
-    """For each micro-batch, not overlapped with anything."""
+    """For each micro-batch; not overlapped with computation."""
     hidden: list[Transfer]
-    """For each micro-batch, overlapped with the computation as far as that lasts."""
+    """For each micro-batch; overlapped with the computation while that lasts."""
     step: list[Transfer]
-    """Once per step, not overlapped with anything."""
+    """Once per step; not overlapped with computation."""
     step_hidden: list[Transfer]
-    """Once per step, overlapped with the last backward pass as far as that lasts."""
+    """Once per step; overlapped with the last backward pass while that lasts."""
 
 
 def by_kind(transfers: Iterable[Transfer], amount: Callable[[Kind, float, Group | Store], float]) -> dict[str, float]:
@@ -68,9 +68,9 @@ def summed(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
-    """For each pipeline stage, bytes that one of its ranks sends in a step, by kind (`Kind`).
+    """Returns, for each pipeline stage, the bytes that one of its ranks sends in a step, by kind (`Kind`).
 
-    Empty for `nn.DataParallel`, which copies through one process.
+    Empty for `nn.DataParallel`, which copies within one process.
     """
     if plan.recipe.parallel.strategy == "data_parallel":
         return ()
@@ -90,12 +90,12 @@ class CommunicationGroups:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan.layout)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
-        """Bytes that a micro-batch passes between layers, on one device."""
+        """Bytes that are passed between two layers for a micro-batch, on one device."""
 
     def traffic(self, held: Held) -> Traffic:
-        """All that the ranks of a stage send."""
+        """Returns all transfers of the ranks of a stage."""
         found = Traffic(self._within_layers(held), [], [], [])
-        # Activations and their gradients, with one neighbour at the ends of the pipeline, with two between.
+        # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = 2 if self.plan.layout.pp == 2 else 4
         found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)
@@ -109,7 +109,10 @@ class CommunicationGroups:
         return found
 
     def _within_layers(self, held: Held) -> list[Transfer]:
-        """Tensor, sequence and expert groups, which wait in every layer; once more where activations are recomputed."""
+        """Returns the transfers of tensor, sequence and expert groups, for which every layer waits.
+
+        Activation checkpointing repeats those of the forward pass.
+        """
         layout, facts, share, groups = self.plan.layout, self.plan.model, self.share, self.groups
         passes = held.layers * (3 if share.checkpointing else 2)
         found = []
@@ -122,7 +125,7 @@ class CommunicationGroups:
                 found.append(Transfer("all_gather", ((logits, groups.tensor),)))
                 found.append(Transfer("all_reduce", hidden_states))
         if layout.sp > 1:
-            # Key and value heads are copied until they divide, at most to the number of query heads.
+            # Key and value heads are repeated until they are divisible, at most to the number of query heads.
             keys = max(facts.kv_heads, min(layout.sp * layout.tp, facts.heads))
             width = facts.head_dim / layout.tp * share.tokens * share.compute_bytes
             tensors = ((facts.heads * width, groups.sequence), (keys * width, groups.sequence))
@@ -133,7 +136,7 @@ class CommunicationGroups:
         return found
 
     def _tied(self, found: Traffic) -> None:
-        """The copies of a tied table on the first and the last stage add up their gradients."""
+        """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
         if self.plan.layout.pp > 1 and self.plan.model.tied_embeddings:
             size = head_parameters(self.plan.model) / self.plan.layout.tp * self.share.gradient_bytes
             pipe = self.groups.pipeline
@@ -141,10 +144,10 @@ class CommunicationGroups:
             found.step.append(Transfer("all_reduce", ((size, ends),)))
 
     def _zero(self, held: Held, found: Traffic) -> None:
-        """DeepSpeed's stages, with what is offloaded."""
+        """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
         stage, parallel, share = self.plan.layout.zero_stage, self.plan.recipe.parallel, self.share
         if stage == 3:
-            # What is used again soon enough, the last layers', is not gathered for the backward pass.
+            # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
             own = share.own(held)
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
             self._fully_sharded(held, found, gathers=1 + again)
@@ -154,7 +157,7 @@ class CommunicationGroups:
                 found.step.append(self._weights(held))
         shard = share.own(held) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
-            # Gradients go down as soon as they are reduced, updated weights come up.
+            # Gradients are sent to the host as soon as they are reduced; updated weights come back.
             gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
             (found.waited if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
             found.step.append(Transfer("host", ((weights, "cpu"),)))
@@ -162,16 +165,16 @@ class CommunicationGroups:
             found.hidden.append(Transfer("host", ((2 * shard * share.weight_bytes, parallel.offload_param),)))
 
     def _fully_sharded(self, held: Held, found: Traffic, gathers: float) -> None:
-        """Weights gathered layer by layer, once or twice for a pass forward and one backward; gradients scattered."""
+        """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
         found.hidden.append(self._weights(held, gathers))
         found.hidden.append(self._gradients("reduce_scatter", held))
 
     def _weights(self, held: Held, times: float = 1.0) -> Transfer:
-        """All-gathers of a device's weights."""
+        """Returns the all-gathers of a device's weights."""
         return Transfer("all_gather", self._among_replicas(held, self.share.weight_bytes), times)
 
     def _gradients(self, kind: Kind, held: Held) -> Transfer:
-        """A reduction of a device's gradients, in the type that they are accumulated in."""
+        """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
         return Transfer(kind, self._among_replicas(held, self.share.gradient_bytes))
 
     def _among_replicas(self, held: Held, size: int) -> tuple[tuple[float, Group], ...]:

@@ -1,7 +1,7 @@
 """What llmtrain replaces in DeepSpeed, `transformers`, accelerate and torch, or reads of their private parts.
 
-A place that is not there in the installed version is refused before an engine is built: a run that trained on without
-its replacement would compute something else. `docs/design/overrides.md` is this list.
+If the installed version lacks one of these places, no engine is built: without its replacement, a run would continue
+and compute something else. `docs/design/overrides.md` shows this list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import metadata
 from llmtrain.errors import Problem, RecipeError
 
 TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "torch": "2.13.0"}
-"""The versions that the tests were run with."""
+"""The versions with which the tests were run."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +23,17 @@ class Override:
     """A private part of another library that llmtrain depends on."""
 
     place: str
-    """`module:attribute`; `module:Class.attribute` for one of a class."""
+    """`module:attribute`, or `module:Class.attribute` for an attribute of a class."""
     why: str
     """What goes wrong without it."""
     ours: str
     """The module that replaces or reads it."""
     test: str
-    """The test that fails when the reason is gone, or when the place has another meaning."""
+    """The test that fails if the reason no longer exists, or if the place has another meaning."""
 
     @property
     def package(self) -> str:
-        """The library, by the name that it is installed under."""
+        """The library's package name."""
         return self.place.partition(".")[0].partition(":")[0]
 
     @property
@@ -193,7 +193,7 @@ def check_overrides() -> None:
 
 
 def untried_versions() -> Iterator[str]:
-    """Lines on installed libraries of other minor versions than those that the tests were run with."""
+    """Yields a line for each installed library of another minor version than the one that the tests were run with."""
     for package, tried in TRIED.items():
         installed = _installed(package)
         if installed and installed.split(".")[:2] != tried.split(".")[:2]:
@@ -202,7 +202,7 @@ def untried_versions() -> Iterator[str]:
 
 
 def _installed(package: str) -> str:
-    """The version of a library; empty where it is not installed, as accelerate may not be."""
+    """Returns the version of a library; empty if it is not installed, since accelerate is optional."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

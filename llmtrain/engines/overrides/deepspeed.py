@@ -1,4 +1,4 @@
-"""What llmtrain replaces in DeepSpeed 0.19.8, and why. `llmtrain.engines.overrides` lists it."""
+"""What llmtrain replaces in DeepSpeed 0.19.8, and why. `llmtrain.engines.overrides` has the list."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from llmtrain.recipe import Precision
 def forget_groups() -> None:
     """Lets the next engine of this process make its own groups.
 
-    DeepSpeed 0.19.8 takes the groups of the first tensor parallel engine for those of every later
-    one, whatever degree that was given, and for those of an engine without tensor parallelism; after a
-    pipeline, the next engine would join the pipeline's.
+    DeepSpeed 0.19.8 uses the groups of the first tensor parallel engine for every later one, whatever its degree, and
+    also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups.
     """
     set_autotp_mode(training=False)
     groups.mpu = None
@@ -42,26 +41,29 @@ def forget_groups() -> None:
 
 
 def make_tensor_groups(degree: int) -> None:
-    """Ranks i·degree to (i+1)·degree - 1 share one replica; those equal modulo `degree` hold the same shards."""
+    """Makes the tensor and data parallel groups.
+
+    Ranks i·degree to (i+1)·degree - 1 share one replica; ranks that are equal modulo `degree` hold the same shards.
+    """
     forget_groups()
     groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """The ranks that hold one replica with this one."""
+    """Returns the ranks that hold one replica together with this one."""
     return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())
 
 
 def data_group() -> dist.ProcessGroup:
-    """The ranks that hold the same shards as this one."""
+    """Returns the ranks that hold the same shards as this one."""
     return cast(dist.ProcessGroup, groups.get_data_parallel_group())
 
 
 def reduce_among_several(engine: DeepSpeedEngine) -> None:
-    """Has gradients stay where they are in a group of one rank.
+    """Leaves gradients in place in a group of one rank.
 
-    DeepSpeed 0.19.8 copies all of them into a buffer and back, which takes time and as much memory again. Where a group
-    of one is told to divide by more, as for experts that only one rank has, it goes on.
+    DeepSpeed 0.19.8 copies all of them into a buffer and back, which takes time and doubles their memory. A group of
+    one rank still runs DeepSpeed's function if it has to divide by more ranks, as for experts that only one rank holds.
     """
     own = engine.allreduce_no_retain
 
@@ -73,16 +75,16 @@ def reduce_among_several(engine: DeepSpeedEngine) -> None:
 
 
 class NormWithLoss:
-    """Takes the place of DeepSpeed's norm.
+    """Replaces DeepSpeed's norm by one that is reduced together with the loss.
 
-    DeepSpeed 0.19.8 sums over the ranks once for each group of parameters, and reads each gradient twice, once to make
-    a copy of it in fp64. The loss would be one sum more, for which all ranks wait before the update.
+    DeepSpeed 0.19.8 sums over the ranks once for each group of parameters, and reads each gradient twice, once to copy
+    it to fp64. The loss would need one more reduction, for which all ranks would wait before the update.
     """
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3) -> None:
         self._optimizer = optimizer
         self.share: Callable[[], Tensor] = partial(torch.zeros, ())
-        """This rank's share of the loss, to be set before the update."""
+        """Returns this rank's share of the loss; set before the update."""
         self._loss: Tensor | None = None
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             optimizer.scaled_global_norm = self._take
@@ -91,7 +93,7 @@ class NormWithLoss:
 
     @classmethod
     def of(cls, optimizer: Any, layout: Layout) -> NormWithLoss | None:
-        """None where DeepSpeed's norm stays: for gradients on the host, or in which not every rank shares."""
+        """Returns None to keep DeepSpeed's norm, for gradients on the host or in which not every rank has a share."""
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             on_host = optimizer.cpu_offload
         elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -101,12 +103,12 @@ class NormWithLoss:
         return None if on_host or max(layout.tp, layout.ep, layout.pp) > 1 else cls(optimizer)
 
     def take_loss(self) -> Tensor | None:
-        """Of all ranks, once in a step; None where DeepSpeed has dropped the step before it took a norm."""
+        """Returns the loss of all ranks, once per step; None if DeepSpeed dropped the step before it took a norm."""
         loss, self._loss = self._loss, None
         return loss
 
     def _take(self) -> Tensor:
-        """The norm, with the loss scale in it; −1 where it is not finite."""
+        """Returns the norm, which includes the loss scale; −1 if it is not finite."""
         parts = [part for group in self._optimizer.averaged_gradients.values() for part in group]
         own = [part for part in parts if not getattr(part, "_zero_padding", False)]
         share = self.share()
@@ -121,10 +123,10 @@ class NormWithLoss:
 
 @contextmanager
 def no_host_checks(precision: Precision) -> Iterator[None]:
-    """Has DeepSpeed not wait for the gradient norm to learn whether it is finite, and whether it is to be clipped.
+    """Prevents DeepSpeed from waiting for the gradient norm to check whether it is finite, or has to be clipped.
 
-    It would drop a step with a norm that is not finite by itself, and not move the schedule on. With fp16 it has to
-    look: that is how it finds its loss scale.
+    DeepSpeed would drop a step whose norm is not finite, without stepping the schedule. With fp16 the check is
+    necessary, because DeepSpeed finds its loss scale by it.
     """
     if precision == "fp16":
         yield
@@ -146,12 +148,12 @@ def no_host_checks(precision: Precision) -> Iterator[None]:
 
 
 def _not_asked(norm: object) -> bool:
-    """The guard's verdict is on the device already."""
+    """Returns False, because the guard's verdict is on the device already."""
     return False
 
 
 def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor | float, mpu: object = None) -> None:
-    """As DeepSpeed's own, which multiplies by 1 where it would not multiply."""
+    """Clips as DeepSpeed does, but multiplies by 1 if no clipping is necessary, which needs no check on the host."""
     factor = max_norm / (global_norm + 1e-6)
     factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)
     for tensor in input_tensors:
@@ -159,10 +161,10 @@ def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor 
 
 
 def count_all_experts(optimizer: Any, device: torch.device) -> None:
-    """Has ZeRO 1 and 2 count the experts of all ranks in the norm, under AutoEP folded with AutoTP.
+    """Makes ZeRO 1 and 2 count the experts of all ranks in the norm, under AutoEP folded with AutoTP.
 
-    DeepSpeed 0.19.8 counts those of the first rank of each tensor parallel group only. Each rank holds gradients of
-    experts that no other has.
+    DeepSpeed 0.19.8 counts only those of the first rank of each tensor parallel group, although each rank has gradients
+    of experts that no other rank has.
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return
@@ -178,10 +180,10 @@ def count_all_experts(optimizer: Any, device: torch.device) -> None:
 
 
 def forget_folded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Takes marks off parameters, before each backward pass, that DeepSpeed's folding leaves on them.
+    """Clears marks that DeepSpeed's folding leaves on parameters, before each backward pass.
 
-    It scales gradients of experts and adds up those of routers, micro-batch by micro-batch, and marks them as done.
-    `BF16_Optimizer` takes no mark off before the next micro-batch, whose gradient would be left as it is.
+    Folding scales gradients of experts and adds up those of routers in each micro-batch, and marks them as done.
+    `BF16_Optimizer` does not clear the marks before the next micro-batch, whose gradients would remain uncorrected.
     """
     if isinstance(optimizer, BF16_Optimizer):
         for parameter in parameters:

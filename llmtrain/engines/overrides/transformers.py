@@ -1,4 +1,4 @@
-"""What llmtrain replaces in `transformers` 5.22, for the time of a context. `llmtrain.engines.overrides` lists it."""
+"""What llmtrain replaces in `transformers` 5.22 within contexts. `llmtrain.engines.overrides` has the list."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import masking_utils
 
 Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
-"""From embeddings, mask, cache and positions of a call to the embeddings and positions that a mask is made from."""
+"""Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
 
 _changes: list[Change] = []
 
 
 @contextmanager
 def replaced(owner: ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Has `owner.name` be `value` within the context."""
+    """Sets `owner.name` to `value` within the context."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -29,9 +29,9 @@ def replaced(owner: ModuleType, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def mask_arguments(change: Change) -> Iterator[None]:
-    """Has every mask, full, sliding or chunked, be made from what `change` makes of its arguments.
+    """Applies `change` to the arguments of every mask (full, sliding or chunked) within the context.
 
-    All of them begin with `_preprocess_mask_arguments`. Contexts nest: the change of the inner one comes first.
+    All masks begin with `_preprocess_mask_arguments`. Contexts nest, and the innermost change is applied first.
     """
     original = masking_utils._preprocess_mask_arguments
 
