@@ -1,4 +1,4 @@
-"""`transformers` causal LMs as they are: configuration, initial weights, pipeline stages, tensor slices, loss."""
+"""`transformers` causal LMs, unmodified: configuration, initial weights, pipeline stages, tensor slices and loss."""
 
 from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss

@@ -32,9 +32,9 @@ from llmtrain.recipe import ModelConfig, Recipe
 
 
 def model_configuration(recipe: Recipe) -> PreTrainedConfig:
-    """The `transformers` configuration of a recipe's model.
+    """Returns the `transformers` configuration of a recipe's model.
 
-    Raises RecipeError where the architecture does not exist or the pretrained model is not there.
+    Raises RecipeError if the architecture does not exist or the pretrained model cannot be found.
     """
     model = recipe.model
     values = dict(model.config)
@@ -59,15 +59,16 @@ def build_model(
     gather: Gather | None = None,
     is_reader: bool = True,
 ) -> PreTrainedModel:
-    """The recipe's causal LM with its initial or pretrained weights.
+    """Builds the recipe's causal LM with its initial or pretrained weights.
 
-    partitioned, gather: ZeRO-3's contexts for building and for reaching parameters; with them no
-    rank ever holds the whole model, and `is_reader` ranks read pretrained weights tensor by tensor.
+    partitioned, gather: ZeRO-3's context managers for building partitioned parameters and for gathering them. With
+    them, no rank ever holds the whole model, and ranks with `is_reader` read pretrained weights one tensor at a time.
     """
     config = model_configuration(recipe)
     if recipe.model.pretrained is not None and partitioned is None:
         return freeze_choosers(_load_whole(recipe.model, config, dtype, device))
-    # Defines the model's classes: within ZeRO-3's context their constructors would lose their decorators at its end.
+    # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
+    # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -87,7 +88,7 @@ def build_model(
 def _load_whole(
     model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
-    if getattr(config, "quantization_config", None) is None:  # else the library says what fits
+    if getattr(config, "quantization_config", None) is None:  # otherwise transformers decides which weights fit
         read_pretrained(model, config)
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         model.pretrained,
@@ -98,7 +99,7 @@ def _load_whole(
         trust_remote_code=model.trust_remote_code,
         use_safetensors=True,
     )
-    # transformers 5.22 trains whatever it loads, also parameters that the model's constructor froze.
+    # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
     with torch.device("meta"):
         declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     for name, parameter in declared.named_parameters():
@@ -107,17 +108,18 @@ def _load_whole(
 
 
 class StageBuilder(Protocol):
-    """Builds stages."""
+    """A function that builds one pipeline stage."""
 
     def __call__(self, index: int, ranks: Ranks | None = None) -> Stage:
-        """The stage of this index; where ranks share it by tensor parallelism, this one's slices."""
+        """Builds stage `index`; if tensor parallel ranks share it, only the slices of this rank."""
 
 
 def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, Split]:
-    """The configuration of the recipe's model, its cut into balanced stages and their split, proved on a tiny copy.
+    """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
-    tensor: ranks that share each stage. Raises RecipeError where the family cannot be cut or split so,
-    or there are more stages than layers.
+    Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
+    ranks that share each stage. Raises RecipeError if the family cannot be cut or split this way, or if there are more
+    stages than layers.
     """
     config = model_configuration(recipe)
     attention = recipe.model.attention_kernel
@@ -129,9 +131,10 @@ def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTraine
 def stage_builder(
     recipe: Recipe, stages: int, dtype: torch.dtype, device: torch.device, tensor: int = 1
 ) -> StageBuilder:
-    """Builds the stages of the recipe's model, each with its initial or pretrained weights and nothing else.
+    """Returns a function that builds the stages of the recipe's model with their initial or pretrained weights.
 
-    A parameter is whole only while it is drawn or read. Raises RecipeError as `find_stages`.
+    Each stage allocates its own weights only. A parameter is whole only while it is initialized or read. Raises
+    RecipeError like `find_stages`.
     """
     config, cut, split = find_stages(recipe, stages, tensor)
     attention, bounds = recipe.model.attention_kernel, cut.bounds
@@ -154,9 +157,9 @@ def stage_builder(
 
 
 def stage_names(recipe: Recipe, stages: int) -> list[list[str]]:
-    """Of each stage the weights that it holds, by their names in the whole model; nothing is allocated.
+    """Returns, for each stage, the names of its weights in the whole model. Nothing is allocated.
 
-    Raises RecipeError as `find_stages`.
+    Raises RecipeError like `find_stages`.
     """
     config, cut, _ = find_stages(recipe, stages)
     meta = torch.device("meta")
@@ -173,8 +176,9 @@ def _load_named(
 ) -> None:
     """Copies weights of a safetensors folder or repository into parameters and buffers, one at a time.
 
-    Of the ranks that share a partitioned parameter one reads, and the others receive their part; buffers are
-    whole on each. Raises RecipeError as `read_pretrained`, and for quantized weights, which only the library reads.
+    Of the ranks that share a partitioned parameter, one reads it and the others receive their part; every rank holds
+    whole buffers. Raises RecipeError like `read_pretrained`, and for quantized weights, which only `transformers` can
+    read.
     """
     if getattr(config, "quantization_config", None) is not None:
         raise RecipeError(

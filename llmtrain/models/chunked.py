@@ -1,14 +1,15 @@
-"""The loss of a language model without the logits of all tokens at once.
+"""Computes the loss of a language model without holding the logits of all tokens at once.
 
-With a vocabulary of 128,000 the logits of 8,192 tokens, their softmax and its gradient are 12 GB. Here the head of any
-`transformers` causal LM runs on some tokens at a time: the model's own forward is called again with its backbone
-replaced by what that has returned, so that whatever the family does with its logits (scale, cap) is done.
+With a vocabulary of 128,000, the logits of 8,192 tokens, their softmax and its gradient take 12 GB. Here the head of
+any `transformers` causal LM runs on a chunk of tokens at a time. The model's own forward is called again with its
+backbone replaced by a module that returns the hidden states already computed. Whatever the family does with its logits
+(scaling, capping) is therefore still done.
 
-Two ways, equal in value. *Fused* takes the gradient of each part right away, as Liger's fused loss does
-(arXiv 2410.10989, section 3.2): nothing is computed twice, and what stays until the backward pass is the gradient of
-the hidden states and of the head. *Recomputed* forgets the logits and makes them again in the backward pass: one more
-product of the head, for ZeRO-3, which has parameters whole only within their module, and for fp16, whose gradients must
-be scaled before they are taken.
+There are two implementations with equal results. The *fused* one computes the gradient of each chunk right away, as
+Liger's fused loss does (arXiv 2410.10989, section 3.2): nothing is computed twice, and only the gradients of the hidden
+states and of the head are kept until the backward pass. The *recomputed* one discards the logits and computes them
+again in the backward pass, which costs one more product with the head. It is needed for ZeRO-3, whose parameters are
+whole only within their module, and for fp16, whose loss must be scaled before gradients are computed.
 """
 
 from __future__ import annotations
@@ -37,30 +38,31 @@ from llmtrain.models.tiny import shrink
 
 
 class NoChunksError(Exception):
-    """The family's forward does not come apart into backbone and head."""
+    """The family's forward cannot be separated into backbone and head."""
 
 
 LAYERS = 4
-"""Of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
+"""Layers of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 ALL = 2**31
-"""Tokens of a chunk that has all of them."""
+"""A chunk size that puts all tokens into one chunk."""
 TOLERANCE = 1e-5
-"""Largest deviation in fp32 of a loss, and of a gradient relative to the largest: sums in another order."""
+"""Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. The same terms are
+summed in a different order."""
 
 
 class _Given(nn.Module):
-    """In the place of a backbone: returns what it was given."""
+    """Stands in for a backbone and returns a given output."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()
-        self._base = (base,)  # in a tuple, where torch does not take it for a child
+        self._base = (base,)  # in a tuple, so that torch does not register it as a child
         self.output = output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.output
 
     def __getattr__(self, name: str) -> Any:
-        """What a forward asks its backbone for: constants that logits are multiplied with."""
+        """Looks up attributes that a forward reads from its backbone, such as constants that scale the logits."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -69,7 +71,8 @@ class _Given(nn.Module):
 
 @dataclass
 class Losses(ModelOutput):  # type: ignore[misc]
-    """What a model with `ChunkedLoss` returns for targets: a dictionary, in which engines find tensors."""
+    """The output of a model with `ChunkedLoss` when it is given targets; a dictionary, in which engines look for
+    tensors."""
 
     loss_sum: Tensor | None = None
     """Sum of the cross-entropies over the target tokens."""
@@ -78,29 +81,29 @@ class Losses(ModelOutput):  # type: ignore[misc]
 
 @dataclass
 class ChunkedLoss:
-    """Gives a causal LM's forward a further argument, `targets`, for which it returns `Losses` instead of logits.
+    """Adds an argument `targets` to a causal LM's forward, which then returns `Losses` instead of logits.
 
-    Raises NoChunksError where the family has no backbone to replace.
+    Raises NoChunksError if the family has no backbone that can be replaced.
     """
 
     model: PreTrainedModel
     tokens: int
-    """Of a chunk."""
+    """Number of tokens in a chunk."""
     recomputed: bool
     loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
-    """Sum of the cross-entropies of a chunk's logits."""
+    """Returns the sum of the cross-entropies of a chunk, given its logits and labels."""
     _whole: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _kind: type = field(init=False, repr=False)
-    """What the backbone returns."""
+    """The type of the backbone's output."""
     _parent: nn.Module = field(init=False, repr=False)
     _name: str = field(init=False)
-    """Where the backbone is, of whose hidden states the head makes logits."""
+    """Attribute of `_parent` that holds the backbone whose hidden states the head turns into logits."""
 
     def __post_init__(self) -> None:
         base: nn.Module = backbone(self.model)
         if isinstance(inner := getattr(base, "decoder", None), PreTrainedModel):
-            base = inner  # of families that come from an encoder and a decoder: their head asks this one
+            base = inner  # in families derived from encoder-decoder models, the head reads the output of the decoder
         name = next((name for name, one in self.model.named_modules() if one is base), "")
         if not name or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             raise NoChunksError(f"{self.model.config.model_type} has no head that can be called on its own")
@@ -111,19 +114,20 @@ class ChunkedLoss:
         self.model.chunked_loss = self
 
     def forward(self, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
-        """The model's own forward, unless there are targets.
+        """Calls the model's own forward, or returns `Losses` if there are targets.
 
-        targets: [batch, T], shifted, IGNORE where there is none.
+        targets: [batch, T], already shifted; IGNORE at positions without a target.
         """
         if targets is None:
             return self._whole(*args, **kwargs)
-        if targets.numel() <= self.tokens:  # a chunk has them all
+        if targets.numel() <= self.tokens:  # one chunk holds them all
             output = self._whole(*args, **kwargs)
             return Losses(loss_sum=self.loss_of(output.logits, targets), aux_loss=getattr(output, "aux_loss", None))
         seen: list[Any] = []
         handle = getattr(self._parent, self._name).register_forward_hook(lambda *call: seen.append(call[2]))
         try:
-            # One position instead of none, since some heads cannot do with an empty tensor. Its logits are not used.
+            # Keeps one position instead of none, because some heads cannot handle an empty tensor. Its logits are not
+            # used.
             output = self._whole(*args, **kwargs, logits_to_keep=1)
         finally:
             handle.remove()
@@ -132,9 +136,9 @@ class ChunkedLoss:
         return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
 
     def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross-entropies.
+        """Returns the sum of the cross-entropies.
 
-        hidden: [batch, T, width], what the backbone returned; targets: [batch, T].
+        hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
         """
         hidden, targets = hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1)
         if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
@@ -151,14 +155,17 @@ class ChunkedLoss:
         return torch.stack([loss_of(*part) for part in parts]).sum()
 
     def _part(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Of some tokens."""
+        """Returns the summed loss of one chunk."""
         with self._returning(hidden):
             logits = self._whole(input_ids=torch.zeros_like(targets), use_cache=False).logits
         return self.loss_of(logits, targets)
 
     @contextmanager
     def _returning(self, hidden: Tensor) -> Iterator[None]:
-        """The backbone replaced by one that returns `hidden`. Not called, it runs none of its hooks."""
+        """Replaces the backbone inside the context by a module that returns `hidden`.
+
+        The backbone itself is not called, so its hooks do not run.
+        """
         modules = self._parent._modules
         base = self._parent.get_submodule(self._name)
         modules[self._name] = _Given(base, self._kind(last_hidden_state=hidden))
@@ -168,7 +175,7 @@ class ChunkedLoss:
             modules[self._name] = base
 
     def _head(self) -> list[nn.Parameter]:
-        """The trained parameters outside the backbone, a tied table among them."""
+        """Returns the trainable parameters outside the backbone, including an embedding that is tied to the head."""
         modules = self._parent._modules
         base, modules[self._name] = modules[self._name], nn.Module()
         try:
@@ -178,14 +185,15 @@ class ChunkedLoss:
 
 
 class _Fused(torch.autograd.Function):
-    """Takes the gradient of each part of the tokens as soon as its loss is there."""
+    """Computes the gradient of each chunk of tokens as soon as its loss is known."""
 
     @staticmethod
     def forward(ctx: Any, loss: ChunkedLoss, hidden: Tensor, targets: Tensor, *head: Tensor) -> Tensor:
-        """The sum of the losses; the gradients are kept."""
+        """Returns the sum of the losses and saves the gradients."""
         total = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden)
-        # In fp32: a sum over parts in a lower type would round where one product over all tokens does not.
+        # In fp32, because a sum over chunks in a lower precision would round where a single product over all tokens
+        # does not.
         of_head: list[Tensor] = [torch.zeros_like(one, dtype=torch.float32) for one in head]
         parts = loss._parts(hidden, targets, of_hidden)
         for part, labels, gradient in parts:
@@ -204,20 +212,20 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Scales what is kept by the gradient of the sum."""
+        """Scales the saved gradients by the gradient of the sum."""
         of_hidden, *of_head = ctx.saved_tensors
         return (None, of_hidden * gradient, None, *(one * gradient for one in of_head))
 
 
 def chunked_loss(model: PreTrainedModel) -> ChunkedLoss | None:
-    """What makes the losses of a model that takes targets; None where it returns logits."""
+    """Returns the `ChunkedLoss` of a model that accepts targets, or None if the model returns logits."""
     return getattr(model, "chunked_loss", None)
 
 
 def check_chunks(config: PreTrainedConfig) -> None:
-    """Compares losses and gradients of a tiny copy in chunks with those of the copy as it is; on the CPU, in fp32.
+    """Compares the chunked losses and gradients of a tiny copy with the unchunked ones; on the CPU, in fp32.
 
-    Raises RecipeError where they differ, or the family cannot be computed so.
+    Raises RecipeError if they differ or if the family's loss cannot be computed in chunks.
     """
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""What a tiny model computes with other kernels, against what it computed before."""
+"""Compares the loss and gradients of a tiny model before and after its kernels are replaced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from llmtrain.models.loss import target_loss_sum
 
 @dataclass(frozen=True)
 class Computed:
-    """A loss, and the gradients of all trained parameters in their order."""
+    """A loss and the gradients of all trainable parameters, in their order."""
 
     loss: Tensor
-    """Sum of the cross-entropies, and the auxiliary loss of a router."""
+    """Sum of the cross-entropies plus the auxiliary loss of a router."""
     gradients: list[Tensor | None]
-    """None where the loss does not depend on a parameter."""
+    """None for a parameter that the loss does not depend on."""
 
 
 class Comparison:
-    """A tiny model on packed documents, each token its own target; its first computation is what others must be."""
+    """A tiny model on packed documents, in which each token is its own target.
+
+    The constructor computes the reference results, to which later ones are compared.
+    """
 
     def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
         self._model = model
@@ -34,10 +37,10 @@ class Comparison:
         self._expected = self._compute(takes_targets=False)
 
     def deviation(self, takes_targets: bool = False) -> float:
-        """Largest deviation of the loss, and of a gradient relative to the largest, as the model computes now.
+        """Computes loss and gradients again, and returns the largest deviation from the reference.
 
-        takes_targets: whether the model makes the loss itself (`ChunkedLoss`). Infinite where a gradient is lost, or
-        a number is no number.
+        Deviations of gradients are relative to the largest gradient. The result is infinite if a gradient is missing
+        or a value is not finite. takes_targets: whether the model computes the loss itself (`ChunkedLoss`).
         """
         found, expected = self._compute(takes_targets), self._expected
         worst = _larger(0.0, abs(float(found.loss.detach()) / float(expected.loss.detach()) - 1))
@@ -64,5 +67,5 @@ class Comparison:
 
 
 def _larger(one: float, other: float) -> float:
-    """Python's own maximum drops what is not a number."""
+    """Returns the larger number; infinity if `other` is not finite, because Python's `max` can drop a NaN."""
     return max(one, other) if math.isfinite(other) else math.inf

@@ -1,9 +1,9 @@
-"""Parts of a model by `torch.compile`: each decoder layer, and the loss of some tokens.
+"""Compiles parts of a model with `torch.compile`: each decoder layer, and the loss of a chunk of tokens.
 
-What is compiled is a layer's `forward`, not its call. Hooks, by which ZeRO-3 and FSDP2 gather parameters, and
-activation checkpointing so stay around the graph, and names of parameters what they were. Layers that are alike share
-one compiled function: its guards look at shapes, types and what a layer branches on, and not at which layer it is.
-Shapes are fixed. Those of a run are few: a micro-batch with and without packed documents, in training and in
+The layer's `forward` is compiled, not its call. Hooks, with which ZeRO-3 and FSDP2 gather parameters, and activation
+checkpointing therefore stay outside the graph, and parameters keep their names. Layers of the same kind share one
+compiled function: its guards check shapes, types and the attributes that a layer branches on, but not which layer it
+is. Shapes are static. A run has few of them: a micro-batch with and without packed documents, in training and in
 evaluation, and the last micro-batch of an evaluation.
 """
 
@@ -34,35 +34,39 @@ from llmtrain.models.tiny import shrink
 from llmtrain.stops import STOPS
 
 KINDS = 8
-"""Most kinds of layers, each of which is compiled by itself: the families that alternate have two or three."""
+"""Largest number of kinds of layers. Each kind is compiled separately; families that alternate have two or three."""
 VARIANTS = 8 * KINDS
-"""Most compiled functions of one piece of code, in a process that may train several plans: kinds × with and without a
-mask × training and evaluation × two sizes of micro-batches. Beyond them dynamo would run eagerly, or fail."""
+"""Largest number of compiled functions for one piece of code, in a process that may train several plans: kinds × with
+and without a mask × training and evaluation × two sizes of micro-batches. Beyond this limit, dynamo would fall back to
+eager execution or fail."""
 MOST_THREADS = 32
-"""Of torch's compiler, by its own choice."""
+"""Largest number of threads that torch's compiler chooses by itself."""
 WHOLE = ("eager", "sdpa")
-"""Attention of which is known that it breaks no graph."""
+"""Attention implementations that are known not to break the graph."""
 TRACED = (*WHOLE, "flex_attention")
-"""Attention that is compiled with its layer; the others look at how many documents there are, and how long."""
+"""Attention implementations that are compiled with their layer. The others branch on the number of documents and on
+their lengths."""
 
 Compiled = Callable[..., Any]
 
 _let_through: set[str] = set()
-"""What `check_layers` has found right in this process."""
+"""Configurations that `check_layers` has accepted in this process."""
 
 compiling: Callable[[], AbstractContextManager[object]] = nullcontext
-"""What is entered while something is compiled; set by who tells a watchdog that this takes its time."""
+"""The context manager that surrounds each compilation. A worker with a watchdog replaces it to report that compilation
+takes long."""
 
 
 def compile_layers(model: PreTrainedModel, attention: str) -> None:
-    """Has each decoder layer of a model, or of a stage of it, compute by compiled code, from its first call on.
+    """Compiles each decoder layer of a model, or of a stage of it, at its first call.
 
-    attention: as the model's own. A layer is one graph, or fails, where its attention is known to be part of one; else
-    it is two, with the attention between them as it is.
+    attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
+    graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
+    them.
     """
     if attention not in TRACED:
         _leave_out(attention)
-    # Else DistributedDataParallel would have a layer cut where a bucket of gradients ends.
+    # With this option on, DistributedDataParallel would split a layer's graph wherever a bucket of gradients ends.
     torch._dynamo.config.optimize_ddp = False
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Hole):
@@ -70,9 +74,10 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
 
 
 def _leave_out(attention: str) -> None:
-    """Has what is compiled stop before an attention of `transformers`' table, and go on behind it.
+    """Makes dynamo break the graph at an attention function of `transformers`' table and continue after it.
 
-    How many documents a micro-batch has, and how long they are, would else be compiled into it, each time anew.
+    Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which would
+    be recompiled for each new combination.
     """
     kernel = ALL_ATTENTION_FUNCTIONS[attention]
     if not getattr(kernel, "_torchdynamo_disable", False):
@@ -80,9 +85,9 @@ def _leave_out(attention: str) -> None:
 
 
 def share_processors(ranks: int) -> None:
-    """Has this rank compile by its share of the machine's processors, where nobody has said how many it may take.
+    """Limits this rank's compiler threads to its share of the machine's processors, unless the user has set a number.
 
-    torch would take all of them, up to 32, in each of the ranks.
+    By default torch would use all processors, up to 32, in each rank.
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config
@@ -92,7 +97,7 @@ def share_processors(ranks: int) -> None:
 
 @cache
 def compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    """`target_loss_sum`, compiled: logits are read once and their gradient written once, whatever lies between."""
+    """Returns `target_loss_sum`, compiled: the logits are read once and their gradient is written once."""
     return _compiled(target_loss_sum, is_whole=True)
 
 
@@ -104,10 +109,10 @@ def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = Non
 
 
 def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
-    """torch's own compiler, with word to the log and to the watchdog, and out of the way of signals.
+    """Compiles with torch's own compiler, logs the duration, notifies the watchdog and blocks stop signals meanwhile.
 
-    Batch systems tell all processes of a job to stop, compilers among them. Here such a signal is the rank's alone: it
-    comes when the step is over, and what a compiler inherits is that it is blocked.
+    Batch systems send a stop signal to all processes of a job, including compiler processes. Here only the rank handles
+    it: the signal is delivered when the compilation is over, and compiler processes inherit the blocked signal mask.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -122,7 +127,7 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
 
 @contextmanager
 def _stops_blocked() -> Iterator[None]:
-    """Blocked and not ignored: what comes meanwhile is delivered afterwards."""
+    """Blocks signals instead of ignoring them, so that a signal that arrives meanwhile is delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -131,9 +136,9 @@ def _stops_blocked() -> Iterator[None]:
 
 
 def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
-    """Raises RecipeError where nothing can be compiled on this machine.
+    """Raises RecipeError if this machine cannot compile.
 
-    fields: those of the recipe that ask for it, and that would be `eager` or `chunked` without.
+    fields: the fields of the recipe that ask for compilation; without it they would be `eager` or `chunked`.
     """
     missing, cure = _missing(on_cpu)
     if missing:
@@ -152,7 +157,7 @@ def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
 
 
 def _missing(on_cpu: bool) -> tuple[str, str]:
-    """What is missing to compile, and what installs it; empty where nothing is."""
+    """Returns what is missing for compilation and how to install it; both empty if nothing is missing."""
     if not on_cpu:
         from torch.utils._triton import has_triton
 
@@ -171,15 +176,15 @@ def _missing(on_cpu: bool) -> tuple[str, str]:
 
 
 def check_layers(config: PreTrainedConfig, attention: str) -> None:
-    """Has the layers of a tiny copy of the model traced, and compares logits and gradients; on the CPU, in fp32.
+    """Traces the layers of a tiny copy of the model and compares logits and gradients; on the CPU, in fp32.
 
-    Nothing is compiled yet: what the compiler is given runs as it is. Raises RecipeError where a layer cannot be
-    followed to its end, nearly every layer would be compiled by itself, or the numbers are others.
+    Nothing is compiled: the traced graphs run as they are. Raises RecipeError if a layer cannot be traced as a whole,
+    if nearly every layer would need its own compilation, or if the results differ.
     """
     question = f"{attention} {config.to_json_string()}"
     if question in _let_through:
         return
-    torch._dynamo.reset()  # what was traced before must not count among the kinds
+    torch._dynamo.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink(config), attention if attention in WHOLE else "eager")
@@ -198,7 +203,7 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
 
 
 def _deviation(config: PreTrainedConfig, attention: str) -> float:
-    """Largest deviation of logits, auxiliary loss and gradients, each relative to its largest number."""
+    """Returns the largest deviation of logits, auxiliary loss and gradients, each relative to its largest value."""
     model = reference(config, attention)
     tokens, positions = packed_input(config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -222,7 +227,7 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
 
 
 def _traced(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
-    """Forward and backward graph of what was traced, run operation by operation."""
+    """Runs the traced forward and backward graphs operation by operation."""
     from torch._dynamo.backends.debugging import aot_eager
 
     made: Compiled = aot_eager(graph, list(inputs))

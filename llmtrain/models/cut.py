@@ -1,7 +1,7 @@
-"""Finds how a family comes apart into stages, and proves on a tiny copy that it computes the same.
+"""Finds how a family can be cut into stages, and verifies on a tiny copy that the stages compute the same.
 
-Nothing is assumed of a family that is not compared: the chain of stages must give the logits of the
-uncut model, else the family is refused.
+Nothing about a family is taken for granted: if the chain of stages does not give the logits of the uncut model, the
+family is rejected.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmtrain.models.tiny import shrink
 from llmtrain.plan.bounds import StageBounds
 
 TOLERANCE = 1e-5
-"""Largest deviation of a logit, relative to the largest logit.
+"""Largest allowed deviation of a logit, relative to the largest logit.
 
-Both sides compute the same fp32 operations in the same order, so equality is the rule; the room is
-for kernels that choose another way for another memory layout.
+Both sides compute the same fp32 operations in the same order, so results are normally equal. The tolerance allows for
+kernels that choose a different algorithm for a different memory layout.
 """
 CPU = torch.device("cpu")
 STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
-"""What a family's own code raises where something is not as it expects."""
+"""Exceptions that a family's own code raises if something is not as it expects."""
 
 
 def build_stage(
@@ -42,21 +42,21 @@ def build_stage(
     cut: Cut | None = None,
     tensor: TensorParallel | None = None,
 ) -> Stage:
-    """Stage `index` of the causal LM of `config`, its parameters allocated on `device` but not drawn.
+    """Builds stage `index` of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
-    `initialise(stage.model, seed)` draws exactly what the whole model would have. cut: what
-    `check_cut` returned, where it was called before; it is called here otherwise. tensor: slices the
-    stage among ranks; then `initialise` needs `tensor.whole`. Raises Refused.
+    `initialise(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the result of
+    an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks; `initialise`
+    then needs `tensor.whole`. Raises Refused.
     """
     cut = cut or check_cut(config, bounds, attention)
     return build_with_cut(config, index, cut, attention, dtype, device, tensor)
 
 
 def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
-    """The way to cut the model of `config`, after comparing a tiny chain of stages with a tiny whole model.
+    """Returns the way to cut the model of `config`, after comparing a tiny chain of stages with a tiny whole model.
 
-    Runs on the CPU, in fp32, without dropout, with packed documents; the random state is left alone.
-    Raises Refused with the reason where the logits differ or the family does not run in stages.
+    Runs on the CPU, in fp32, without dropout and with packed documents. The random state is preserved. Raises Refused
+    with the reason if the logits differ or the family does not run in stages.
     """
     if getattr(config, "layerdrop", 0):
         raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
@@ -69,7 +69,7 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
 
 
 def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
-    """As `check_cut`, on the model of `config` itself."""
+    """Does the same as `check_cut` on the model of `config` itself."""
     try:
         whole = reference(config, attention)
         inputs = packed_input(config)
@@ -86,7 +86,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
         except STUMBLES as error:
-            # Whatever a foreign forward stumbles over without its layers is the reason to refuse it.
+            # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
             reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
             continue
         deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
@@ -104,7 +104,7 @@ def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -
 
 
 def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The whole model in fp32 with weights that hide nothing: no norm is 1 and no bias or gate 0."""
+    """Builds the whole model in fp32 with weights that expose differences: no norm is 1, and no bias or gate is 0."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
     )
@@ -118,14 +118,14 @@ def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
-    """Two sequences of 16 tokens, and their positions: one and two documents."""
+    """Returns two sequences of 16 tokens, which hold one and two documents, and their positions; both [2, 16]."""
     tokens = torch.randint(3, min(config.vocab_size, 90), (2, 16))
     positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
     return tokens, positions
 
 
 def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:
-    """All stages on the CPU with the weights of `whole`."""
+    """Builds all stages on the CPU with the weights of `whole`."""
     weights = dict(whole.named_parameters())
     stages = []
     for index in range(len(cut.bounds)):
@@ -138,7 +138,7 @@ def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]
 
 
 def run_chain(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """What each stage returned, as tuples."""
+    """Returns the output of each stage as a tuple."""
     results: list[tuple[Tensor, ...]] = []
     for stage in stages:
         output = stage(results[-1] if results else inputs)
@@ -147,7 +147,11 @@ def run_chain(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> list[tuple
 
 
 def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | None, tuple[Tensor, ...]]:
-    """Length of the tuple that a layer returns (None for a bare tensor), and the model's logits and auxiliary loss."""
+    """Runs the model and returns what a layer and the model return.
+
+    The first result is the length of the tuple that a layer returns (None for a bare tensor), the second holds the
+    model's logits and, if there is one, its auxiliary loss.
+    """
     lengths: list[int | None] = []
 
     def note(module: nn.Module, args: object, output: object) -> None:
@@ -165,9 +169,10 @@ def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | 
 
 
 def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[frozenset[str], ...]:
-    """Of each stage, the names of the parameters outside the decoder layers that its result depends on.
+    """Returns, for each stage, the names of the parameters outside the decoder layers that its result depends on.
 
-    Frozen ones count too. What no stage depends on belongs to the first, so that it is saved and exported.
+    Frozen parameters are included. Parameters that no stage depends on are assigned to the first stage, so that they
+    are saved and exported.
     """
     used: list[set[str]] = []
     everything: set[str] = set()
@@ -189,7 +194,7 @@ def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[
 
 @contextmanager
 def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Has frozen parameters take part in gradients inside the context."""
+    """Makes frozen parameters trainable inside the context."""
     frozen = [one for one in parameters if not one.requires_grad]
     for one in frozen:
         one.requires_grad_(True)

@@ -1,7 +1,7 @@
-"""Matrix products of the decoder's layers in fp8, by torchao: its linear layers in the place of torch's.
+"""Computes the matrix products of the decoder layers in fp8, by replacing torch's linear layers with those of torchao.
 
-Weights stay what they are, by name, type and object: each product rounds its operands anew, with a scale for a whole
-tensor or for each row (arXiv 2209.05433). The head and what is no linear layer stay as they were.
+Weights keep their names, types and identities: each product rounds its operands again, with one scale per tensor or per
+row (arXiv 2209.05433). The head and all modules that are not linear layers are unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llmtrain.models.stages import decoder_layers
 
 INSTALL = "pip install llmtrain[fp8]"
 LEAST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs of NVIDIA with products in fp8 (Ada; Hopper is 9.0)."""
+"""Compute capability of NVIDIA's first GPUs with fp8 products (Ada; Hopper is 9.0)."""
 SIDE = 16
-"""Numbers by which the sides of a weight must divide (`torch._scaled_mm`)."""
+"""The dimensions of a weight must be multiples of this number (`torch._scaled_mm`)."""
 
 
 def unavailable(device: torch.device) -> str:
-    """Why products in fp8 cannot be made on a device; empty where they can."""
+    """Returns why a device cannot compute products in fp8; empty if it can."""
     if find_spec("torchao") is None:
         return f"not installed: torchao ({INSTALL})"
     if device.type != "cuda":
@@ -38,16 +38,16 @@ def unavailable(device: torch.device) -> str:
 
 
 def check_fp8(kind: str, device: torch.device) -> None:
-    """Raises RecipeError where the device makes no products in fp8."""
+    """Raises RecipeError if the device cannot compute products in fp8."""
     if why := unavailable(device):
         raise _refused(kind, f"products in fp8 cannot be made: {why}")
 
 
 def use_fp8(model: PreTrainedModel, kind: str) -> None:
-    """Has the linear layers of a model's decoder, whole or a stage's, multiply in fp8.
+    """Makes the linear layers of a model's decoder, or of one stage of it, multiply in fp8.
 
-    kind: `tensorwise` or `rowwise`, torchao's names for a scale of each tensor or of each row. Raises RecipeError
-    where none of them has sides for it.
+    kind: `tensorwise` or `rowwise`, torchao's names for one scale per tensor or per row. Raises RecipeError if no
+    linear layer has suitable dimensions.
     """
     layers = decoder_layers(model)[1]
     if not any(_fits(module) for module in layers.modules()):
@@ -58,7 +58,7 @@ def use_fp8(model: PreTrainedModel, kind: str) -> None:
 
 
 def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
-    """Raises RecipeError where the same passes take longer in fp8 than in bf16, both in seconds."""
+    """Raises RecipeError if the same passes take longer in fp8 than in bf16. Both times are in seconds."""
     if fp8 > bf16:
         times = f"{1000 * fp8:.4g} ms, and in bf16 {1000 * bf16:.4g} ms"
         raise _refused(kind, f"on this device a micro-batch through some layers takes {times}")

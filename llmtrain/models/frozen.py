@@ -1,8 +1,9 @@
-"""Parameters that no loss depends on.
+"""Freezes parameters that no loss depends on.
 
-The indexer of sparse attention chooses which tokens attention reads, by the places of its largest scores. A choice
-has no gradient, so plain PyTorch leaves these weights as they are. DeepSpeed would sum zeros for them, and an
-optimizer decays what has a gradient of zero. Frozen, they are the same to every engine.
+The indexer of sparse attention chooses the tokens that attention reads: those with its largest scores. Such a choice
+has no gradient, so plain PyTorch leaves the indexer's weights unchanged. DeepSpeed, however, would reduce zeros for
+them, and an optimizer applies weight decay to parameters whose gradient is zero. Once they are frozen, all engines
+treat them alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHOOSERS = {
 
 
 def freeze_choosers(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with the parameters frozen that no loss depends on."""
+    """Freezes the parameters that no loss depends on, and returns the model."""
     chooser = CHOOSERS.get(model.config.model_type)
     for name, module in model.named_modules() if chooser else ():
         if name.endswith(f".{chooser}"):

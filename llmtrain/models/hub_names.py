@@ -1,8 +1,8 @@
-"""Weights as files of the hub have them, which is not always as the modules of `transformers` do.
+"""Translates between the names of weights in files of the hub and in modules of `transformers`, which may differ.
 
-The experts of a layer are one tensor in a module and one for each expert in a file, a head may be left out because
-it is tied, a prefix may be missing. `transformers` knows how to translate a whole model; here it is asked for one
-weight, or the few that belong together, at a time. Nothing but these is in memory.
+The experts of a layer are one tensor in a module but one tensor per expert in a file; a head may be missing because it
+is tied; a prefix may be missing. `transformers` can translate a whole model. Here it translates one weight at a time,
+or the few that belong together, and only these are in memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers.core_model_loading import (
 )
 
 Read = Callable[[str], Tensor]
-"""Gives a tensor by its name."""
+"""Returns a tensor, given its name."""
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM without memory."""
+    """Builds a causal LM on the meta device."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
@@ -40,7 +40,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code:
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers that are saved as weights are."""
+    """Returns the buffers that are saved together with the weights."""
     return {
         f"{path}.{name}" if path else name: buffer
         for path, module in model.named_modules()
@@ -50,7 +50,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Of each name of a weight all names that it has; several where weights are tied."""
+    """Maps each name of a weight to all names of that weight; a tied weight has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -60,24 +60,25 @@ def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 class Outgoing:
-    """The weights of a model as `save_pretrained` names, orders and lays them out."""
+    """The weights of a model with the names, order and layout of `save_pretrained`."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
-        """model: without memory, as in the types that are written. names: its weights, tied ones once."""
+        """model: on the meta device, with the dtypes that are written. names: its weights, tied ones once."""
         self._model = model
         self._like = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
         self._sources: dict[str, tuple[str, ...]] = {}
         self.like: dict[str, Tensor] = {}
-        """By name in a file, in the order of the files: a tensor without memory of that shape and type."""
+        """Maps each name in a file, in the order of the files, to a meta tensor of that shape and dtype."""
         for group in self._groups(names):
             for name, tensor in revert_weight_conversion(model, {one: self._like[one].data for one in group}).items():
                 self._sources[name], self.like[name] = group, tensor
         self._converted: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})
 
     def tensor(self, name: str, read: Callable[[str, Tensor], Tensor]) -> Tensor:
-        """A tensor of a file. read: gives a weight of the model that is like a tensor, flat, of any precision.
+        """Returns a tensor of a file.
 
-        What came of the same weights is kept for the next call, and nothing else.
+        read: is given a weight's name and a meta tensor like it, and returns the weight flattened, in any precision.
+        Tensors made from the same weights are kept for the next call; nothing else is.
         """
         group = self._sources[name]
         if self._converted[0] != group:
@@ -89,7 +90,7 @@ class Outgoing:
         return self._converted[1][name]
 
     def _groups(self, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-        """Weights that are translated together, in the order in which `transformers` does it."""
+        """Yields the weights that are translated together, in the order of `transformers`."""
         conversions = [
             one
             for one in get_model_conversion_mapping(self._model, add_legacy=False)
@@ -109,20 +110,21 @@ class Outgoing:
 
 @dataclass
 class _Origin:
-    """What a weight is made of."""
+    """The tensors that a weight is made of."""
 
     target: str
-    """Where its tensors go, as `transformers` names that; with a converter the first of several weights."""
+    """The name that `transformers` gives to the target of these tensors; with a converter, the first of several
+    weights."""
     converter: WeightConverter | None
     keys: list[tuple[str, str]] = field(default_factory=list)
-    """Names in the files, each with the pattern that it is of."""
+    """Names in the files, each with the pattern that it matches."""
 
 
 class Incoming:
-    """The weights of a model from the tensors of files, as `from_pretrained` finds them."""
+    """The weights of a model, made from the tensors of files as `from_pretrained` does."""
 
     def __init__(self, model: PreTrainedModel, files: Mapping[str, Tensor]) -> None:
-        """model: the whole one, without memory. files: by name, a tensor without memory of that shape and type."""
+        """model: whole, on the meta device. files: maps each name to a meta tensor of that shape and dtype."""
         self._model = model
         self._origins: dict[str, _Origin] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -133,24 +135,24 @@ class Incoming:
                 self._shapes[name] = tensor.shape
 
     def has(self, name: str) -> bool:
-        """Whether the files hold a weight, under whichever of its names."""
+        """Returns whether the files hold a weight, under any of its names."""
         return self._own_name(name) is not None
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of a weight that the files hold."""
+        """Returns the shape of a weight that the files hold."""
         return self._shapes[self._own_name(name) or name]
 
     def tensor(self, name: str, read: Read) -> Tensor:
-        """A weight. read: gives a tensor of the files. Raises KeyError where they do not hold it."""
+        """Returns a weight. read: returns a tensor of the files. Raises KeyError if the files lack the weight."""
         own = self._own_name(name) or name
         return self._converted(self._origins[own], read)[own]
 
     def _own_name(self, name: str) -> str | None:
-        """Under which of its names the files hold a weight."""
+        """Returns the name under which the files hold a weight."""
         return next((one for one in (name, *self._aliases.get(name, ())) if one in self._origins), None)
 
     def _found(self, files: Iterable[str]) -> Iterable[_Origin]:
-        """The same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model` makes."""
+        """Makes the same choice as `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
         mapping = get_model_conversion_mapping(self._model)
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]

@@ -1,8 +1,8 @@
-"""Initial weights that depend on the seed and on a module's name, and on nothing else.
+"""Initial weights that depend only on the seed and on the names of modules.
 
-Each module draws from a generator of its own, in fp32, on the device that it will live on. So a
-model starts from the same weights whether it is built whole, partitioned by ZeRO-3 or, a stage on
-each rank, by a pipeline; which is what lets two strategies be compared at all.
+Each module draws from its own generator, in fp32, on the device on which it will be used. A model therefore starts from
+the same weights whether it is built whole, partitioned by ZeRO-3, or in pipeline stages with one stage per rank. This
+is what makes strategies comparable.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
-"""Makes parameters whole inside the context, and leaves each rank its part of what was written when it ends.
+"""Makes parameters whole inside the context; when it ends, each rank keeps its part of what was written.
 
-ZeRO-3 takes what rank 0 wrote; tensor parallelism what each rank did, and all write the same.
+ZeRO-3 uses what rank 0 wrote. Tensor parallelism uses what each rank wrote, since all write the same.
 """
 
 
 @torch.no_grad()
 def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) -> None:
-    """Draws every weight of `model` by its family's own `_init_weights`, module by module."""
+    """Draws every weight of `model` with its family's own `_init_weights`, module by module."""
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module, owner in _children_first(model, "", model):
             reached = _reached(name, module)
             parameters = [parameter for _, parameter in reached]
-            # A tied weight is drawn where the model names it, not by every module that uses it:
-            # ModernBERT would draw its head, and so its embedding, narrower.
+            # A tied weight is drawn by the module under whose name the model lists it, not by every module that uses
+            # it: ModernBERT would otherwise draw its head, and thus its embedding, with a smaller variance.
             elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
             with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
                 if isinstance(module, Conv1D):
@@ -44,15 +44,15 @@ def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) 
 
 
 def _draw_by_constructor(module: Conv1D) -> None:
-    """As `Conv1D.__init__`, whose draws are switched off while a model is built; GPT (1) has no others."""
+    """Does what `Conv1D.__init__` does, whose draws are disabled while a model is built; GPT (1) draws nothing else."""
     nn.init.normal_(module.weight, std=0.02)
     nn.init.zeros_(module.bias)
 
 
 def _reached(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a family's initialiser may touch when it is given a module, with their names.
+    """Returns the parameters, with their names, that a family's initializer may modify when it is given a module.
 
-    A family may reach into the children of a module (GPT-2 scales `c_proj` from its block), never deeper.
+    A family may modify the children of a module (GPT-2 scales `c_proj` from its block), but nothing deeper.
     """
     children = ((_join(name, own), child) for own, child in module.named_children())
     return [
@@ -65,7 +65,7 @@ def _reached(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _children_first(
     module: nn.Module, name: str, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Each module after its children, with the model whose `_init_weights` is meant for it."""
+    """Yields each module after its children, with the model whose `_init_weights` applies to it."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
         yield from _children_first(child, _join(name, child_name), child_owner)
@@ -74,7 +74,7 @@ def _children_first(
 
 @contextmanager
 def _in_fp32(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lets an initialiser draw in fp32, so that a bf16 model starts from the rounded fp32 weights."""
+    """Lets an initializer draw in fp32, so that a bf16 model starts from the rounded fp32 weights."""
     stored = [(parameter, parameter.data) for parameter in parameters if parameter.dtype != torch.float32]
     for parameter, data in stored:
         parameter.data = data.float()

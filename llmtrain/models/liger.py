@@ -1,4 +1,4 @@
-"""Liger's kernels (arXiv 2410.10989) in the layers of one model, and its fused loss behind one head."""
+"""Uses Liger's kernels (arXiv 2410.10989) in the layers of one model, and its fused loss after its head."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ from llmtrain.models.tiny import shrink
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"
 TOLERANCE = 1e-4
-"""Largest deviation in fp32 of a loss, and of a gradient relative to the largest.
+"""Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient.
 
-Triton's exponentials and roots are off by some units of 2⁻²³, where torch's are by half a one, and what follows divides
-by them: through four layers some 10⁻⁵ at worst (on a CPU, interpreted, 7·10⁻⁷ was seen). Another epsilon, activation or
-rotation shows at 10⁻³ and more.
+Triton's exponentials and roots are off by some units of 2⁻²³, torch's by half a unit, and later operations divide by
+them. Through four layers this amounts to some 10⁻⁵ at worst (7·10⁻⁷ was observed on a CPU, in the interpreter). A
+different epsilon, activation or rotation causes deviations of 10⁻³ and more.
 """
 
 
 def unavailable(device: torch.device) -> str:
-    """Why Liger's kernels cannot run on a device; empty where they can. Triton's interpreter takes any."""
+    """Returns why Liger's kernels cannot run on a device; empty if they can.
+
+    Triton's interpreter runs on any device.
+    """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         return f"not installed: {' and '.join(missing)} ({INSTALL})"
@@ -61,7 +64,7 @@ ROTATION = ("apply_rotary_pos_emb", "rope:liger_rotary_pos_emb")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a family's layers, by their names in `liger_kernel.transformers`."""
+    """The kernels for a family's layers, by their names in `liger_kernel.transformers`."""
 
     mlp: str | None = "swiglu:LigerSwiGLUMLP"
     """Class whose forward pass replaces that of the MLPs."""
@@ -160,9 +163,9 @@ def _use_rotation(module: nn.Module, name: str, kernel: str) -> None:
 
 
 def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:
-    """Compares a tiny copy with Liger's kernels to the plain one, in fp32.
+    """Compares a tiny copy that uses Liger's kernels with the plain one, in fp32.
 
-    Raises RecipeError where they deviate, Liger does not know the family, or its kernels cannot run on the device.
+    Raises RecipeError if they deviate, if Liger does not support the family, or if its kernels cannot run on `device`.
     """
 
     def deviation(model: PreTrainedModel) -> float:
@@ -174,7 +177,7 @@ def check_blocks(config: PreTrainedConfig, device: torch.device) -> None:
 
 
 def check_loss(config: PreTrainedConfig, device: torch.device) -> None:
-    """As `check_blocks`, of the fused loss: it must know all that the family does behind its head."""
+    """Does the same as `check_blocks` for the fused loss, which must do all that the family does after its head."""
 
     def deviation(model: PreTrainedModel) -> float:
         comparison = Comparison(model, model.config)
@@ -198,7 +201,7 @@ def _check(
         raise refused(f"its kernels cannot run: {why}")
     family = config.model_type
     try:
-        with torch.random.fork_rng(devices=[]):  # drawn on the CPU
+        with torch.random.fork_rng(devices=[]):  # initialized on the CPU
             deviation = deviation_of(reference(shrink(config, LAYERS), "eager").to(device))
     except (*STUMBLES, NoKernelsError, NoChunksError, StrictDataclassError) as error:
         raise refused(f"{family} does not run so ({type(error).__name__}: {error})") from error
@@ -208,13 +211,13 @@ def _check(
 
 @dataclass
 class LigerLoss(ChunkedLoss):
-    """The loss by Liger's fused product and cross-entropy, which takes the gradients of some tokens at a time.
+    """Computes the loss with Liger's fused product and cross-entropy, which computes gradients for a chunk at a time.
 
-    Raises NoChunksError where the head is no linear layer.
+    Raises NoChunksError if the head is not a linear layer.
     """
 
     tokens: int = field(default=0, init=False)
-    """Liger's to choose: as many as make the logits as large as the hidden states."""
+    """Zero, because Liger chooses the chunk size, for which the logits are as large as the hidden states."""
     recomputed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -227,9 +230,9 @@ class LigerLoss(ChunkedLoss):
         super().__post_init__()
 
     def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross-entropies.
+        """Returns the sum of the cross-entropies.
 
-        hidden: [batch, T, width], what the backbone returned; targets: [batch, T].
+        hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
         """
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -241,7 +244,7 @@ class LigerLoss(ChunkedLoss):
             ignore_index=IGNORE,
             reduction="sum",
             softcap=self._cap,
-            # A sum over parts in a lower type would round where one product over all tokens does not.
+            # A sum over chunks in a lower precision would round where a single product over all tokens does not.
             accum_dtype=torch.float32,
         )
         return loss

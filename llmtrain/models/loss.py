@@ -1,4 +1,4 @@
-"""The loss of a language model, as a sum: whoever knows the global batch divides it."""
+"""The loss of a language model as a sum; the caller that knows the global batch divides it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ IGNORE = -100
 
 
 def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross-entropies over the target tokens, in nats, in fp32.
+    """Returns the sum of the cross-entropies over the target tokens, in nats, in fp32.
 
-    A sum and not a mean, because micro-batches hold different numbers of target tokens: a mean of
-    means would weigh a token by its neighbours (huggingface/transformers#34191).
+    It is a sum and not a mean, because micro-batches hold different numbers of target tokens: in a mean of means, a
+    token's weight would depend on its neighbours (huggingface/transformers#34191).
 
-    logits: [batch, T, vocab]; labels: [batch, T], already shifted, IGNORE where there is no target.
+    logits: [batch, T, vocab]; labels: [batch, T], already shifted; IGNORE at positions without a target.
     """
     return torch.nn.functional.cross_entropy(
         logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="sum"
@@ -24,7 +24,10 @@ def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def router_loss_weight(config: PreTrainedConfig) -> float:
-    """What the auxiliary loss of a mixture of experts is multiplied by; JetMoE and DBRX name it otherwise."""
+    """Returns the coefficient of the auxiliary loss of a mixture of experts.
+
+    JetMoE and DBRX have other names for it.
+    """
     feed_forward = getattr(config, "ffn_config", None)
     names = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (feed_forward, "moe_loss_weight"))
     return float(next(getattr(part, name) for part, name in names if hasattr(part, name)))

@@ -1,4 +1,4 @@
-"""The types of torch that a precision stands for."""
+"""Maps a precision to torch dtypes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
-    """Of the weights that the forward pass reads."""
+    """Returns the dtype of the weights that the forward pass reads."""
     return _DTYPES[WEIGHT_DTYPE[precision]]
 
 
 def autocast(precision: Precision, device_type: str) -> AbstractContextManager[object]:
-    """What the forward pass runs under: autocast computes in a lower type than that of its weights."""
+    """Returns the context for the forward pass: autocast if it computes in a lower type than its weights have."""
     computed = _DTYPES[COMPUTE_DTYPE[precision]]
     if computed == weight_dtype(precision):
         return nullcontext()

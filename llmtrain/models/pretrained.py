@@ -1,4 +1,4 @@
-"""A Hugging Face folder, or repository of the hub, as weights of a model by their names."""
+"""Reads the weights of a model, by name, from a Hugging Face folder or a repository of the hub."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llmtrain.untrusted import UNREADABLE, open_regular, read_json, why
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MOST = 5
-"""Weights that a refusal names."""
+"""Largest number of weights that an error message lists."""
 
 
 class Pretrained:
-    """The weights of a folder; one, or the few that belong together, are in memory at a time."""
+    """The weights of a folder. Only one, or the few that belong together, are in memory at a time."""
 
     def __init__(self, incoming: Incoming, files: dict[str, Path]) -> None:
         self._incoming = incoming
@@ -31,7 +31,7 @@ class Pretrained:
         self._open: dict[Path, Any] = {}
 
     def tensor(self, name: str) -> Tensor:
-        """A weight by its name in the model, in the type of the file."""
+        """Returns a weight, given its name in the model, in the dtype of the file."""
         return self._incoming.tensor(name, self._read)
 
     def _read(self, key: str) -> Tensor:
@@ -43,10 +43,10 @@ class Pretrained:
 
 
 def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
-    """The weights of `model.pretrained`; reads the heads of its files only.
+    """Opens the weights of `model.pretrained`, of whose files only the headers are read.
 
-    Raises RecipeError where a weight of the model is not in them, which `transformers` would draw at random, or
-    has another shape there.
+    Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, or if a
+    weight has a different shape.
     """
     files = _files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
@@ -73,13 +73,13 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
 
 
 def _files(source: ModelConfig) -> dict[str, Path]:
-    """File of each tensor of a local folder or hub repository."""
+    """Maps each tensor of a local folder or hub repository to its file."""
     assert source.pretrained is not None
     folder = Path(source.pretrained)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        patterns = ["model*.safetensors", INDEX]  # a repository may hold the weights a second time, under other names
+        patterns = ["model*.safetensors", INDEX]  # a repository may hold the weights again under other names
         folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
     if (folder / INDEX).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}
@@ -111,9 +111,9 @@ def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
 
 
 def _heads(file: Path) -> dict[str, Tensor]:
-    """By name, a tensor without memory of each one's shape. Raises RecipeError for what is no safetensors file."""
+    """Maps each name in a file to a meta tensor of its shape. Raises RecipeError if it is not a safetensors file."""
     try:
-        open_regular(file).close()  # the library would wait for a FIFO
+        open_regular(file).close()  # safetensors would block on a FIFO
         with safe_open(file, framework="pt") as tensors:
             return {name: torch.empty(tensors.get_slice(name).get_shape(), device="meta") for name in tensors.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -1,16 +1,16 @@
-"""A pipeline stage of any `transformers` causal LM: the model itself, with holes.
+"""A pipeline stage of any `transformers` causal LM: the model itself with placeholders for absent layers.
 
-A stage is the whole model, built without memory for its parameters, in which every decoder layer of
-another stage is a `Hole`. The layer before the first own one hands in the hidden state that the
-previous stage sent; the layer behind the last own one takes the result out. Between them runs the
-family's own forward, which makes rotary tables, masks of packed documents, sliding windows and the
-like again from the integer position ids; whatever it made of the tokens before the first own layer is
-replaced. Layer numbers, configuration and parameter names stay those of the whole model.
+A stage is the whole model, built without allocating its parameters, in which a placeholder (`Hole`) replaces every
+decoder layer of another stage. The placeholder before the stage's first layer injects the hidden state that the
+previous stage sent; the one after its last layer captures the result. The family's own forward runs in between and
+computes rotary tables, masks of packed documents, sliding windows and the like from the integer position ids. Whatever
+it computed from the tokens before the stage's first layer is discarded. Layer numbers, configuration and parameter
+names remain those of the whole model.
 
-What crosses from stage to stage is `(hidden, position_ids, *extras)`, the extras in this order:
-`input_ids` for families whose later layers look at tokens again, and the router logits of the MoE
-layers so far, [layers, tokens, experts], where `output_router_logits` asks for the auxiliary loss:
-that is a product of means over all layers, and so no sum of parts that each stage could make alone.
+Stages exchange `(hidden, position_ids, *extras)`, with these extras in this order: `input_ids`, for families whose
+later layers read the tokens again; and the router logits of the MoE layers so far, [layers, tokens, experts], if
+`output_router_logits` asks for the auxiliary loss. That loss is a product of means over all layers, so it is not a sum
+of terms that each stage could compute alone.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from llmtrain.plan.bounds import StageBounds
 from llmtrain.plan.model_facts import decoder_lists
 
 
-class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
-    """The family cannot be cut into stages without computing something else."""
+class Refused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
+    """The family cannot be cut into stages without changing what it computes."""
 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
         self.reason = reason
@@ -45,63 +45,63 @@ class Refused(RecipeError):  # noqa: N818 - a verdict, and so it is called where
 
 @dataclass(frozen=True)
 class Cut:
-    """How a family comes apart; found and proved on a tiny copy of the model (`llmtrain.models.cut`)."""
+    """How a family is cut into stages; found and verified on a tiny copy of the model (`llmtrain.models.cut`)."""
 
     bounds: tuple[StageBounds, ...]
     outside: tuple[frozenset[str], ...]
-    """Of each stage, the names of the parameters outside the decoder layers that its result depends on."""
+    """For each stage, the names of the parameters outside the decoder layers that its result depends on."""
     tuple_length: int | None
-    """Length of the tuple that a decoder layer returns; None for a bare tensor."""
+    """Length of the tuple that a decoder layer returns; None if it returns a bare tensor."""
     sends_tokens: bool
     """Whether every stage needs `input_ids`."""
     sends_routers: bool
-    """Whether the model returns an auxiliary loss, made of the router logits of all layers."""
+    """Whether the model returns an auxiliary loss, computed from the router logits of all layers."""
 
 
 class Hole(nn.Module):
-    """The place of a decoder layer that another stage has; returns the hidden state as it came."""
+    """A placeholder for a decoder layer of another stage; returns the hidden state unchanged."""
 
     def __init__(self, layer: nn.Module, tuple_length: int | None) -> None:
         super().__init__()
         for name, value in vars(layer).items():
             if not name.startswith("_") and name != "training" and not isinstance(value, nn.Module):
-                setattr(self, name, value)  # `layer_type`, `attention_type`: some forwards ask a layer for its kind
+                setattr(self, name, value)  # `layer_type`, `attention_type`: some forwards read a layer's kind
         self.tuple_length = tuple_length
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer would return, were it the identity."""
+        """Returns what the layer would return if it were the identity."""
         hidden = self.exchange(args[0] if args else kwargs["hidden_states"])
         return hidden if self.tuple_length is None else (hidden, *[None] * (self.tuple_length - 1))
 
     def exchange(self, hidden: Tensor) -> Tensor:
-        """The hidden state to go on with."""
+        """Returns the hidden state with which the forward continues."""
         return hidden
 
 
 class Entry(Hole):
-    """The hole before the first own layer: goes on with what the previous stage sent."""
+    """The placeholder before the stage's first layer; continues with what the previous stage sent."""
 
     received: Tensor | None = None
 
     def exchange(self, hidden: Tensor) -> Tensor:
-        """Drops what the forward made of tokens that are not there."""
+        """Returns the received state, and drops what the forward computed from placeholder tokens."""
         assert self.received is not None
         return self.received
 
 
 class Exit(Hole):
-    """The hole behind the last own layer: keeps the result for the next stage."""
+    """The placeholder after the stage's last layer; keeps the result for the next stage."""
 
     result: Tensor | None = None
 
     def exchange(self, hidden: Tensor) -> Tensor:
-        """Keeps it, and lets the forward run to its end on it, where nothing expensive is left."""
+        """Keeps the state and returns it, so that the forward can finish; nothing expensive follows."""
         self.result = hidden
         return hidden
 
 
 class Absent(nn.Module):
-    """The place of a module outside the decoder layers whose result this stage does not use."""
+    """A placeholder for a module outside the decoder layers whose result this stage does not use."""
 
     weight: Tensor
 
@@ -110,12 +110,12 @@ class Absent(nn.Module):
         self.is_table = isinstance(module, nn.Embedding)
         width = getattr(module, "embedding_dim", None) if self.is_table else getattr(module, "out_features", None)
         self.width: int | None = width
-        # Some forwards ask a module for the type and the device of its weight.
+        # Some forwards read the dtype and the device of a module's weight.
         dtype = next(module.parameters()).dtype
         self.register_buffer("weight", torch.zeros((), dtype=dtype, device=device), persistent=False)
 
     def forward(self, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Zeros of the shape that the module would return."""
+        """Returns zeros of the shape that the module would return."""
         if self.width is None:
             return value
         shape = value.shape if self.is_table else value.shape[:-1]
@@ -123,19 +123,19 @@ class Absent(nn.Module):
 
 
 class Stage(nn.Module):
-    """One pipeline stage; called with a tuple of tensors, it returns what the next stage is called with.
+    """One pipeline stage; takes a tuple of tensors and returns the arguments of the next stage.
 
-    The first stage takes `(input_ids, position_ids)`, both [batch, T]. The last returns the logits
-    [batch, T, vocab], or `(logits, auxiliary loss)` where the configuration asks for router logits;
-    the sum of the losses in the place of the logits where there are `targets`.
+    The first stage takes `(input_ids, position_ids)`, both [batch, T]. The last stage returns the logits [batch, T,
+    vocab], or `(logits, auxiliary loss)` if the configuration asks for router logits. If `targets` is set, it returns
+    the sum of the losses instead of the logits.
     """
 
     targets: Tensor | None = None
-    """Labels [batch, T] of the micro-batch to come, for a last stage whose model takes them (`ChunkedLoss`)."""
+    """Labels [batch, T] of the next micro-batch, for a last stage whose model accepts them (`ChunkedLoss`)."""
     bounds: Mapping[str, Any] = MappingProxyType({})
-    """Arguments by which the attention of the micro-batch to come keeps documents apart (`models.varlen`)."""
+    """Arguments with which attention keeps the documents of the next micro-batch apart (`models.varlen`)."""
     context: AbstractContextManager[Any] = nullcontext()
-    """Where the next forward pass runs."""
+    """The context in which the next forward pass runs."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Stage(nn.Module):
         self._received_routers: tuple[Tensor, ...] = ()
         layers, bounds = decoder_layers(model)[1], cut.bounds[index]
         base = backbone(model)
-        # In tuples, where torch does not take them for children.
+        # In tuples, so that torch does not register them as children.
         self._run = (model if self.is_last else base,)
         self._entry: tuple[Any, ...] = () if self.is_first else (layers[bounds.first - 1],)
         self._exit: tuple[Any, ...] = () if self.is_last else (layers[bounds.last],)
@@ -159,13 +159,16 @@ class Stage(nn.Module):
             base.register_forward_hook(self._prepend_routers)
 
     def hf_names(self) -> dict[str, str]:
-        """Own parameter name to its name in the whole model; tied parameters once, as `named_parameters` has it."""
+        """Maps parameter names of the stage to names in the whole model.
+
+        A tied parameter occurs once, as in `named_parameters`.
+        """
         return self._names
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Runs the own layers.
+        """Runs the layers of this stage.
 
-        inputs: see the module's head; hidden is what the previous stage returned, of any shape.
+        inputs: see the module's docstring; `hidden` is what the previous stage returned, of any shape.
         """
         states, position_ids, *extras = inputs
         tokens = states if self.is_first else self._tokens(position_ids, extras)
@@ -197,7 +200,7 @@ class Stage(nn.Module):
         return (hidden, position_ids, *extras)
 
     def _forget(self) -> None:
-        """Lets go of the activations: the engine keeps what it needs, for several micro-batches at a time."""
+        """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
         self.targets = None
         self.bounds, self.context = {}, nullcontext()
         self._received_routers = ()
@@ -207,7 +210,7 @@ class Stage(nn.Module):
             gate.result = None
 
     def _tokens(self, position_ids: Tensor, extras: list[Tensor]) -> Tensor:
-        """Received tokens, taken out of `extras`, or fillers that nothing depends on."""
+        """Returns the received tokens, removed from `extras`, or filler tokens that no result depends on."""
         if self.cut.sends_tokens:
             return extras.pop(0)
         return torch.full_like(position_ids, self._filler)
@@ -218,9 +221,9 @@ class Stage(nn.Module):
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder layers.
+    """Returns the name of the list of decoder layers, and the list.
 
-    Raises Refused where there is none, or more than one list that may be it.
+    Raises Refused if there is no such list, or more than one candidate.
     """
     lists = decoder_lists(model)
     if len(lists) != 1:
@@ -232,7 +235,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def backbone(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its head; the model itself where they are not apart."""
+    """Returns the model without its head, or the model itself if the two are not separate modules."""
     if model.base_model is not model:
         return model.base_model
     name = decoder_layers(model)[0].partition(".")[0]
@@ -249,7 +252,10 @@ def build_with_cut(
     device: torch.device,
     tensor: TensorParallel | None = None,
 ) -> Stage:
-    """A stage as `cut` says, its parameters allocated but not drawn; with `tensor`, this rank's slices of them."""
+    """Builds a stage of a known cut, with its parameters allocated but not initialized.
+
+    With `tensor`, only this rank's slices are allocated.
+    """
     with no_init_weights(), _parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     freeze_choosers(model).tie_weights()
@@ -274,9 +280,9 @@ def build_with_cut(
 def _remove_unused(
     model: PreTrainedModel, list_name: str, canonical: dict[int, str], used: frozenset[str], device: torch.device
 ) -> None:
-    """Takes away the parameters outside the decoder layers that the stage's result does not depend on.
+    """Removes the parameters outside the decoder layers that the stage's result does not depend on.
 
-    A module that is nothing but these is replaced; elsewhere zeros take their place.
+    A module with no other parameters and no children is replaced; in other modules, zeros replace the parameters.
     """
     for name, module in list(model.named_modules()):
         own = dict(module.named_parameters(recurse=False))
@@ -295,9 +301,10 @@ def _remove_unused(
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Sends each new parameter to the meta device; buffers (rotary frequencies, ...) are computed as usual.
+    """Creates each new parameter on the meta device; buffers (rotary frequencies, ...) are computed as usual.
 
-    Its first number is kept: a constant of the constructor is what some parameters start from (`_allocate`).
+    The first value of each parameter is kept, because some parameters start from a constant that their constructor sets
+    (`_allocate`).
     """
     register = nn.Module.register_parameter
 
@@ -316,9 +323,10 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for the parameters that are left; tied ones stay one.
+    """Allocates the remaining parameters; tied ones stay tied.
 
-    Whatever `_init_weights` does not draw, as the router of Ernie 4.5, keeps the constant that its constructor gave it.
+    A parameter that `_init_weights` does not draw, such as the router of Ernie 4.5, keeps the constant of its
+    constructor.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -1,11 +1,11 @@
 """Tensor parallelism by the plan that a `transformers` family declares (`tp_plan`), over any group of ranks.
 
-The model keeps its modules and their names; a rank holds slices of the parameters that the plan
-names, and what goes into and comes out of their modules is exchanged as in Megatron-LM
-(arXiv 1909.08053). Parameters stay plain tensors, as DeepSpeed's optimizers flatten them: the styles
-of `transformers` itself make DTensors, which those do not take.
+The model keeps its modules and their names. A rank holds slices of the parameters that the plan names, and the inputs
+and outputs of their modules are exchanged as in Megatron-LM (arXiv 1909.08053). Parameters remain plain tensors,
+because DeepSpeed's optimizers flatten them: the styles of `transformers` itself create DTensors, which those optimizers
+do not accept.
 
-Between split modules activations are whole and equal on all ranks, and so are their gradients.
+Between split modules, activations are whole and equal on all ranks, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from llmtrain.errors import Problem, RecipeError
 Forward = Callable[..., Any]
 
 
-class SplitRefused(RecipeError):  # noqa: N818 - a verdict, and so it is called where it is caught
-    """The family cannot be split among tensor parallel ranks without computing something else."""
+class SplitRefused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
+    """The family cannot be split among tensor parallel ranks without changing what it computes."""
 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
         self.reason = reason
@@ -37,20 +37,20 @@ class SplitRefused(RecipeError):  # noqa: N818 - a verdict, and so it is called 
 
 
 class Ranks(Protocol):
-    """The tensor parallel ranks that share a model, as one of them sees them."""
+    """The tensor parallel ranks that share a model, as seen by one of them."""
 
     rank: int
     size: int
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks, as a new tensor, equal on all of them."""
+        """Returns the sum over all ranks as a new tensor, which is equal on all of them."""
 
     def gather(self, value: Tensor) -> list[Tensor]:
-        """The value of each rank, in their order."""
+        """Returns the values of all ranks, in the order of the ranks."""
 
 
 class GroupRanks:
-    """`Ranks` of a process group."""
+    """Implements `Ranks` with a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -73,50 +73,50 @@ class GroupRanks:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is sliced: in equal parts along `dim`, each of `blocks` equal blocks by itself.
+    """How a parameter is sliced: each of `blocks` equal blocks is cut along `dim` into equal parts.
 
-    Several blocks are for weights stored as one (gate and up), of which each rank needs its part.
+    Weights that are stored as one tensor (gate and up) are several blocks, and each rank needs a part of each.
     """
 
     dim: int
     blocks: int = 1
 
     def part(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """The slice of a rank, contiguous."""
+        """Returns the contiguous slice of a rank."""
         blocks = whole.chunk(self.blocks, self.dim)
         return torch.cat([block.chunk(ranks, self.dim)[rank] for block in blocks], self.dim)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """What the slices of all ranks were cut from."""
+        """Joins the slices of all ranks."""
         chunks = [part.chunk(self.blocks, self.dim) for part in parts]
         return torch.cat([chunk[block] for block in range(self.blocks) for chunk in chunks], self.dim)
 
 
 @dataclass(frozen=True)
 class Split:
-    """What of a model is split, by names in the whole model."""
+    """How a model is split. All names are those of the whole model."""
 
     styles: Mapping[str, str]
     """Module → style."""
     shards: Mapping[str, Shard]
-    """Parameter, by each of its names where it is tied → how it is sliced."""
+    """Parameter → how it is sliced; a tied parameter is listed under each of its names."""
 
 
 class TensorParallel:
-    """The part of one rank: slices parameters, makes modules exchange what they need, joins slices again."""
+    """One rank's part in the split: slices parameters, installs the exchanges of modules and joins slices again."""
 
     def __init__(self, split: Split, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
-        """Leaves this rank's slice of the parameter that the whole model calls `name`; meta tensors too."""
+        """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
         shard = self.split.shards.get(name)
         if shard is not None:
             parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
 
     def install(self, model: PreTrainedModel, names: Mapping[str, str]) -> None:
-        """Makes the modules of a sliced model, or of a part of one, compute as the whole.
+        """Makes the modules of a sliced model, or of a part of one, give the results of the whole model.
 
         names: parameter of `model` → its name in the whole model.
         """
@@ -124,7 +124,7 @@ class TensorParallel:
             if name in self.split.shards:
                 parameter: Any = model.get_parameter(own)
                 parameter.tensor_shard = self.split.shards[name]
-                parameter.model_parallel = True  # DeepSpeed's word: each rank's slice counts in the norm
+                parameter.model_parallel = True  # read by DeepSpeed: each rank's slice counts in the norm
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
@@ -132,8 +132,8 @@ class TensorParallel:
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Makes parameters whole inside the context; of what is written there each rank keeps its slice."""
-        # A tied parameter may be named twice.
+        """Makes parameters whole inside the context; each rank then keeps its slice of what was written there."""
+        # A tied parameter may occur twice.
         sliced = {parameter: shard for parameter in parameters if (shard := shard_of(parameter)) is not None}
         for parameter, shard in sliced.items():
             parameter.data = self.join(parameter.data, shard)
@@ -144,18 +144,18 @@ class TensorParallel:
                 parameter.data = shard.part(parameter.data, self.ranks.rank, self.ranks.size)
 
     def join(self, part: Tensor, shard: Shard) -> Tensor:
-        """The whole that all ranks hold slices of."""
+        """Gathers the slices of all ranks and returns the whole tensor."""
         return shard.whole(self.ranks.gather(part))
 
 
 def shard_of(tensor: Tensor) -> Shard | None:
-    """How a parameter is sliced; None where it is whole, and for buffers."""
+    """Returns how a parameter is sliced; None for whole parameters and for buffers."""
     shard: Shard | None = getattr(tensor, "tensor_shard", None)
     return shard
 
 
 class _Exchange(torch.autograd.Function):
-    """A collective, and the collective that its gradient takes."""
+    """A collective whose backward pass is another collective."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, forth: Forward, back: Forward) -> Tensor:
@@ -173,25 +173,25 @@ def _same(value: Tensor) -> Tensor:
 
 
 def copy(value: Tensor, ranks: Ranks) -> Tensor:
-    """A whole activation into split modules: each rank knows a part of its gradient."""
+    """Passes a whole activation into split modules; the backward pass sums the ranks' partial gradients."""
     result: Tensor = _Exchange.apply(value, _same, ranks.sum)  # type: ignore[no-untyped-call]
     return result
 
 
 def reduce(value: Tensor, ranks: Ranks) -> Tensor:
-    """Parts of a sum into a whole activation."""
+    """Sums the partial results of all ranks into a whole activation."""
     result: Tensor = _Exchange.apply(value, ranks.sum, _same)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather(value: Tensor, ranks: Ranks) -> Tensor:
-    """Slices of the last dimension into a whole activation."""
+    """Joins slices of the last dimension into a whole activation."""
     result: Tensor = _Exchange.apply(value, *_joining(ranks))  # type: ignore[no-untyped-call]
     return result
 
 
 def scatter(value: Tensor, ranks: Ranks) -> Tensor:
-    """A whole activation into this rank's slice of its last dimension."""
+    """Returns this rank's slice, along the last dimension, of a whole activation."""
     result: Tensor = _Exchange.apply(value, *reversed(_joining(ranks)))  # type: ignore[no-untyped-call]
     return result
 
@@ -203,14 +203,14 @@ def _joining(ranks: Ranks) -> tuple[Forward, Forward]:
 
 @dataclass(frozen=True)
 class Style:
-    """What a word of a plan means."""
+    """The meaning of a style that a plan names."""
 
     shard: Callable[[int], Shard | None]
-    """How a parameter of so many dimensions is sliced."""
+    """Returns how a parameter with this number of dimensions is sliced."""
     install: Callable[[nn.Module, Ranks, PreTrainedConfig], None]
     """Makes a module exchange what it needs."""
     alone: bool = False
-    """Whether what goes in and comes out is whole, so that the module may as well stay whole itself."""
+    """Whether inputs and outputs are whole, so that the module can also be left unsplit."""
 
 
 def _wrapping(wrap: Callable[[nn.Module, Forward, Ranks], Forward]) -> Callable[..., None]:
@@ -233,7 +233,7 @@ def _row(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
             return reduce(forward(value), ranks)
-        # Added once, behind the sum over ranks.
+        # Added once, after the sum over ranks.
         return reduce(functional.linear(value, module.get_parameter("weight")), ranks) + bias
 
     return run
@@ -245,7 +245,7 @@ def _row_scattered(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward
 
 
 def _table_of_rows(module: Any, forward: Forward, ranks: Ranks) -> Forward:
-    """Each rank looks up the tokens whose rows it has; the others' rows are zeros to it."""
+    """Each rank looks up the tokens whose rows it holds and uses zeros for all others."""
     rows = module.get_parameter("weight").shape[0]
     first = ranks.rank * rows
     padding = getattr(module, "padding_idx", None)
@@ -265,7 +265,10 @@ def _table_of_columns(module: nn.Module, forward: Forward, ranks: Ranks) -> Forw
 
 
 def _experts(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
-    """Each rank has a part of every expert, and so of the gradient of the weight that a router gave it."""
+    """Sums the parts of every expert over the ranks.
+
+    Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights.
+    """
 
     def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return reduce(forward(copy(value, ranks), chosen, copy(weights, ranks)), ranks)
@@ -274,16 +277,16 @@ def _experts(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
 
 
 def _sum_gradients(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
-    """For a whole parameter that each rank uses on its own heads only.
+    """Sums the gradients of a whole parameter that each rank uses only for its own heads.
 
-    A hook of the tensor runs on the gradient of one backward pass, before that is accumulated.
+    A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
     """
     for parameter in module.parameters(recurse=False):
         parameter.register_hook(ranks.sum)  # type: ignore[no-untyped-call]
 
 
 def _latent_keys(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
-    """Latent attention: the rotated part of the keys goes straight to this rank's heads."""
+    """For latent attention: the rotary part of the keys goes directly to this rank's heads."""
     rotated, forward = config.get_text_config(decoder=True).qk_rope_head_dim, module.forward
 
     def run(value: Tensor) -> Tensor:
@@ -294,7 +297,7 @@ def _latent_keys(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> N
 
 
 def _nothing(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
-    """The module computes the same on every rank."""
+    """Does nothing, because the module computes the same on every rank."""
 
 
 def _whole(dimensions: int) -> None:
@@ -335,14 +338,14 @@ STYLES: Mapping[str, Style] = {
     "mla_kv_a_proj": Style(_whole, _latent_keys),
     "replicate": Style(_whole, _nothing),
 }
-"""The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are known here."""
+"""The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here."""
 
 
 def plan_split(model: PreTrainedModel, degree: int) -> Split:
-    """What the model's own plan splits among `degree` ranks; the model may be on the meta device.
+    """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
-    A module that is whole outside (head, embedding) stays whole inside where its size does not divide,
-    or where it shares its weight with one that is not sliced alike. Raises SplitRefused.
+    A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
+    degree, or if it shares its weight with a module that is not sliced alike. Raises SplitRefused.
     """
     plan, config = model.tp_plan, model.config
     if not plan:
@@ -370,7 +373,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> Split:
 
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
-    """How a parameter is sliced, for which each of its names has a style; None where it stays whole."""
+    """Returns how a parameter is sliced, given the style of each of its names; None if it stays whole."""
     wanted: dict[str, Shard | None] = {}
     for name, style in uses.items():
         shape = model.get_parameter(name).shape
@@ -390,10 +393,10 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
 
 
 def _module(name: str) -> str:
-    """The module that holds a parameter."""
+    """Returns the name of the module that holds a parameter."""
     return name.rpartition(".")[0]
 
 
 def _pattern(name: str) -> str:
-    """A name as plans write it: `model.layers.*.mlp`."""
+    """Returns a name in the notation of plans, such as `model.layers.*.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,6 +1,6 @@
-"""Proves on a tiny copy that a family split by its plan computes the same: logits and gradients.
+"""Verifies on a tiny copy that a family split by its plan computes the same logits and gradients.
 
-The ranks are threads of one process, so that it needs no process group and runs anywhere.
+The ranks are threads of one process, so the check needs no process group and runs anywhere.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from llmtrain.models.tensor import Split, SplitRefused, TensorParallel, plan_spl
 from llmtrain.models.tiny import shrink
 
 TOLERANCE = 1e-5
-"""Largest deviation of a logit or of a gradient, relative to the largest one.
+"""Largest allowed deviation of a logit or of a gradient, relative to the largest one.
 
-Sums of a hundred fp32 products come out in another order: a few 2⁻²⁴, through a few layers. What is
-left out or counted twice shows as a half or more of its own size.
+Sums of about a hundred fp32 products are computed in a different order, which causes deviations of a few 2⁻²⁴ in each
+of a few layers. A term that is omitted or counted twice causes a deviation of at least half its size.
 """
 _RANKS = 2
-"""Ranks of the tiny copy: whether sums over ranks are right does not depend on their number."""
+"""Ranks of the tiny copy. Whether sums over ranks are correct does not depend on their number."""
 VOCABULARY = 100
-"""Divides among the ranks, so that the head is split."""
+"""A multiple of the number of ranks, so that the head is split."""
 _TIMEOUT_S = 60.0
 
 
 class ThreadRanks:
-    """`Ranks` that are threads of this process."""
+    """Implements `Ranks` with threads of this process."""
 
     def __init__(self, rank: int, places: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -42,23 +42,23 @@ class ThreadRanks:
         self._barrier = barrier
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum in the order of the ranks."""
+        """Returns the sum in the order of the ranks."""
         return torch.stack(self.gather(value)).sum(0)
 
     def gather(self, value: Tensor) -> list[Tensor]:
-        """Each thread lays its value down, then takes all."""
+        """Stores this thread's value, waits for the others and returns all values."""
         self._places[self.rank] = value.detach()
         self._barrier.wait()
         values = [place for place in self._places if place is not None]
-        self._barrier.wait()  # nobody lays down the next value before all have taken these
+        self._barrier.wait()  # no thread stores its next value before all have read these
         return values
 
 
 def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager") -> Split:
-    """How the model of `config` is split among `degree` ranks, after comparing a tiny split model with a whole one.
+    """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
 
-    Runs on the CPU, in fp32, without dropout; the random state is left alone. Raises SplitRefused
-    with the reason where logits or gradients differ, or the family declares no plan.
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises SplitRefused with the reason if
+    logits or gradients differ, or if the family declares no plan.
     """
     try:
         with torch.device("meta"):
@@ -74,7 +74,7 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
 
 
 def compare(config: PreTrainedConfig, attention: str = "eager") -> Split:
-    """How the model of `config` itself is split between two ranks. Raises SplitRefused where it then differs."""
+    """Splits the model of `config` itself between two ranks and returns how. Raises SplitRefused if results differ."""
     try:
         whole = reference(config, attention)
         inputs = packed_input(config)
@@ -86,7 +86,7 @@ def compare(config: PreTrainedConfig, attention: str = "eager") -> Split:
     try:
         results = _run_split(whole, split, inputs, weights)
     except STUMBLES as error:
-        # Whatever a foreign forward stumbles over with a part of its heads is the reason to refuse it.
+        # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
         raise SplitRefused(config, f"its forward fails when split ({type(error).__name__}: {error})") from error
     names = [name for name, _ in _trained(whole)]
     for rank, (logits, gradients) in enumerate(results):
@@ -122,7 +122,7 @@ def _run_split(
 
     with ThreadPoolExecutor(_RANKS) as pool:
         tasks = [pool.submit(run, model) for model in models]
-    # A rank that waits in vain for a failed one has nothing to say of its own.
+    # A rank that waited for a failed one reports only a broken barrier, so other errors are raised first.
     errors = [error for task in tasks if (error := task.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
@@ -130,7 +130,10 @@ def _run_split(
 
 
 def _outcome(model: PreTrainedModel, inputs: tuple[Tensor, ...], weights: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and the gradient of each parameter, of a sum that weighs every logit (and the auxiliary loss)."""
+    """Returns the logits and the gradients of all trainable parameters.
+
+    The gradients are those of a weighted sum of all logits, plus the auxiliary loss if there is one.
+    """
     output = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
     total = (output.logits * weights).sum()
     auxiliary = getattr(output, "aux_loss", None)

@@ -1,8 +1,8 @@
-"""Tiny copies of configurations: the same modules in the same order, a few dozen numbers wide.
+"""Tiny copies of configurations: the same modules in the same order, with dimensions of a few dozen.
 
-What holds for the copy's computation holds for the model's, since a size is no branch in a forward
-pass; so a family can be tried on a CPU in a fraction of a second. Sizes are known by the names that
-`transformers` gives them, and agree with one another: heads x head size is the width, and so on.
+What a copy computes is representative of the model, since forward passes do not branch on sizes. A family can thus be
+tried on a CPU in a fraction of a second. Sizes are recognized by the names that `transformers` gives them, and their
+tiny values are consistent: the number of heads times the head size is the width, and so on.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _SIZES: dict[int, str] = {
     50: "ngram_vocab_size_base",
 }
 SIZES: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
-"""Size in a tiny copy of each field that is a size."""
+"""The value in a tiny copy of each field that is a size."""
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 _LAYER_NUMBERS = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "hybrid_layer_ids", "cross_attention_layers")
-"""Lists whose values are numbers of layers."""
+"""Lists whose values are layer numbers."""
 _NOISE = ("dropout", "pdrop", "layerdrop", "jitter")
 _UNDECLARED = (
     *("head_dim", "num_attention_heads", "num_key_value_heads", "n_routed_experts", "n_shared_experts"),
     *("num_experts_per_tok", "n_group", "topk_group"),
     *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
 )
-"""Sizes that some families leave without a value."""
+"""Sizes that some families leave unset."""
 _DROPPED = ("id2label", "label2id", "dtype", "transformers_version", "model_type", "architectures", "_name_or_path")
 
 
 def shrink(config: PreTrainedConfig, layers: int | None = None, **overrides: Any) -> PreTrainedConfig:
-    """A tiny copy of a text model's configuration, without dropout; with `layers`, only so many of its layers.
+    """Returns a tiny copy of a text model's configuration, without dropout; with `layers`, only that many layers.
 
-    Those that stay include, as far as there is room, one of each kind. Raises what the
-    configuration's class raises where its fields do not agree.
+    The layers kept include, if there is room, one of each kind. Raises the exceptions of the configuration's class if
+    its fields are inconsistent.
     """
     values = config.to_dict()
     total = config.num_hidden_layers
@@ -75,7 +75,7 @@ def shrink(config: PreTrainedConfig, layers: int | None = None, **overrides: Any
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A text model's configuration with so many of its layers, in their own sizes; of each kind, as `shrink`."""
+    """Returns a text model's configuration with that many of its layers in their own sizes, chosen as in `shrink`."""
     values = config.to_dict()
     total = config.num_hidden_layers
     kept = _one_of_each(values, total, min(layers, total))
@@ -101,11 +101,11 @@ def _of_layers(name: str, value: Any, total: int, kept: list[int]) -> Any:
 def _shrunk(values: dict[str, Any], total: int, kept: list[int]) -> dict[str, Any]:
     shrunk = {name: _field(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
     if "qk_rope_head_dim" in values and "head_dim" in values:
-        shrunk["head_dim"] = SIZES["qk_rope_head_dim"]  # latent attention rotates this part of a head alone
+        shrunk["head_dim"] = SIZES["qk_rope_head_dim"]  # latent attention rotates only this part of a head
     if values.get("word_embed_proj_dim", values.get("hidden_size")) != values.get("hidden_size"):
-        # OPT of 350M parameters: projections lead into the layers and out of them, only where the widths differ.
+        # OPT of 350M parameters has projections into and out of the layers, but only if the two widths differ.
         shrunk["word_embed_proj_dim"] = SIZES["attention_head_dim"]
-    if "long_factor" in values:  # one per rotated pair of a head's dimensions
+    if "long_factor" in values:  # one factor per rotated pair of a head's dimensions
         pairs = int(SIZES["head_dim"] * values.get("partial_rotary_factor", 1.0)) // 2
         shrunk |= {name: values[name][:pairs] for name in ("long_factor", "short_factor")}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
@@ -140,7 +140,7 @@ def _size(name: str, value: Any) -> Any:
 
 
 def _one_of_each(values: dict[str, Any], total: int, layers: int) -> list[int]:
-    """Numbers of `layers` layers: the first of each kind, the second of each kind, and so on."""
+    """Returns the numbers of `layers` layers: the first of each kind, then the second of each kind, and so on."""
     lists = [value for value in values.values() if isinstance(value, list) and len(value) == total]
     seen: Counter[str] = Counter()
     ranks = []

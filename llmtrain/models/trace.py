@@ -1,7 +1,8 @@
-"""What each decoder layer saves for its backward pass, seen and not estimated: the very model under fake tensors.
+"""Measures what each decoder layer saves for its backward pass, by running the real model with fake tensors.
 
-Fake tensors have shapes and no memory, so a model of any size is traced on a laptop. What autograd would
-save goes through `torch.autograd.graph.saved_tensors_hooks`; a storage counts once, in the layer that saves it first.
+Fake tensors have shapes but no memory, so a model of any size can be traced on a laptop. Every tensor that autograd
+would save passes through `torch.autograd.graph.saved_tensors_hooks`. A storage counts once, in the layer that saves it
+first.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from llmtrain.untrusted import UNREADABLE, read_json
 
 
 def traced_layers(plan: Plan) -> tuple[int, ...]:
-    """Bytes that each layer saves of one micro-batch, whole: no rank shares it. Kept in the cache folder.
+    """Returns the bytes that each layer saves for one micro-batch on one rank that holds the layer unsplit.
 
-    Raises RecipeError for a model whose forward pass looks at the values of its tensors, and for fused attention.
+    Results are kept in the cache folder. Raises RecipeError for a model whose forward pass reads the values of its
+    tensors, and for fused attention.
     """
     file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
     with suppress(*UNREADABLE):
@@ -41,7 +43,10 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
 
 
 def _key(plan: Plan) -> str:
-    """What the result depends on. The configuration, not where it was found: a folder may be written again."""
+    """Returns a key of all that the result depends on.
+
+    It contains the configuration and not the folder where it was found, because the folder may be overwritten.
+    """
     recipe = plan.recipe
     return key_of(
         model_configuration(recipe).to_json_string(),
@@ -59,8 +64,8 @@ def _key(plan: Plan) -> str:
 def _trace(plan: Plan) -> tuple[int, ...]:
     recipe = plan.recipe
     if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.mask_documents:
-        # Fused kernels are not on every machine; and without documents `transformers` leaves the mask out after
-        # looking at positions, whose values are not there.
+        # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
+        # positions to decide whether it needs a mask, and fake tensors have no values.
         raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -72,7 +77,7 @@ def _trace(plan: Plan) -> tuple[int, ...]:
             ).train()
             seen = _Seen(decoder_layers(model)[1], {_storage(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
-            # As the masks of packed documents are, without looking at positions.
+            # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
             dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
             mask = torch.ones(size[0], 1, size[1], size[1], dtype=dtype)
             with (
@@ -82,7 +87,7 @@ def _trace(plan: Plan) -> tuple[int, ...]:
                 model(input_ids=torch.zeros(size, dtype=torch.long), attention_mask=mask, use_cache=False)
     except UserError:
         raise
-    except Exception as error:  # whatever a foreign model does with values that are not there
+    except Exception as error:  # a model may raise anything if it reads values that are not there
         raise _untraceable(f"'{plan.model.model_type}' fails: {type(error).__name__}") from error
     return tuple(seen.saved)
 
@@ -93,7 +98,7 @@ def _untraceable(reason: str) -> RecipeError:
 
 
 class _Seen:
-    """Bytes by layer, from hooks around each of them."""
+    """Counts the saved bytes of each layer, with hooks around the layers."""
 
     def __init__(self, layers: Any, known: set[int]) -> None:
         self.saved = [0] * len(layers)
@@ -107,16 +112,16 @@ class _Seen:
             layer.register_forward_hook(lambda *_: self._leave())
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """What autograd is about to save."""
+        """Counts a tensor that autograd is about to save."""
         storage = _storage(tensor)
         if self._inside is not None and storage not in self._known:
             self._known.add(storage)
-            self._kept.append(tensor)  # else another tensor may get its address
+            self._kept.append(tensor)  # keeps it alive, since another tensor could otherwise get its address
             self.saved[self._inside] += tensor.untyped_storage().nbytes()
         return tensor
 
     def _enter(self, index: int, named: dict[str, Any]) -> None:
-        """What is handed to a layer by name, masks and rotary tables, is shared by all."""
+        """Excludes a layer's keyword arguments, such as masks and rotary tables, because all layers share them."""
         self._inside = index
         for one in named.values():
             for tensor in one if isinstance(one, tuple) else (one,):

@@ -1,8 +1,8 @@
-"""Attention over packed documents by their bounds, without a mask: the kernel that torch has, or document by document.
+"""Attention over packed documents, given their boundaries instead of a mask: torch's kernel or one document at a time.
 
-The names of the arguments (`Documents.arguments`) are those that `transformers` hands through its models to a flash
-kernel; so the bounds reach an attention the same way whichever of the two it is, and recomputed layers have those of
-their own micro-batch.
+The arguments (`Documents.arguments`) have the names under which `transformers` passes boundaries through its models to
+a flash kernel. This attention and a flash kernel therefore receive them in the same way, and a recomputed layer
+receives those of its own micro-batch.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 VARLEN = "varlen"
-"""The attention implementation, as recipes and `transformers` call it."""
+"""Name of the attention implementation in recipes and in `transformers`."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
-"""What torch's kernel computes in."""
+"""The dtypes that torch's kernel supports."""
 KERNEL_STEP = 8
-"""Heads of the kernel have a multiple of so many numbers."""
+"""The kernel requires head sizes that are multiples of this number."""
 _UNSUPPORTED = {
     "softcap": "caps its scores",
     "s_aux": "has attention sinks",
     "position_bias": "adds a bias to its scores",
     "cache": "reads a cache",
 }
-"""Arguments of an attention function that neither way computes, and what a model with them does."""
+"""Arguments of an attention function that neither implementation supports, and what a model that passes them does."""
 
 
 def takes_bounds(attention: str) -> bool:
-    """Whether an attention implementation keeps documents apart by their bounds, and not by a mask."""
+    """Returns whether an attention implementation separates documents by their boundaries instead of a mask."""
     return attention == VARLEN or bool(is_flash_attention_requested(requested_attention_implementation=attention))
 
 
@@ -52,10 +52,11 @@ def varlen_attention(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of `transformers`: causal, within each document.
+    """An attention function for `transformers`: causal within each document.
 
-    query, key, value: [batch, heads, T, head_dim], of the last two maybe fewer heads; cu_seq_lens_q, max_length_q:
-    `Documents.arguments`. Returns [batch, T, heads, head_dim]. Raises ValueError for what is no such attention.
+    query, key, value: [batch, heads, T, head_dim], where key and value may have fewer heads; cu_seq_lens_q,
+    max_length_q: see `Documents.arguments`. Returns [batch, T, heads, head_dim]. Raises ValueError for unsupported
+    kinds of attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _refuse(query, key, attention_mask, dropout, causal, others)
@@ -73,7 +74,7 @@ def varlen_attention(
 
 
 def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:
-    """What `transformers` asks for a mask: there is none. Raises ValueError where a model wants one of its own."""
+    """Returns no mask when `transformers` asks for one. Raises ValueError if the model needs its own mask."""
     if attention_mask is not None or use_vmap:
         raise ValueError("it has a mask of its own")
 
@@ -93,7 +94,7 @@ def _refuse(
 
 
 def _joined(states: Tensor) -> Tensor:
-    """[batch, heads, T, dim] → [batch · T, heads, dim], in the type that autocast would compute in."""
+    """Reshapes [batch, heads, T, dim] to [batch · T, heads, dim], in the dtype that autocast would compute in."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
@@ -103,7 +104,10 @@ def _joined(states: Tensor) -> Tensor:
 def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """torch's kernel, which wants heads of one width, a multiple of 8; zeros change neither scores nor sums."""
+    """Runs torch's kernel, which requires equal head sizes that are multiples of 8.
+
+    Padding with zeros changes neither scores nor sums.
+    """
     if query.dtype not in KERNEL_TYPES:
         raise ValueError(f"the kernel computes in bf16 or fp16, and was given {query.dtype}")
     width, kept = query.shape[-1], value.shape[-1]
@@ -121,12 +125,15 @@ def _by_kernel(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor)  # and no log-sum-exp with it
+    assert isinstance(output, Tensor)  # without the log-sum-exp
     return output[..., :kept]
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None) -> Tensor:
-    """Where there is no kernel; `torch.split`, since the gradient of a slice would be as long as all tokens."""
+    """Computes attention document by document where no kernel is available.
+
+    It uses `torch.split` because the gradient of each slice would be as long as all tokens.
+    """
     lengths = bounds.diff().tolist()
     outputs = []
     for parts in zip(*(torch.split(one, lengths) for one in (query, key, value)), strict=True):
@@ -146,7 +153,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """The last `window` tokens of each, itself among them."""
+    """Returns the mask [length, length] with which each token attends to the last `window` tokens, including itself."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 

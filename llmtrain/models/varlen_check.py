@@ -1,4 +1,4 @@
-"""Proves on a tiny copy of a model that an attention by the bounds of documents computes what the family means."""
+"""Verifies on a tiny copy of a model that attention by document boundaries gives the family's own results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from llmtrain.models.tiny import shrink
 from llmtrain.models.varlen import VARLEN, takes_bounds
 
 LAYERS = 4
-"""Of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
+"""Layers of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 GRADIENT_TOLERANCE = 1e-4
-"""Largest deviation of a gradient in fp32, relative to the largest of all: as where slices of sequences are compared,
-the same terms are summed in another order."""
+"""Largest allowed deviation of a gradient in fp32, relative to the largest of all. As in the comparison of sequence
+slices, the same terms are summed in a different order."""
 PROBE = "llmtrain_probe"
 _NOISE = ("dropout", "pdrop")
 
 Result = tuple[Tensor, dict[str, Tensor]]
-"""Logits, and gradients by parameter."""
+"""Logits, and gradients by parameter name."""
 
 
 class AttentionRefused(RecipeError):  # noqa: N818 - a verdict
-    """The family's attention is not what a kernel computes."""
+    """The family's attention is not what the kernel computes."""
 
     def __init__(self, config: PreTrainedConfig, attention: str, reason: str) -> None:
         self.reason = reason
@@ -42,11 +42,11 @@ class AttentionRefused(RecipeError):  # noqa: N818 - a verdict
 
 
 def check_attention(config: PreTrainedConfig, attention: str) -> None:
-    """Tries on a tiny copy of the model of `config`, on the CPU, whether documents are kept apart by their bounds.
+    """Checks on a tiny copy of a model, on the CPU, that its attention separates documents by their boundaries.
 
-    For `varlen` logits and gradients are compared. A flash kernel, which is not on every machine, computes what its
-    authors say; that the bounds reach it is tried. The random state is left alone. Raises AttentionRefused where that
-    is not so.
+    For `varlen`, logits and gradients are compared. A flash kernel is not available on every machine and is trusted to
+    compute what its authors say; the check is that the boundaries reach it. The random state is preserved. Raises
+    AttentionRefused if the check fails.
     """
     if not takes_bounds(attention):
         return
@@ -62,7 +62,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
 def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     layers: int | None = LAYERS
     calls = bounds_reach(shrink(config, layers))
-    if not calls:  # the layers with attention are further up
+    if not calls:  # the layers with attention come later
         layers = None
         calls = bounds_reach(shrink(config, layers))
     if not calls:
@@ -74,12 +74,15 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     noise = {name: value for name, value in config.to_dict().items() if any(word in name for word in _NOISE)}
     model = _model(shrink(config, layers, **noise), VARLEN)
     with torch.no_grad():
-        model.train()(**packed(model.config))  # so that dropout of attention is seen
+        model.train()(**packed(model.config))  # in training mode, so that attention dropout is detected
     return deviation(shrink(config, layers))
 
 
 def bounds_reach(config: PreTrainedConfig) -> list[bool]:
-    """Of each call of an attention in a forward pass of the model of `config` itself: whether it was given bounds."""
+    """Returns, for each attention call in a forward pass, whether it received the boundaries.
+
+    The model is that of `config` itself.
+    """
     with _probe() as calls, torch.no_grad():
         model = _model(config, PROBE)
         model(**packed(model.config))
@@ -88,7 +91,7 @@ def bounds_reach(config: PreTrainedConfig) -> list[bool]:
 
 @contextmanager
 def _probe() -> Iterator[list[bool]]:
-    """An attention that computes nothing."""
+    """Registers an attention function that computes nothing and records whether it received boundaries."""
     calls: list[bool] = []
 
     def probe(
@@ -105,10 +108,10 @@ def _probe() -> Iterator[list[bool]]:
 
 
 def deviation(config: PreTrainedConfig) -> str:
-    """In what `varlen` deviates from `eager`, on the model of `config` itself; empty where it does not.
+    """Returns how `varlen` deviates from `eager` on the model of `config` itself; empty if it does not.
 
-    As `eager` counts what it makes of packed documents, and of each alone: the masks of some families, which are not
-    made from positions, let documents see each other.
+    The result may agree with `eager` on packed documents or on each document alone: in some families, masks that are
+    not computed from positions let packed documents attend to each other.
     """
     own = _forward_and_backward(_model(config, VARLEN), _packed_logits)
     reason = ""
@@ -121,14 +124,17 @@ def deviation(config: PreTrainedConfig) -> str:
 
 
 def packed(config: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of a forward pass: two sequences of one and of two documents, and their bounds."""
+    """Returns the arguments of a forward pass: two sequences, with one and two documents, and their boundaries."""
     tokens, positions = packed_input(config)
     bounds = Documents.of(positions).arguments(tokens.device)
     return {"input_ids": tokens, "position_ids": positions, "use_cache": False, **bounds}
 
 
 def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """With its own configuration, in which the attention is noted; in every copy the same weights."""
+    """Builds a model with its own copy of the configuration, in which `transformers` stores the attention.
+
+    All models have the same weights.
+    """
     return reference(copy.deepcopy(config), attention).eval()
 
 
@@ -149,7 +155,7 @@ def _logits_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 def _forward_and_backward(
     model: PreTrainedModel, logits_of: Callable[[PreTrainedModel, dict[str, Any]], Tensor]
 ) -> Result:
-    """Of a sum that weighs every logit otherwise."""
+    """Computes logits, and the gradients of a sum in which every logit has a different weight."""
     torch.manual_seed(0)
     logits = logits_of(model, packed(model.config))
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
@@ -176,6 +182,6 @@ def _largest(values: Tensor) -> float:
 
 
 def _told(error: Exception) -> str:
-    """What an attention function says of the model, or what its code has stumbled over."""
+    """Returns an attention function's reason for rejecting the model, or the error of the model's own code."""
     text = " ".join(str(error).split())[:200]
     return text if text.startswith("it ") else f"its tiny copy fails, {type(error).__name__}: {text}"
