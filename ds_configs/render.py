@@ -1,7 +1,7 @@
 """Renders the DeepSpeed configuration of every recipe and variant into this folder.
 
-python ds_configs/render.py            writes them
-python ds_configs/render.py --check    exit 1 where a file is not what its recipe says
+python ds_configs/render.py            writes the files
+python ds_configs/render.py --check    exits with 1 if a file differs from what its recipe gives
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ RECIPES = HERE.parent / "recipes"
 
 
 def rendered() -> Iterator[tuple[str, str]]:
-    """File name and text of every configuration, each on the cluster that its recipe names."""
+    """Yields the file name and text of every configuration, each for the cluster that its recipe names."""
     for path in sorted(RECIPES.glob("*.py")):
         module = import_recipe(path)
-        # Published weights are planned from their architecture, so that rendering needs no hub.
+        # Published weights are planned from their architecture, so that rendering does not need the hub.
         facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
         for variant in ("", *variants_of(module)):
             cluster = cluster_of(module, variant)
@@ -36,7 +36,7 @@ def rendered() -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Writes or checks the files; the exit code."""
+    """Writes or checks the files and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check

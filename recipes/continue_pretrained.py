@@ -1,9 +1,9 @@
-"""Goes on training published weights, from the hub or a local folder, on further text.
+"""Continues training of published weights, from the hub or a local folder, on further text.
 
     llmtrain train recipes/continue_pretrained.py
     llmtrain train recipes/continue_pretrained.py --set model.pretrained=/models/mine --set data.tokenizer=/models/mine
 
-Rates: warm the rate up again to a fraction of the old peak and let it fall anew (arXiv 2403.08763).
+Learning rate: it warms up again to a fraction of the original peak and then decays again (arXiv 2403.08763).
 """
 
 from llmtrain import (
@@ -26,7 +26,7 @@ WEIGHTS = "Qwen/Qwen3-0.6B-Base"
 
 
 def recipe() -> Recipe:
-    """Qwen3 0.6B on 5 billion tokens of mathematics from the web (arXiv 2310.06786)."""
+    """Qwen3 0.6B on 5 billion tokens of mathematical text from the web (arXiv 2310.06786)."""
     return Recipe(
         name="continue_pretrained",
         model=ModelConfig(pretrained=WEIGHTS),
@@ -47,12 +47,12 @@ def recipe() -> Recipe:
 
 
 def recipe_1gpu() -> Recipe:
-    """One device."""
+    """The same run on one device."""
     return recipe().with_(**{"batch.micro_batch_size": 2})
 
 
 def architecture() -> ModelConfig:
-    """The same model as an architecture, so that it can be planned where the hub is out of reach."""
+    """Returns the same model as an architecture, so that it can be planned without access to the hub."""
     return ModelConfig(
         architecture="qwen3",
         config={
@@ -71,7 +71,7 @@ def architecture() -> ModelConfig:
 
 
 def cluster() -> Cluster:
-    """One node of eight."""
+    """One node with eight devices."""
     return Cluster(devices_per_node=8, device="h100")
 
 

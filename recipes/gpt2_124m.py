@@ -1,8 +1,7 @@
-"""GPT-2 (124M) on 10 billion tokens of FineWeb, as llm.c reproduces it.
+"""GPT-2 (124M) on 10 billion tokens of FineWeb, as reproduced by llm.c.
 
-Sizes: huggingface.co/openai-community/gpt2. Batch, rates and length: github.com/karpathy/llm.c,
-discussion 481 (0.5M tokens a step, 6e-4, 700 steps of warm-up, decay to 0, no dropout; 90 minutes on
-8 A100).
+Sizes: huggingface.co/openai-community/gpt2. Batch size, learning rate and sequence length: github.com/karpathy/llm.c,
+discussion 481 (0.5M tokens per step, 6e-4, 700 steps of warm-up, decay to 0, no dropout; 90 minutes on 8 A100).
 
     llmtrain train recipes/gpt2_124m.py
 """
@@ -45,7 +44,7 @@ def recipe() -> Recipe:
             sources=[Source("HuggingFaceFW/fineweb", subset="sample-10BT")],
             tokenizer="openai-community/gpt2",
             sequence_length=1024,
-            # One stream in which attention crosses documents, as GPT-2 was trained.
+            # GPT-2 was trained on one stream of text in which attention crosses documents.
             packing="concat",
             mask_documents=False,
             eval_fraction=0.001,
@@ -61,7 +60,7 @@ def recipe() -> Recipe:
 
 
 def recipe_350m() -> Recipe:
-    """GPT-2 medium, 354,823,168 parameters; llm.c trains it at half the rate on 30 billion tokens."""
+    """GPT-2 medium, 354,823,168 parameters; llm.c trains it at half the learning rate on 30 billion tokens."""
     sizes = {"model.config.n_embd": 1024, "model.config.n_layer": 24, "model.config.n_head": 16}
     return recipe().with_(
         name="gpt2_350m",
@@ -72,12 +71,12 @@ def recipe_350m() -> Recipe:
 
 
 def recipe_1gpu() -> Recipe:
-    """The same run, step for step, on one device."""
+    """The same run, step by step, on one device."""
     return recipe().with_(**{"batch.micro_batch_size": 16})
 
 
 def cluster() -> Cluster:
-    """One node of eight."""
+    """One node with eight devices."""
     return Cluster(devices_per_node=8, device="a100")
 
 

@@ -1,8 +1,8 @@
 """Llama 3 70B from scratch on FineWeb-Edu: pipeline × ZeRO 1 × data parallel on 256 devices.
 
-Sizes: huggingface.co/meta-llama/Meta-Llama-3-70B. Rates: The Llama 3 Herd of Models (arXiv
-2407.21783): peak 1.5e-4 (table 3), 8000 steps of warm-up, cosine to a hundredth; 8M tokens a step,
-the second phase of the batch's ramp (section 3.4.1).
+Sizes: huggingface.co/meta-llama/Meta-Llama-3-70B. Learning rate and batch size: The Llama 3 Herd of Models (arXiv
+2407.21783): peak 1.5e-4 (table 3), 8000 steps of warm-up, cosine decay to a hundredth; 8M tokens per step, as in the
+second phase of the batch size's ramp (section 3.4.1).
 
     llmtrain plan recipes/llama3_70b.py
     llmtrain train recipes/llama3_70b.py --hostfile hosts
@@ -26,22 +26,22 @@ def recipe() -> Recipe:
 
 
 def recipe_h200() -> Recipe:
-    """Devices with room for 10 layers: half the stages, more replicas."""
+    """Devices with enough memory for 10 layers: half as many stages and more replicas."""
     return recipe().with_(**{"parallel.pipeline": 8})
 
 
 def recipe_zero3() -> Recipe:
-    """No pipeline: every parameter is gathered from 256 devices when it is used."""
+    """Without a pipeline: every parameter is gathered from 256 devices when it is used."""
     return recipe().with_(**{"parallel.pipeline": 1, "parallel.zero_stage": 3})
 
 
 def cluster() -> Cluster:
-    """32 nodes of eight."""
+    """32 nodes with eight devices each."""
     return Cluster(nodes=32, devices_per_node=8, device="h100")
 
 
 def cluster_h200() -> Cluster:
-    """32 nodes of eight."""
+    """32 nodes with eight devices each."""
     return Cluster(nodes=32, devices_per_node=8, device="h200")
 
 

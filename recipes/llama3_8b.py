@@ -1,8 +1,8 @@
 """Llama 3 8B from scratch on FineWeb-Edu.
 
-Sizes: huggingface.co/meta-llama/Meta-Llama-3-8B (its tokenizer asks for an accepted licence). Rates:
-The Llama 3 Herd of Models (arXiv 2407.21783): peak 3e-4 (table 3), 8000 steps of warm-up, cosine to a
-hundredth, 4M tokens a step, no attention across documents (section 3.2 and 3.4.1).
+Sizes: huggingface.co/meta-llama/Meta-Llama-3-8B (its tokenizer requires accepting a licence). Learning rate and batch
+size: The Llama 3 Herd of Models (arXiv 2407.21783): peak 3e-4 (table 3), 8000 steps of warm-up, cosine decay to a
+hundredth, 4M tokens per step, no attention across documents (sections 3.2 and 3.4.1).
 
     llmtrain train recipes/llama3_8b.py --hostfile hosts
 """
@@ -24,7 +24,7 @@ from llmtrain import (
 
 
 def recipe() -> Recipe:
-    """8,030,261,248 parameters on eight nodes, ZeRO 2; 1 trillion tokens."""
+    """8,030,261,248 parameters on eight nodes with ZeRO 2; 1 trillion tokens."""
     return Recipe(
         name="llama3_8b",
         model=ModelConfig(
@@ -60,23 +60,23 @@ def recipe() -> Recipe:
 
 
 def recipe_8gpu() -> Recipe:
-    """One node: parameters are sharded too."""
+    """One node, with ZeRO 3: parameters are sharded too."""
     return recipe().with_(**{"parallel.zero_stage": 3})
 
 
 def recipe_offload() -> Recipe:
-    """One device: weights and optimizer states live in host memory."""
+    """One device: weights and optimizer states are kept in host memory."""
     offload = {"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
     return recipe().with_(**offload, **{"parallel.zero_stage": 3})
 
 
 def cluster() -> Cluster:
-    """Eight nodes of eight."""
+    """Eight nodes with eight devices each."""
     return Cluster(nodes=8, devices_per_node=8, device="h100")
 
 
 def cluster_8gpu() -> Cluster:
-    """One node of eight."""
+    """One node with eight devices."""
     return Cluster(devices_per_node=8, device="h100")
 
 

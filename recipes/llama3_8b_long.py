@@ -1,12 +1,12 @@
-"""Llama 3 8B on whole books, 128k tokens at a time: eight devices share each sequence.
+"""Llama 3 8B on whole books with sequences of 128k tokens, each shared by eight devices.
 
-Meant to go on from trained weights, say those of `llama3_8b`:
+It is meant to continue from trained weights, for example those of `llama3_8b`:
 
     llmtrain train recipes/llama3_8b_long.py --set model.architecture=null --set model.pretrained=RUN/export
 
-Rotary positions: huggingface.co/meta-llama/Llama-3.1-8B. Batch and rates: ProLong (arXiv 2410.02660):
-4M tokens a step, 1e-5 falling to a tenth, a tenth of the steps as warm-up, 20 billion tokens. The
-attention kernel is told the bounds of packed documents: a mask would have 128k × 128k entries.
+Rotary positions: huggingface.co/meta-llama/Llama-3.1-8B. Batch size and learning rate: ProLong (arXiv 2410.02660): 4M
+tokens per step, 1e-5 decaying to a tenth, warm-up for a tenth of the steps, 20 billion tokens. The attention kernel
+receives the boundaries of packed documents, because a mask would have 128k × 128k entries.
 """
 
 from llama3_8b import recipe as llama3_8b
@@ -24,7 +24,7 @@ ROPE_128K = {
 
 
 def recipe() -> Recipe:
-    """Ulysses over the eight devices of a node (arXiv 2309.14509), ZeRO 3 over all."""
+    """Ulysses across the eight devices of a node (arXiv 2309.14509) and ZeRO 3 across all devices."""
     return llama3_8b().with_(
         name="llama3_8b_long",
         **{"model.config.rope_parameters": ROPE_128K, "model.config.max_position_embeddings": 131072},
@@ -37,7 +37,7 @@ def recipe() -> Recipe:
 
 
 def recipe_512k() -> Recipe:
-    """ProLong's second stage: two nodes share each sequence, rotary base 1.28e8, 8M tokens a step."""
+    """ProLong's second stage: two nodes share each sequence, the rotary base is 1.28e8, and a step has 8M tokens."""
     return recipe().with_(
         name="llama3_8b_512k",
         **{"model.config.rope_parameters": {"rope_type": "default", "rope_theta": 1.28e8}},
@@ -48,7 +48,7 @@ def recipe_512k() -> Recipe:
 
 
 def cluster() -> Cluster:
-    """Four nodes of eight."""
+    """Four nodes with eight devices each."""
     return Cluster(nodes=4, devices_per_node=8, device="h100")
 
 

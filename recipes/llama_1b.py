@@ -1,7 +1,7 @@
-"""A Llama of 1.1 billion parameters on educational web text and code, seven to three.
+"""A Llama of 1.1 billion parameters on educational web text and code, in a ratio of seven to three.
 
-Sizes and rates: TinyLlama (arXiv 2401.02385): 2M tokens a step, 4e-4 falling to a tenth, 2000 steps
-of warm-up. The data are newer: FineWeb-Edu (arXiv 2406.17557) and StarCoder's (arXiv 2305.06161).
+Sizes, batch size and learning rate: TinyLlama (arXiv 2401.02385): 2M tokens per step, 4e-4 decaying to a tenth, 2000
+steps of warm-up. The data are newer: FineWeb-Edu (arXiv 2406.17557) and StarCoder's (arXiv 2305.06161).
 
     llmtrain train recipes/llama_1b.py
     llmtrain train recipes/llama_1b.py:64gpu --hostfile hosts
@@ -63,22 +63,25 @@ def recipe() -> Recipe:
 
 
 def recipe_64gpu() -> Recipe:
-    """The same batch in one micro-batch per device; activations of 16 sequences do not fit without checkpointing."""
+    """The same batch with one micro-batch per device.
+
+    Activations of 16 sequences do not fit into memory without checkpointing.
+    """
     return recipe().with_(**{"batch.micro_batch_size": 16, "parallel.activation_checkpointing": "full"})
 
 
 def recipe_wsd() -> Recipe:
-    """Warm-up, stable, decay: the stable part can be prolonged later (arXiv 2404.06395)."""
+    """A warm-up-stable-decay schedule, whose stable phase can be extended later (arXiv 2404.06395)."""
     return recipe().with_(**{"optim.schedule": "wsd", "optim.decay_steps": 4_768, "optim.min_lr_ratio": 0.0})
 
 
 def cluster() -> Cluster:
-    """One node of eight."""
+    """One node with eight devices."""
     return Cluster(devices_per_node=8, device="h100")
 
 
 def cluster_64gpu() -> Cluster:
-    """Eight nodes of eight."""
+    """Eight nodes with eight devices each."""
     return Cluster(nodes=8, devices_per_node=8, device="h100")
 
 

@@ -1,7 +1,7 @@
 """A Llama of 3.2 billion parameters on FineWeb-Edu: the largest that one device of 80 GB trains without offload.
 
-Sizes: huggingface.co/meta-llama/Llama-3.2-3B (its tokenizer asks for an accepted licence). Rates: those of
-The Llama 3 Herd of Models (arXiv 2407.21783) for 8B, 3e-4 falling to a hundredth, with fewer steps of warm-up.
+Sizes: huggingface.co/meta-llama/Llama-3.2-3B (its tokenizer requires accepting a licence). Learning rate: that of The
+Llama 3 Herd of Models (arXiv 2407.21783) for 8B, 3e-4 decaying to a hundredth, with fewer steps of warm-up.
 
     llmtrain train recipes/llama_3b.py
     llmtrain train recipes/llama_3b.py:1gpu
@@ -61,12 +61,12 @@ def recipe() -> Recipe:
 
 
 def recipe_1gpu() -> Recipe:
-    """On one device nothing is shared: activations are computed again."""
+    """On one device nothing is sharded, so activations are recomputed to save memory."""
     return recipe().with_(**{"parallel.activation_checkpointing": "full"})
 
 
 def cluster() -> Cluster:
-    """One node of eight."""
+    """One node with eight devices."""
     return Cluster(devices_per_node=8, device="h100")
 
 

@@ -1,8 +1,8 @@
-"""Qwen3-30B-A3B, a mixture of 128 experts of which a token meets 8, from scratch on FineWeb-Edu.
+"""Qwen3-30B-A3B from scratch on FineWeb-Edu: a mixture of 128 experts, of which 8 process each token.
 
-Sizes: huggingface.co/Qwen/Qwen3-30B-A3B-Base. Its rates are not published; these are those of
-DeepSeek-V2-Lite, a mixture of as many active parameters (arXiv 2405.04434, appendix B): 4.2e-4, 2000
-steps of warm-up, 4608 sequences of 4096 tokens.
+Sizes: huggingface.co/Qwen/Qwen3-30B-A3B-Base. Its learning rate and batch size are not published; these are those of
+DeepSeek-V2-Lite, a mixture of experts with as many active parameters (arXiv 2405.04434, appendix B): 4.2e-4, 2000 steps
+of warm-up, 4608 sequences of 4096 tokens.
 
     llmtrain train recipes/qwen3_30b_a3b.py --hostfile hosts
 """
@@ -24,7 +24,7 @@ from llmtrain import (
 
 
 def recipe() -> Recipe:
-    """30,532,122,624 parameters, 3,353,032,704 active: 16 experts of a layer per device, eight nodes."""
+    """30,532,122,624 parameters, 3,353,032,704 of them active: 16 experts per layer and device, on eight nodes."""
     return Recipe(
         name="qwen3_30b_a3b",
         model=ModelConfig(
@@ -43,7 +43,7 @@ def recipe() -> Recipe:
                 "norm_topk_prob": True,
                 "decoder_sparse_step": 1,
                 "mlp_only_layers": [],
-                # The balancing loss is part of the loss only where the router's logits are asked for.
+                # The balancing loss is part of the loss only if the router's logits are returned.
                 "output_router_logits": True,
                 "router_aux_loss_coef": 0.001,
                 "max_position_embeddings": 32768,
@@ -69,12 +69,12 @@ def recipe() -> Recipe:
 
 
 def recipe_zero3() -> Recipe:
-    """Experts whole, sharded with everything else."""
+    """With whole experts, which ZeRO 3 shards like all other parameters."""
     return recipe().with_(**{"parallel.expert": 1, "parallel.zero_stage": 3})
 
 
 def cluster() -> Cluster:
-    """Eight nodes of eight."""
+    """Eight nodes with eight devices each."""
     return Cluster(nodes=8, devices_per_node=8, device="h100")
 
 

@@ -1,6 +1,6 @@
-"""A small Llama on the source text of Python's own standard library: the whole path in minutes, offline.
+"""A small Llama on the source text of Python's own standard library: a complete run in minutes, offline.
 
-Data, tokenizer and model are made here; any machine will do, without a GPU and without the hub.
+Data, tokenizer and model are created locally. Any machine will do; neither a GPU nor the hub is needed.
 
     llmtrain train recipes/tiny.py
 """
@@ -24,7 +24,7 @@ from llmtrain import (
 
 
 def recipe() -> Recipe:
-    """2.4 million parameters, about a million tokens."""
+    """2.4 million parameters and about a million tokens."""
     return Recipe(
         name="tiny",
         model=ModelConfig(
@@ -56,17 +56,17 @@ def recipe() -> Recipe:
 
 
 def recipe_zero3() -> Recipe:
-    """Parameters, gradients and optimizer states sharded."""
+    """With parameters, gradients and optimizer states sharded."""
     return recipe().with_(**{"parallel.zero_stage": 3})
 
 
 def recipe_bf16() -> Recipe:
-    """bf16 weights with fp32 master weights, which the engine keeps at ZeRO 1 and above."""
+    """bf16 weights with fp32 master weights, which the engine keeps with ZeRO 1 and above."""
     return recipe().with_(**{"parallel.zero_stage": 1, "parallel.precision": "bf16"})
 
 
 def recipe_verify() -> Recipe:
-    """Small enough to train dozens of times: `llmtrain verify recipes/tiny.py --nproc 4`."""
+    """Small enough to be trained dozens of times: `llmtrain verify recipes/tiny.py --nproc 4`."""
     return recipe().with_(
         **{
             "model.config.hidden_size": 64,
@@ -84,7 +84,7 @@ def recipe_verify() -> Recipe:
 
 
 def recipe_moe() -> Recipe:
-    """A mixture of experts with its load balance loss: `llmtrain verify recipes/tiny.py:moe --nproc 2`."""
+    """A mixture of experts with its load balancing loss: `llmtrain verify recipes/tiny.py:moe --nproc 2`."""
     return recipe_verify().with_(
         **{
             "model": {

@@ -1,7 +1,7 @@
 """Renders the job scripts of this folder from llmtrain/launch/templates.
 
-python slurm/render.py            writes them
-python slurm/render.py --check    exit 1 where a file is not what its template says
+python slurm/render.py            writes the files
+python slurm/render.py --check    exits with 1 if a file differs from what its template gives
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    """Writes or checks the files; the exit code."""
+    """Writes or checks the files and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
