@@ -26,9 +26,9 @@ from llmtrain.plan.bounds import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
 GRADIENT_TOLERANCE = 1e-4
-"""Largest deviation of a gradient, relative to the largest entry of its tensor.
+"""Largest allowed deviation of a gradient, relative to the largest entry of its tensor.
 
-The two stages' shares of a tied gradient are added in another order than in the whole model.
+The two stages' contributions to a tied gradient are added in a different order than in the whole model.
 """
 
 OUT_OF_SCOPE = {
@@ -43,7 +43,7 @@ OUT_OF_SCOPE = {
     "multimodal, with a text model that is no causal LM of its own": "emu3 git mllama phi4_multimodal",
     "drafts for another model, whose keys and values it reads": "gemma4_assistant gemma4_unified_assistant",
 }
-"""Reason: model types that are no decoder-only language models."""
+"""Reason → model types that are not decoder-only language models."""
 
 ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields that a family's defaults leave out or that must have one value."""
+"""Fields that a family's defaults leave unset or that must have a specific value."""
 
 HEAD = """# Model families in pipelines
 
@@ -69,16 +69,16 @@ for each model that you train.
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a family."""
+    """The result for a family."""
 
     family: str
     kind: str
-    """`works`, `wrong`, `refused`, `not built` or `out of scope`."""
+    """One of `works`, `wrong`, `refused`, `not built` and `out of scope`."""
     note: str = ""
 
 
 def judge(family: str) -> Verdict:
-    """Builds a family, cuts it and compares."""
+    """Builds a family, cuts it into stages and compares them with the whole model."""
     outside = out_of_scope(family)
     if outside:
         return Verdict(family, "out of scope", outside)
@@ -93,7 +93,7 @@ def judge(family: str) -> Verdict:
     try:
         cut = find_cut(config, BOUNDS)
     except Refused as refusal:
-        # How far the logits of random weights are apart is no fact about a family, and differs between machines.
+        # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \S+$", "", one_line(refusal.reason)))
     wrong = wrong_gradients(whole, cut, inputs)
     if wrong:
@@ -102,7 +102,7 @@ def judge(family: str) -> Verdict:
 
 
 def tiny_config(family: str) -> PreTrainedConfig:
-    """The family's default configuration, four layers deep, with the auxiliary loss where it has one."""
+    """Returns the family's default configuration with four layers and, if it has one, the auxiliary loss."""
     config = AutoConfig.for_model(family).get_text_config(decoder=True)
     overrides = dict(OVERRIDES.get(family, {}))
     if hasattr(config, "output_router_logits"):
@@ -111,7 +111,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
 
 
 def wrong_gradients(whole: PreTrainedModel, cut: Cut, inputs: tuple[Tensor, Tensor]) -> list[str]:
-    """Parameters whose gradient differs between the model and the sum over its stages, in training mode."""
+    """Returns the parameters whose gradients differ between the model and the sum over its stages, in training mode."""
     whole.train()
     output = _seeded(lambda: whole(input_ids=inputs[0], position_ids=inputs[1], use_cache=False))
     auxiliary = getattr(output, "aux_loss", None)
@@ -133,14 +133,14 @@ def _loss(logits: Tensor, *auxiliary: Tensor) -> Tensor:
 
 
 def _seeded(function: Callable[[], Any]) -> Any:
-    torch.manual_seed(1)  # a router that samples in training mode (PhiMoE) draws the same on both sides
+    torch.manual_seed(1)  # makes a router that samples in training mode (PhiMoE) draw the same on both sides
     return function()
 
 
 def _close(parameter: nn.Parameter, gradient: Tensor | None) -> bool:
     expected = parameter.grad
     if expected is None or gradient is None:
-        # A stage never holds a parameter that it does not use; a zero gradient and none are the same.
+        # A stage does not hold parameters that it does not use, so a zero gradient and a missing one count as equal.
         return all(value is None or not value.any() for value in (expected, gradient))
     return bool((expected - gradient).abs().max() <= GRADIENT_TOLERANCE * expected.abs().max())
 
@@ -159,7 +159,7 @@ def _remarks(family: str, cut: Cut) -> str:
 
 
 def out_of_scope(family: str) -> str:
-    """Why a type is no decoder-only language model of its own; empty where it is one."""
+    """Returns why a model type is not a decoder-only language model of its own; empty if it is one."""
     for reason, members in OUT_OF_SCOPE.items():
         if family in members.split():
             return reason
@@ -171,12 +171,12 @@ def out_of_scope(family: str) -> str:
 
 
 def one_line(error: object) -> str:
-    """The beginning of a message, fit for the cell of a table."""
+    """Returns the beginning of a message in a form that fits a table cell."""
     return " ".join(str(error).split()).replace("|", "\\|")[:160]
 
 
 def render(verdicts: list[Verdict], head: str = HEAD) -> str:
-    """The whole document."""
+    """Returns the whole page."""
     counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in KINDS}
     built = counts["works"] + counts["wrong"] + counts["refused"]
     totals = (
@@ -193,13 +193,13 @@ KINDS = ("works", "wrong", "refused", "not built", "out of scope")
 
 
 def section(kind: str, verdicts: list[Verdict]) -> str:
-    """The families of one kind, as a table."""
+    """Returns the families of one kind as a table."""
     rows = "".join(f"| {verdict.family} | {verdict.note} |\n" for verdict in verdicts)
     return f"\n## {kind.capitalize()}\n\n| Family | |\n|---|---|\n{rows}"
 
 
 def walk() -> list[Verdict]:
-    """The verdict on every type of the mapping."""
+    """Returns the results for all model types of the mapping."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

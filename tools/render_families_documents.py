@@ -1,4 +1,4 @@
-"""Writes docs/reference/families_documents.md: of which causal LMs packed documents are kept apart, and without a mask.
+"""Writes docs/reference/families_documents.md: which causal LMs keep packed documents apart, and which without a mask.
 
 python tools/render_families_documents.py
 """
@@ -54,14 +54,14 @@ def judge(family: str) -> Verdict:
     try:
         check_attention(config, "varlen")
     except AttentionRefused as refusal:
-        # How far the logits of random weights are apart is no fact about a family, and differs between machines.
+        # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         reason = re.sub(r" by \S+$", "", one_line(refusal.reason))
         return Verdict(family, "refused", "; ".join(filter(None, (reason, note))))
     return Verdict(family, "works", note)
 
 
 def influences(config: PreTrainedConfig) -> bool:
-    """Whether under masks a document changes the logits of the next one."""
+    """Returns whether, with masks, a document changes the logits of the next one."""
     torch.manual_seed(0)
     tokens, positions = packed_input(config)
     first, second = slice(0, 10), slice(10, 16)
@@ -79,7 +79,7 @@ def _logits(config: PreTrainedConfig, tokens: Tensor, positions: Tensor) -> Tens
 
 
 def walk() -> list[Verdict]:
-    """The verdict on every type of the mapping."""
+    """Returns the results for all model types of the mapping."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

@@ -47,7 +47,7 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -57,7 +57,7 @@ Verdict = families.Verdict
 
 
 def judge(family: str) -> Any:
-    """Builds a family and compares, on both ranks alike."""
+    """Builds a family and compares; both ranks call it."""
     outside = families.out_of_scope(family)
     if outside:
         return Verdict(family, "out of scope", outside)
@@ -66,7 +66,7 @@ def judge(family: str) -> Any:
         attention = _attention(config)
     except Exception as error:
         return Verdict(family, "not built", f"{type(error).__name__}: {families.one_line(error)}")
-    # A group of its own, since one on which a rank has waited in vain is of no more use.
+    # Each family gets a new group, because a group in which a rank has timed out cannot be used again.
     group = dist.new_group([0, 1], timeout=WAIT)
     refusal = _of_either(compare(config, attention, group))
     if refusal:
@@ -76,7 +76,7 @@ def judge(family: str) -> Any:
 
 
 def _attention(config: PreTrainedConfig) -> str:
-    """`sdpa` where the family runs with it, else `eager`; raises where it runs with neither."""
+    """Returns `sdpa` if the family runs with it, otherwise `eager`. Raises if it runs with neither."""
     for attention in ("sdpa", "eager"):
         try:
             tokens, positions = packed_input(config)
@@ -91,21 +91,21 @@ def _attention(config: PreTrainedConfig) -> str:
 
 
 def _longer(config: PreTrainedConfig) -> MicroBatch:
-    """Three sequences of 32 tokens, cut into documents elsewhere than in the check."""
+    """Returns three sequences of 32 tokens, divided into documents at other positions than in the check."""
     tokens = torch.randint(3, min(config.vocab_size, 90), (3, 32), generator=torch.Generator().manual_seed(5))
     positions = torch.stack([torch.arange(32), torch.arange(32) % 21, torch.arange(32) % 7])
     return MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
 
 
 def _of_either(reason: str) -> str:
-    """What `check_sequence` would tell."""
+    """Returns the message that `check_sequence` would give."""
     reasons = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     return told(reasons)
 
 
 def walk() -> list[Any]:
-    """The verdict on every type of the mapping, from a pair of processes."""
+    """Returns the results for all model types of the mapping, computed by two processes."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

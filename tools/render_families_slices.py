@@ -50,19 +50,19 @@ def judge(family: str) -> Verdict:
     try:
         return Verdict(family, "works", f"{_share(model, compare(config)):.0%}")
     except SplitRefused as refusal:
-        # How far random numbers are apart is no fact about a family, and differs between machines.
+        # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))
 
 
 def _share(model: transformers.PreTrainedModel, split: Split) -> float:
-    """Part of the parameters of the decoder layers that is split."""
+    """Returns the fraction of the decoder layers' parameters that is split."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if re.search(r"\.\d+\.", name)}
     share: float = sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())
     return share
 
 
 def render(verdicts: list[Verdict]) -> str:
-    """The whole document."""
+    """Returns the whole page."""
     counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in KINDS}
     built = counts["works"] + counts["refused"]
     totals = f"Of {len(verdicts)} types, {built} are decoder-only and were built: **{counts['works']} work**.\n"
@@ -71,7 +71,7 @@ def render(verdicts: list[Verdict]) -> str:
 
 
 def walk() -> list[Verdict]:
-    """The verdict on every type of the mapping."""
+    """Returns the results for all model types of the mapping."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Writes docs/reference/families_tensor.md: which causal LMs of transformers can be trained tensor parallel.
+"""Writes docs/reference/families_tensor.md: which causal LMs of transformers can be trained with tensor parallelism.
 
 python tools/render_families_tensor.py
 """
@@ -46,7 +46,7 @@ which share of a rank's layers is split in the tiny copy; all ranks of a group h
 
 
 def judge(family: str) -> Verdict:
-    """Builds a family, cuts it over the ranks and compares; called by all ranks."""
+    """Builds a family, splits it among the ranks and compares; all ranks call it."""
     outside = out_of_scope(family)
     if outside:
         return Verdict(family, "out of scope", outside)
@@ -70,7 +70,7 @@ def _in_short(reason: str) -> str:
 
 
 def verdicts(rank: int, families: Sequence[str]) -> list[Verdict]:
-    """The verdict on each family; called by both ranks of a process group."""
+    """Returns the result for each family; both ranks of a process group call it."""
     make_tensor_groups(RANKS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -80,7 +80,7 @@ def verdicts(rank: int, families: Sequence[str]) -> list[Verdict]:
 
 
 def render(found: list[Verdict]) -> str:
-    """The whole document."""
+    """Returns the whole page."""
     counts = {kind: sum(verdict.kind == kind for verdict in found) for kind in KINDS}
     totals = (
         f"Of {len(found)} types, {counts['works'] + counts['refused']} are decoder-only and were built: "
@@ -99,7 +99,7 @@ def _in_group(rank: int, port: int) -> list[Verdict]:
 
 
 def walk() -> list[Verdict]:
-    """The verdict on every type of the mapping, from two ranks on this machine."""
+    """Returns the results for all model types of the mapping, computed by two ranks on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Writes docs/reference/recipe.md: every field of a recipe, from the models themselves.
+"""Writes docs/reference/recipe.md: every field of a recipe, read from the models themselves.
 
 python tools/render_fields.py
 """
@@ -28,11 +28,11 @@ A value that is valid JSON is read as JSON, and any other value as text.
 PICTURES: dict[type[Part], str] = {
     OptimConfig: "![The five schedules](../pictures/schedules.svg)\n\nDrawn by `python tools/render_schedules.py`.\n\n",
 }
-"""Shown above the fields of a part."""
+"""The text above the fields of a part."""
 
 
 def render() -> str:
-    """The whole document."""
+    """Returns the whole page."""
     parts = [part for part in vars(recipe).values() if isinstance(part, type) and issubclass(part, Part)]
     ordered: list[type[Part]] = [Recipe, *(part for part in parts if part not in (Part, Recipe))]
     return HEAD + "".join(_section(part) for part in ordered)
@@ -51,7 +51,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    """The name of the type; that of a part leads to its fields."""
+    """Returns the name of a field's type; for a part of the recipe, it links to the fields of that part."""
     name = type_name(field.annotation)
     is_part = isinstance(field.annotation, type) and issubclass(field.annotation, Part)
     return f"[`{name}`](#{name.lower()})" if is_part else f"`{_escaped(name)}`"

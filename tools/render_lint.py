@@ -1,7 +1,7 @@
-"""Writes docs/reference/lint.md: the lint rules, and the corpus of `tests/lint_corpus` beside DeepSpeed's own verdict.
+"""Writes docs/reference/lint.md: the lint rules, and the corpus of `tests/lint_corpus` with DeepSpeed's own verdicts.
 
-`python tools/render_lint.py`, after a change of a rule, of the corpus or of DeepSpeed; a test renders again and
-compares. The verdict is that of `DeepSpeedConfig`, which reads the file and checks it; no engine is built.
+Run `python tools/render_lint.py` after a change to a rule, to the corpus or to DeepSpeed. A test renders the page again
+and compares. The verdict is that of `DeepSpeedConfig`, which reads and checks a file without building an engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ whose "auto" values the Hugging Face Trainer fills in first.
 
 @dataclass(frozen=True)
 class Case:
-    """A file of the corpus, with what its head says: about what, the faults as `field rule`, the ranks."""
+    """A file of the corpus, with its subject, its faults as `field rule` and the number of ranks.
+
+    They are read from the first lines of the file.
+    """
 
     path: Path
     about: str
@@ -55,7 +58,7 @@ class Case:
 
 
 def cases(kind: str) -> list[Case]:
-    """The files of the corpus: `malformed` or `valid`."""
+    """Returns the files of one part of the corpus: `malformed` or `valid`."""
     return [_case(path) for path in sorted((CORPUS / kind).glob("*.json"))]
 
 
@@ -67,7 +70,7 @@ def _case(path: Path) -> Case:
 
 
 def verdict(case: Case) -> str:
-    """What DeepSpeed says to a file: accepted, or the exception that it raises."""
+    """Returns DeepSpeed's verdict on a file: `accepted`, or the name of the exception that it raises."""
     import deepspeed.runtime.config as config
     import hjson
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
@@ -79,7 +82,7 @@ def verdict(case: Case) -> str:
     try:
         text = case.path.read_text(encoding="utf-8")
         config.DeepSpeedConfig(hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys))
-    except Exception as error:  # whatever it raises is the verdict
+    except Exception as error:  # any exception is a verdict
         return type(error).__name__
     finally:
         config.dist = real
@@ -87,7 +90,7 @@ def verdict(case: Case) -> str:
 
 
 def rendered() -> str:
-    """The whole document."""
+    """Returns the whole page."""
     rows = "".join(f"| `{rule.id}` | {rule.severity} | {rule.reason} |\n" for rule in RULES)
     malformed, valid = ([(case, verdict(case)) for case in cases(kind)] for kind in ("malformed", "valid"))
     counts = {

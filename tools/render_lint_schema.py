@@ -1,8 +1,8 @@
-"""Writes what `llmtrain lint` knows of DeepSpeed's configuration, from the DeepSpeed and torch that are installed.
+"""Writes what `llmtrain lint` knows about DeepSpeed's configuration, read from the installed DeepSpeed and torch.
 
-`python tools/render_lint_schema.py` after an update of DeepSpeed; a test renders again and compares. A node is
-{"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys": {name: node},
-"default": value, "instead": the key that replaces a deprecated one}; an empty node takes anything.
+Run `python tools/render_lint_schema.py` after an update of DeepSpeed. A test renders the file again and compares. A
+node is {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys": {name: node},
+"default": value, "instead": the key that replaces a deprecated one}; an empty node accepts anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PLAIN = {
 
 
 def of_model(model: type[BaseModel]) -> Node:
-    """The node of a pydantic model of DeepSpeed; a field can be given by its name and by its alias."""
+    """Returns the node of one of DeepSpeed's pydantic models, whose fields can be set by name or by alias."""
     keys = {}
     for name, field in model.model_fields.items():
         node = of_annotation(field.annotation)
@@ -54,7 +54,7 @@ def of_model(model: type[BaseModel]) -> Node:
 
 
 def of_annotation(annotation: Any) -> Node:
-    """The node of a type annotation."""
+    """Returns the node of a type annotation."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         nodes = [of_annotation(one) for one in arguments if one is not type(None)]
@@ -73,7 +73,7 @@ def of_annotation(annotation: Any) -> Node:
 
 
 def of_defaults(defaults: dict[str, Any]) -> Node:
-    """The node of a block that DeepSpeed reads key by key, by the types of its defaults."""
+    """Returns the node of a block that DeepSpeed reads key by key, with the types of its defaults."""
     keys = {}
     for name, value in defaults.items():
         known = type(value) in _PLAIN and value != "auto"
@@ -82,12 +82,12 @@ def of_defaults(defaults: dict[str, Any]) -> Node:
 
 
 def parameters(of: Any) -> list[str]:
-    """Names of the arguments of a constructor, without the first (parameters, or the optimizer)."""
+    """Returns the argument names of a constructor without the first (parameters, or the optimizer)."""
     return sorted(list(inspect.signature(of).parameters)[1:])
 
 
 def blocks() -> dict[str, Node]:
-    """The blocks of the top level."""
+    """Returns the blocks of the top level."""
     from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
@@ -128,7 +128,7 @@ def blocks() -> dict[str, Node]:
 
 
 def optimizers() -> dict[str, list[str]]:
-    """Arguments by optimizer: DeepSpeed's own by their lower-case name, torch's by theirs."""
+    """Maps each optimizer to its arguments: DeepSpeed's own by lower-case name, torch's by their own names."""
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -151,7 +151,7 @@ def optimizers() -> dict[str, list[str]]:
 
 
 def schedulers() -> dict[str, list[str]]:
-    """Arguments by learning rate schedule: DeepSpeed's and torch's."""
+    """Maps each learning rate schedule of DeepSpeed and torch to its arguments."""
     import torch
     from deepspeed.runtime import lr_schedules
 
@@ -165,7 +165,7 @@ def schedulers() -> dict[str, list[str]]:
 
 
 def rendered() -> str:
-    """The whole file."""
+    """Returns the whole file."""
     import deepspeed
 
     data = {

@@ -1,4 +1,4 @@
-"""Writes docs/reference/memory_measured.md: predicted memory against what was measured on a GPU, or that nothing was.
+"""Writes docs/reference/memory_measured.md: predicted memory beside GPU measurements, or that there are none yet.
 
 python tools/render_memory.py
 """
@@ -36,7 +36,7 @@ Of {measured} configurations, {within:.0%} are within 3%; the errors lie between
 
 
 def render(result: dict[str, Any] | None) -> str:
-    """The whole page; result: what the benchmark has written, None before it has run."""
+    """Returns the whole page. result: what the benchmark wrote, or None if it has not been run."""
     if not result or not result["measured"]:
         return HEAD + NOTHING
     aim = "met" if result["aim_met"] else "missed"
@@ -52,7 +52,7 @@ def _row(row: dict[str, Any]) -> str:
 
 
 def found() -> dict[str, Any] | None:
-    """What is committed."""
+    """Returns the committed result, or None."""
     return json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.is_file() else None
 
 

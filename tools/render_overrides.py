@@ -21,7 +21,7 @@ build an engine. With an untried version that has all of them, a run reports thi
 
 
 def render() -> str:
-    """The whole document."""
+    """Returns the whole page."""
     lines = [HEAD]
     for package, version in TRIED.items():
         lines += [

@@ -29,7 +29,7 @@ DRAWN_BY_PLAN = {
         + ["--set", "batch.global_batch_size=8", "--set", "batch.micro_batch_size=1"],
     ),
 }
-"""Picture in docs/pictures: the picture of a plan, and the arguments of `llmtrain plan`."""
+"""Picture in docs/pictures → the file name of a plan's picture, and the arguments of `llmtrain plan`."""
 
 STAGES = (
     ("Recipe", ("model, data, batch,", "optimizer, steps"), "#dbe9f6"),
@@ -37,15 +37,15 @@ STAGES = (
     ("Engine", ("one optimizer step,", "under any strategy"), "#fdebd0"),
     ("Checkpoint", ("continues under", "any other plan"), "#eadcf4"),
 )
-"""A box of the overview: its name, what it holds, its colour."""
+"""The boxes of the overview: name, content and colour."""
 ARROWS = ("+ cluster", "launch", "save")
 BELOW = ("", "ds_config.json", "metrics, TensorBoard", "Hugging Face model")
-"""What each stage writes."""
+"""What each box writes."""
 REFUSED = "a plan that cannot work is refused here, with the reason"
 
 
 def overview() -> str:
-    """Recipe → plan → engine → checkpoint."""
+    """Draws recipe → plan → engine → checkpoint."""
     wide, high, gap, left, top = 150, 74, 64, 16, 36
     elements = []
     for index, ((name, lines, colour), below) in enumerate(zip(STAGES, BELOW, strict=True)):
@@ -68,7 +68,7 @@ def overview() -> str:
 
 
 def loss(rows: Iterable[dict[str, float]]) -> str:
-    """Training and evaluation loss by step."""
+    """Draws training and evaluation loss by step."""
     found = list(rows)
     trained = [(row["step"], row["loss"]) for row in found if "loss" in row]
     evaluated = [(row["step"], row["eval_loss"]) for row in found if "eval_loss" in row]

@@ -24,13 +24,13 @@ COLOURS = {
     "wsd": "#cc79a7",
 }
 X, Y, WIDTH, HEIGHT = 40, 40, 500, 200
-"""The place of the diagram in the picture."""
+"""Position and size of the diagram in the picture."""
 
 
 def rates(
     kind: str, steps: int = STEPS, warmup: int = WARMUP, decay: int = DECAY, lowest: float = LOWEST
 ) -> list[float]:
-    """The rate of each step, relative to the peak; of as many steps as the run has, and of the one after."""
+    """Returns the learning rate relative to its peak for every step of the run, and for one more step."""
     fields = {"lr": 1.0, "schedule": kind, "warmup_steps": warmup, "decay_steps": decay, "min_lr_ratio": lowest}
     recipe = Recipe(
         name="schedules",
@@ -51,7 +51,7 @@ def rates(
 
 
 def render() -> str:
-    """The picture."""
+    """Returns the picture."""
     elements = [box(X, Y, WIDTH, HEIGHT, "#f6f6f6"), line(X, Y, Y + HEIGHT, "#222222")]
     for value in (0.0, LOWEST, 0.5, 1.0):
         elements.append(text(X - 6, Y + HEIGHT * (1 - value) + 3, f"{value:g}", anchor="end"))

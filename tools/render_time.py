@@ -1,4 +1,4 @@
-"""Writes docs/guides/time.md: what a prediction of step time assumes, and how far it lies from published runs.
+"""Writes docs/guides/time.md: the assumptions of the step time prediction, and its deviation from published runs.
 
 python tools/render_time.py
 """
@@ -46,12 +46,12 @@ SLOW_H100 = Device(
     node_bandwidth=450 * GIGA,
     network_bandwidth=50 * GIGA,
 )
-"""torchtitan's: 96 GB of HBM2e at 2.4 TB/s, held at 500 W."""
+"""The device of torchtitan's runs: 96 GB of HBM2e at 2.4 TB/s, limited to 500 W."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: what it was, and what it reached."""
+    """A published run: its setup and its speed."""
 
     source: str
     name: str
@@ -67,10 +67,13 @@ class Run:
     checkpointing: bool = False
     assumed: Assumptions = FUSED
     interleaved: bool = False
-    """Whether its stages hold several pieces of the model, which no plan of ours has."""
+    """Whether each of its stages holds several parts of the model, which our plans do not support."""
 
     def plan(self) -> Plan:
-        """As a plan of ours; legal or not, since other stacks do what DeepSpeed does not."""
+        """Returns the run as a plan.
+
+        Rules are not checked, since other stacks support layouts that DeepSpeed does not.
+        """
         own = (SLOW_H100,) if self.device == SLOW_H100.name else ()
         nodes = max(self.devices // 8, 1)
         cluster = Cluster(nodes=nodes, devices_per_node=self.devices // nodes, device=self.device, own_devices=own)
@@ -97,20 +100,20 @@ class Run:
         return assemble(Draft(recipe, cluster, model_facts(recipe.model, recipe.vocab_size)))
 
     def predicted(self) -> StepTime:
-        """By the model."""
+        """Returns the predicted step time."""
         time = predict(self.plan(), self.assumed)
         assert time is not None, "all devices here are known"
         return time
 
 
 def gpt(width: int, layers: int, heads: int, length: int, vocabulary: int = 50368) -> ModelConfig:
-    """A decoder of GPT-2's kind; MPT's has no biases and counts the same to a part in a thousand."""
+    """Returns a decoder like GPT-2; MPT's has no biases, but its count differs by only one part in a thousand."""
     sizes = {"vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": length}
     return ModelConfig(architecture="gpt2", config=sizes, attention="flash_attention_2")
 
 
 def llama(width: int, inner: int, layers: int, heads: int) -> ModelConfig:
-    """Of the Llama 3 line: 8 key and value heads, 128,256 tokens."""
+    """Returns a model of the Llama 3 series: 8 key and value heads, 128,256 tokens."""
     sizes = {"vocab_size": 128256, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8}
     config = sizes | {"tie_word_embeddings": False}
@@ -132,7 +135,7 @@ def foundry(
     published: float,
     checkpointing: bool,
 ) -> Run:
-    """A row of llm-foundry's tables: FSDP, full shard."""
+    """Returns a row of llm-foundry's tables: FSDP, full shard."""
     name = f"MPT {size}, T = {length}"
     model = gpt(*MPT[size], length)
     return Run(FOUNDRY, name, model, devices, device, micro, accumulation, length, published, SHARDED, checkpointing)
@@ -149,7 +152,10 @@ def megatron(
     batch: int,
     tflops: float,
 ) -> Run:
-    """A row of Megatron-LM's table, whose FLOPs count recomputation: 96·s·l·h²·(1 + s/6h + V/16lh) a sequence."""
+    """Returns a row of Megatron-LM's table.
+
+    Its FLOPs count recomputation: 96·s·l·h²·(1 + s/6h + V/16lh) per sequence.
+    """
     length, vocabulary = 2048, 51200
     flops = 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
     model = gpt(width, layers, heads, length, vocabulary)
@@ -173,7 +179,7 @@ def megatron(
 
 
 def llama3(devices: int, batch: int, tflops: float) -> Run:
-    """A row of Llama 3's table; FLOPs are taken as 6·N + 6·L·d·T a token."""
+    """Returns a row of Llama 3's table; FLOPs are taken as 6·N + 6·L·d·T per token."""
     length = 8192
     flops = 6 * 405.85e9 + 6 * 126 * 16384 * length
     parallel = {"zero_stage": 1, "tensor": 8, "pipeline": 16}
@@ -194,7 +200,7 @@ def llama3(devices: int, batch: int, tflops: float) -> Run:
 
 
 def titan(devices: int, published: float, assumed: Assumptions) -> Run:
-    """Llama 3.1 8B under FSDP; selective checkpointing is taken for none."""
+    """Returns a run of Llama 3.1 8B under FSDP; its selective checkpointing is treated as no checkpointing."""
     name = "Llama 3.1 8B" + (", eager" if assumed is EAGER else ", compiled")
     model = llama(4096, 14336, 32, 32)
     return Run(TITAN, name, model, devices, SLOW_H100.name, 2, 1, 8192, published, SHARDED, assumed=assumed)
@@ -336,7 +342,7 @@ Limits of this comparison:
 
 
 def layout_of(run: Run) -> str:
-    """Degrees, stage and micro-batches."""
+    """Returns the parallel degrees, the ZeRO stage and the number of micro-batches."""
     plan = run.plan()
     layout = plan.layout
     parts = [f"dp{layout.dp}", *(f"{name}{size}" for name, size in (("pp", layout.pp), ("tp", layout.tp)) if size > 1)]
@@ -345,7 +351,7 @@ def layout_of(run: Run) -> str:
 
 
 def render() -> str:
-    """The whole document."""
+    """Returns the whole page."""
     reached = {**REACHED, "others": REACHED_ELSEWHERE}
     shares = "".join(f"| {name} | {one.matmul:.0%} | {one.attention:.0%} |\n" for name, one in reached.items())
     rows = "".join(_row(run) for run in RUNS)

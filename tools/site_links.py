@@ -1,7 +1,7 @@
-"""A hook of MkDocs: files of the repository that a page links to become pages of the site.
+"""A hook of MkDocs that adds repository files to the site if pages link to them.
 
-In the repository a link such as `../../llmtrain/loop.py` leads to the file. The site is built from `docs/` alone, so
-each linked file outside of it is added under `source/`: Markdown as a page, pictures as they are, other text as a
+In the repository, a link such as `../../llmtrain/loop.py` leads to the file. The site is built from `docs/` alone, so
+each linked file outside of it is added under `source/`: Markdown as a page, pictures unchanged, other text as a
 listing. Links to folders become plain text.
 """
 
@@ -21,7 +21,7 @@ LANGUAGES = {".py": "python", ".json": "json", ".sh": "sh", ".sbatch": "sh", ".t
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds what pages link to outside `docs/`, and what these pages link to in turn."""
+    """Adds the files outside `docs/` that pages link to, and the files that these link to in turn."""
     waiting = [ROOT / "docs" / file.src_uri for file in files.documentation_pages()]
     while waiting:
         page = waiting.pop()
@@ -41,10 +41,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Has links lead to the pages that `on_files` added."""
+    """Points links to the pages that `on_files` added."""
     here = page.file.src_uri
     real = Path(page.file.abs_src_path) if page.file.abs_src_path else None
-    if real is None:  # a listing
+    if real is None:  # a listing has no links
         return markdown
 
     def found(match: re.Match[str]) -> str:
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if target.is_dir():
             return match[2]
         if not target.is_file():
-            return match[0]  # MkDocs reports it
+            return match[0]  # MkDocs reports the broken link
         link = os.path.relpath(_name(target), Path(here).parent)
         return f"{match[1]}[{match[2]}]({link}{match[4] or ''})"
 
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _name(file: Path) -> str:
-    """The place of a file of the repository in the site."""
+    """Returns the path of a repository file in the site."""
     path = file.relative_to(ROOT)
     if path.parts[:1] == ("docs",):
         return Path(*path.parts[1:]).as_posix()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 def type_name(annotation: Any) -> str:
-    """An annotation without constraints, modules and quotes; the values of a Literal in its place."""
+    """Returns an annotation without constraints, modules and quotes, in which a Literal is replaced by its values."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is None or annotation is types.NoneType:
         return "None"
