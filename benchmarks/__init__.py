@@ -1,1 +1,1 @@
-"""What is measured: `python -m benchmarks`."""
+"""Benchmarks of llmtrain: `python -m benchmarks`."""

@@ -1,7 +1,8 @@
-"""`python -m benchmarks NAME`: answers a question, and leaves what it found in `results/NAME.json`.
+"""`python -m benchmarks NAME` answers a question and writes the result to `results/NAME.json`.
 
-Without a NAME it lists the questions. A result is kept only of a whole measurement on a machine that does nothing
-else: fewer `--pairs` than the question needs, `--short` and `--force` print, and write where `--out` says.
+Without a NAME it lists the questions. A result is kept only if the whole measurement ran on an otherwise idle machine.
+With fewer `--pairs` than the question needs, with `--short` or with `--force`, the result is printed, and written where
+`--out` says.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from llmtrain.host import cores_of_others, most_cores_of_others, own_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOOK_S = 3.0
-"""In which it is seen whether others use the cores."""
+"""Seconds during which it checks whether other processes use the cores."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Lists, or measures."""
+    """Lists the questions or measures one."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(question: Question, pairs: int, short: bool, only: str | None = None) -> dict[str, Any]:
-    """Runs all cases of a question; what is to be kept. Exits where a command fails."""
+    """Runs all cases of a question and returns the result. Exits if a command fails."""
     words = ["python", "-m", "benchmarks", question.name]
     words += [*(["--pairs", str(pairs)] if pairs != question.pairs else []), *(["--short"] if short else [])]
     document: dict[str, Any] = {"question": question.name, "command": " ".join(words), **facts(), "pairs": pairs}

@@ -2,8 +2,8 @@
 
 python benchmarks/bubble.py
 
-Stages sleep instead of computing, so that the schedule is all that is measured and two cores are enough
-for four stages. The engine is DeepSpeed's own, with its `TrainSchedule` over gloo.
+Stages sleep instead of computing. The measurement therefore covers only the schedule, and two cores are enough for four
+stages. The engine is DeepSpeed's own, with its `TrainSchedule` over gloo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from llmtrain.plan.time import bubble_of
 
 CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16))
-"""Stages, micro-batches."""
+"""Numbers of stages and micro-batches."""
 FORWARD_S, BACKWARD_S = 0.1, 0.2
 STEPS = 3
 WORLD = 4
@@ -34,7 +34,7 @@ RESULT = Path(__file__).parent / "results" / "bubble.json"
 
 
 class _Sleep(torch.autograd.Function):
-    """Hands its input on after a while, in both directions."""
+    """The identity, which sleeps in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """A weight, so that there is something to train, and a sleep."""
+    """A sleeping stage with one weight, so that there is something to train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class SleepingStage(nn.Module):
 
 
 def measure(stages: int, micro_batches: int) -> float:
-    """Median seconds of a step, of the steps after the first."""
+    """Returns the median duration of a step in seconds, without the first step."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -91,7 +91,7 @@ def measure(stages: int, micro_batches: int) -> float:
 
 
 def result_of(stages: int, micro_batches: int, seconds: float) -> dict[str, float]:
-    """Formula beside measurement. Busy is a stage for m forward and m backward passes."""
+    """Returns formula and measurement side by side. A stage is busy for m forward and m backward passes."""
     busy = micro_batches * (FORWARD_S + BACKWARD_S)
     predicted = busy / (1 - bubble_of(stages, micro_batches))
     return {
@@ -106,7 +106,7 @@ def result_of(stages: int, micro_batches: int, seconds: float) -> dict[str, floa
 
 
 def work(rank: int, port: int) -> None:
-    """One of the ranks; the first writes the result."""
+    """Runs one rank; rank 0 writes the result."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
@@ -122,7 +122,7 @@ def work(rank: int, port: int) -> None:
 
 
 def document(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """The result with what it was measured on."""
+    """Returns the result together with a description of the machine."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     packages = {name: metadata.version(name) for name in ("torch", "deepspeed")}
     return {

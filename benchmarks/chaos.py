@@ -1,10 +1,10 @@
-"""Kills saves and runs, and counts what was lost: `python benchmarks/chaos.py --kills 500`.
+"""Kills saves and runs and counts what was lost: `python benchmarks/chaos.py --kills 500`.
 
-Saves are killed before and after each of their filesystem calls, in the midst of each write, and at random
-instants, on one rank and on several, of a stand-in and of DeepSpeed's engine (`tests/checkpoint/killing.py` has the
-campaigns). Then whole runs are: the same run is started again and again and killed, and what it leaves at the end is
-compared bit for bit with a run that was left alone. Writes `benchmarks/results/chaos.json`; a kill that costs more
-than the save that it hits ends the program with an error.
+Saves are killed before and after each of their filesystem calls, in the middle of each write, and at random times. This
+happens on one rank and on several, with a stand-in and with DeepSpeed's engine (`tests/checkpoint/killing.py` has the
+campaigns). Then whole runs are killed: the same run is started and killed again and again, and its final output is
+compared bit for bit with that of an undisturbed run. Writes `benchmarks/results/chaos.json`. If a kill costs more than
+the save that it interrupts, the program ends with an error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DELAY_S = 3.0
 
 
 def main() -> None:
-    """Runs the campaigns until there were so many kills, and writes what they found."""
+    """Runs the campaigns until they have made the requested number of kills, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--runs", type=int, default=8, help="of these kills, so many of whole runs")
@@ -75,7 +75,7 @@ def main() -> None:
         "versions": {"python": found["python"], **{name: found["packages"][name] for name in ("torch", "deepspeed")}},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "kills": kills,
-        "unloadable": 0,  # one, or an interval more than that of the kill, would have ended the program
+        "unloadable": 0,  # an unloadable save, or the loss of a second interval, would have ended the program
         "campaigns": campaigns,
     }
     RESULT.write_text(json.dumps(document, indent=2) + "\n")
@@ -113,7 +113,7 @@ def _timed(what: str, campaign: Callable[[], int]) -> dict[str, Any]:
 
 
 def _runs(folder: Path, kills: int, seed: int) -> int:
-    """One run that is killed again and again, and what it leaves against one that was left alone."""
+    """Kills one run repeatedly and compares its output with that of an undisturbed run."""
     generator = random.Random(seed)
     recipe = _recipe(folder)
     killed, whole = folder / "killed", folder / "whole"
@@ -132,7 +132,7 @@ def _runs(folder: Path, kills: int, seed: int) -> int:
 
 
 def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
-    """Starts the run and kills one of its workers, or the launcher, some time after it has saved."""
+    """Starts the run and, some time after it has saved, kills one of its workers or the launcher."""
     command = [sys.executable, "-m", "llmtrain", "train", str(recipe), "--run-dir", str(run), *TRAIN]
     log = run / "metrics.jsonl"
     seen = log.stat().st_mtime_ns if log.exists() else 0
@@ -143,11 +143,11 @@ def _attempt(recipe: Path, run: Path, generator: random.Random) -> None:
     time.sleep(generator.uniform(0, DELAY_S))
     os.kill(generator.choice([process.pid, *workers(process.pid)]), signal.SIGKILL)
     process.wait()
-    time.sleep(0.5)  # workers of a killed launcher are ended by the kernel
+    time.sleep(0.5)  # the kernel ends the workers of a killed launcher
 
 
 def _recipe(folder: Path) -> Path:
-    """The recipe of the tests of whole runs, and its corpus."""
+    """Writes the recipe that tests of whole runs use, and its corpus."""
     folder.mkdir(parents=True)
     return write_small_recipe(folder)
 

@@ -1,14 +1,14 @@
-"""Measures how much of a run's time trains it when workers are killed: `python benchmarks/effective_time.py`.
+"""Measures how much of a run's time is training when workers are killed: `python benchmarks/effective_time.py`.
 
-A run of two workers under `llmtrain train --max-restarts` loses a random worker to SIGKILL at seeded, exponentially
-distributed instants. Effective time is what its steps take while nothing disturbs them, over the wall time from the
-command to its end. The ideal for this interval of checkpoints and these kills saves at once and starts at once: it
-loses nothing but the steps since the last checkpoint that was due. Both are written to `results/effective_time.json`,
-and their ratio.
+In a run of two workers under `llmtrain train --max-restarts`, SIGKILL ends a random worker at seeded, exponentially
+distributed times. Effective time is the time that the run's steps take undisturbed, divided by the wall time from the
+command to its end. The ideal run, for this checkpoint interval and these kills, saves and starts instantly; it loses
+only the steps since the last checkpoint that was due. Both are written to `results/effective_time.json` with their
+ratio.
 
-Undisturbed, a step takes the median of the hundred steps around it: a run that is measured apart would not do, since
-machines change their speed by a fifth within minutes (seen). What a save slows down and what is slower by chance count
-as lost. The machine must have nothing else to do.
+The undisturbed time of a step is the median of the hundred steps around it. A separate run could not serve as the
+reference, because the speed of machines varies by a fifth within minutes (seen). Time that saves add, and steps that
+are slower by chance, count as lost. The machine must be otherwise idle.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ FIELDS = {
     "logging.every_steps": 10,
 }
 AROUND = 5
-"""Logged lines on each side of one that it is compared with."""
+"""Logged lines before and after a line with which it is compared."""
 
 
 def main() -> None:
-    """Runs, kills, and writes what was seen."""
+    """Runs, kills and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=15.0, help="of training, without the kills")
     parser.add_argument("--between", type=float, default=240.0, help="mean seconds between kills")
@@ -97,13 +97,16 @@ def _command(recipe: Path, run: Path, steps: int, every: int) -> list[str]:
 
 
 def _step_time(recipe: Path, folder: Path) -> float:
-    """Seconds of a step of a short run, to know how many make the minutes that are asked for."""
+    """Returns the seconds per step of a short run.
+
+    They determine the number of steps for the requested minutes.
+    """
     subprocess.run(_command(recipe, folder, 200, 200), check=True, stdout=subprocess.DEVNULL)
     return statistics.median(line["step_time_s"] for line in _lines(folder))
 
 
 def _undisturbed_s(run: Path) -> float:
-    """What all steps of a run take, each as long as those around it do."""
+    """Returns the time that all steps of a run take if each takes as long as the median of its neighbours."""
     lines = _lines(run)
     seconds = [line["step_time_s"] for line in lines]
     last, total = 0, 0.0
@@ -115,12 +118,12 @@ def _undisturbed_s(run: Path) -> float:
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:
-    """Of the steps that were kept."""
+    """Returns the logged lines of the steps that were kept."""
     return [line for line in metrics(run) if "loss" in line]
 
 
 def _instants(mean_s: float, generator: random.Random) -> Iterator[float]:
-    """Seconds since the start, one after the other."""
+    """Yields the times of the kills in seconds since the start, in ascending order."""
     at = 0.0
     while True:
         at += generator.expovariate(1 / mean_s)
@@ -130,7 +133,7 @@ def _instants(mean_s: float, generator: random.Random) -> Iterator[float]:
 def _killed_run(
     command: list[str], run: Path, every: int, instants: Iterator[float], generator: random.Random
 ) -> tuple[float, list[int]]:
-    """Seconds of a run whose workers are killed at these instants, and the steps that each kill has cost."""
+    """Kills a run's workers at the given times; returns its duration in seconds and the steps lost by each kill."""
     started, lost, last = time.monotonic(), [], 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     due = next(instants)
@@ -139,7 +142,7 @@ def _killed_run(
             pids = workers(process.pid)
             if len(pids) == WORKERS and (step := _last_step(run)):
                 os.kill(generator.choice(pids), signal.SIGKILL)
-                lost.append(step % every if step != last else 0)  # the same step: it was still starting
+                lost.append(step % every if step != last else 0)  # if the step is the same, the run was still starting
                 print(f"{due:.0f} s: killed after step {step}, {lost[-1]} steps lost", flush=True)
                 last = step
             due = next(instants)
@@ -150,7 +153,7 @@ def _killed_run(
 
 
 def _last_step(run: Path) -> int:
-    """The last logged step; 0 where there is none."""
+    """Returns the last logged step, or 0 if there is none."""
     file = run / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else 0

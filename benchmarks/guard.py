@@ -1,11 +1,12 @@
-"""Which updates of healthy runs the guard skips, and which spoilt ones it catches; writes results/guard.json.
+"""Measures which healthy updates the guard skips and which corrupted ones it catches; writes results/guard.json.
 
 python benchmarks/guard.py
 
-Small models of bytes are trained on the source text of Python's standard library by a plain loop that takes every
-update. Loss and gradient norm of each step go through the guard, and through other rules beside it. At every 250th
-step the same weights see spoilt batches, and the batch sees spoilt weights; nothing is trained on these. The rule was
-set by the runs of `SET`, and tried on those of `TRIED`, which have other seeds. A run takes a minute or two of a core.
+Small byte-level models are trained on the source text of Python's standard library by a plain loop that takes every
+update. The guard and several other rules judge the loss and gradient norm of each step. At every 250th step, the same
+weights also see corrupted batches, and the batch is also run with corrupted weights; neither is used for training. The
+rule was chosen on the runs of `SET` and tested on those of `TRIED`, which have other seeds. A run takes a minute or two
+on one core.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ HEAD = 16
 """Size of an attention head."""
 CLIP_NORM = 1.0
 PROBED = 250
-"""Steps between those at which spoilt batches are tried."""
+"""Steps between those at which corrupted batches are tried."""
 EVERY = 10
-"""Steps between those at which a healthy gradient is multiplied."""
+"""Steps between those at which the gradient norm of a healthy step is multiplied."""
 FACTORS = (3, 10, 100)
 WINDOW = GuardConfig().window_steps
 OURS = "guard"
@@ -57,9 +58,9 @@ class Run:
     hidden: int
     layers: int
     sequences: int
-    """Of a step."""
+    """Number of sequences in a step."""
     length: int
-    """Bytes of a sequence."""
+    """Bytes per sequence."""
     lr: float
     warmup: int
     seed: int
@@ -67,11 +68,11 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Number of tokens in a step."""
         return self.sequences * self.length
 
     def told(self) -> str:
-        """What it is, in a line."""
+        """Describes the run in one line."""
         sizes = f"{self.family} {self.hidden}×{self.layers}, {self.sequences}×{self.length} tokens"
         return f"{sizes}, lr {self.lr:g}, warm-up {self.warmup}, seed {self.seed}"
 
@@ -98,21 +99,21 @@ TRIED = (
     Run("llama", 64, 3, 3, 256, 5e-3, 0, 24),
 )
 LARGE = (Run("llama", 64, 2, 192, 64, 3e-3, 50, 6, 400),)
-"""A larger batch, whose numbers are closer to their mean."""
+"""A larger batch, for which loss and gradient norm vary less."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """What a run measured."""
+    """The measurements of a run."""
 
     steps: Numbers
-    """Of each step: loss and gradient norm."""
+    """For each step: loss and gradient norm."""
     probes: dict[str, Numbers]
-    """Of each kind of spoilt batch, each time: step, loss and gradient norm."""
+    """For each kind of corruption, one row per trial: step, loss and gradient norm."""
 
     @classmethod
     def of(cls, run: Run, folder: Path) -> Series:
-        """Trained, or read where the folder has it."""
+        """Trains the run, or reads its measurements if the folder has them."""
         file = folder / f"seed_{run.seed}.npz"
         if not file.exists():
             found = train(run)
@@ -122,14 +123,14 @@ class Series:
 
 
 def corpus() -> Tensor:
-    """The source files of the standard library as bytes, one behind the other."""
+    """Returns the concatenated source files of the standard library as bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in root.rglob("*.py") if not NOT_STDLIB.intersection(file.parts))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def model_of(run: Run) -> nn.Module:
-    """A new model."""
+    """Builds a new model."""
     heads = run.hidden // HEAD
     sizes: dict[str, Any] = {"vocab_size": SYMBOLS, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if run.family == "gpt2":
@@ -143,7 +144,7 @@ def model_of(run: Run) -> nn.Module:
 
 
 def train(run: Run) -> Series:
-    """Takes every update."""
+    """Trains without skipping any update."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     model, text = model_of(run), corpus()
@@ -168,7 +169,7 @@ def train(run: Run) -> Series:
 
 
 def measured(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Loss and gradient norm, which stays in the parameters."""
+    """Returns loss and gradient norm; the gradients stay in the parameters."""
     model.zero_grad()
     logits = model(input_ids=tokens).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -178,7 +179,7 @@ def measured(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, 
 
 
 def probed(model: nn.Module, batch: Tensor) -> Iterator[tuple[str, float, float]]:
-    """Kind, loss and norm of what may go wrong in a step; the weights stay as they are."""
+    """Yields kind, loss and gradient norm for several faults of a step; the weights are restored."""
     for kind, tokens, targets in spoilt_batches(batch):
         yield kind, *measured(model, tokens, targets)
     kept = [one.detach().clone() for one in model.parameters()]
@@ -193,7 +194,7 @@ def probed(model: nn.Module, batch: Tensor) -> Iterator[tuple[str, float, float]
 
 
 def spoilt_batches(batch: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Kind, tokens and targets."""
+    """Yields the kind, the tokens and the targets of corrupted batches."""
     tokens, targets = batch[:, :-1], batch[:, 1:]
     noise = torch.randint(0, SYMBOLS, batch.shape)
     yield "random bytes", noise[:, :-1], noise[:, 1:]
@@ -209,7 +210,7 @@ def spoilt_batches(batch: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def guarded(steps: Numbers) -> Numbers:
-    """What loss and norm of each step might have been at most, by the guard itself; NaN where nothing is known."""
+    """Returns the guard's limits on loss and gradient norm for each step; NaN if it has no limit yet."""
     guard, column = Guard(GuardConfig(), torch.device("cpu")), COLUMNS.index("loss_limit")
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], fused=True)
     guard.watch(optimizer)
@@ -222,7 +223,10 @@ def guarded(steps: Numbers) -> Numbers:
 
 
 def by(rule: Callable[[Numbers], Numbers]) -> Callable[[Numbers], Numbers]:
-    """The same by another rule. rule: the limits, by the last window of updates that were taken."""
+    """Returns a function that gives the limits of another rule.
+
+    rule: computes the limits from the last window of accepted updates.
+    """
 
     def limits(steps: Numbers) -> Numbers:
         taken: list[Numbers] = []
@@ -253,7 +257,7 @@ RULES: dict[str, Callable[[Numbers], Numbers]] = {
 
 
 def judged(run: Run, series: Series) -> dict[str, Any]:
-    """What each rule makes of a run: updates skipped, and spoilt ones caught."""
+    """Returns each rule's results for a run: healthy updates that were skipped, and corrupted ones that were caught."""
     row: dict[str, Any] = {"run": run.told(), "tokens_per_step": run.tokens, "steps": run.steps}
     row |= {"final_loss": round(float(series.steps[-WINDOW:, 0].mean()), 3), "skipped": {}, "caught": {}}
     for name, limits_of in RULES.items():
@@ -274,7 +278,7 @@ def judged(run: Run, series: Series) -> dict[str, Any]:
 
 
 def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over runs."""
+    """Returns the sums over runs."""
     found: dict[str, Any] = {"runs": len(rows), "steps": sum(row["steps"] for row in rows), "skipped": {}, "caught": {}}
     for name in RULES:
         found["skipped"][name] = sum(row["skipped"][name] for row in rows)
@@ -289,7 +293,7 @@ def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains the runs, and writes what each rule made of them."""
+    """Trains the runs and writes the results of each rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--series", type=Path, help="folder for the runs' numbers, which are read where it has them")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What a measurement was taken on, and how busy that was with other things."""
+"""Describes the machine of a measurement and its other load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmtrain.run_dir import environment
 
 
 def facts() -> dict[str, Any]:
-    """Hardware, versions, commit and load, as JSON values."""
+    """Returns hardware, versions, commit and load as JSON values."""
     found = environment()
     commit = found["git"] or {"commit": None, "modified": None}
     return {

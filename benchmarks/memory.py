@@ -1,11 +1,11 @@
-"""Measures the memory of plans on one GPU against what is predicted, and writes results/memory.json.
+"""Compares the memory of plans on one GPU with the prediction, and writes results/memory.json.
 
 python benchmarks/memory.py           # on a machine with a GPU of 80 GB or more, a quarter of an hour
-python benchmarks/memory.py --list    # what would be measured
+python benchmarks/memory.py --list    # lists what would be measured
 
-Every configuration has a process of its own, so that none finds what another has left. It makes the engine
-and takes three steps; `torch.cuda.max_memory_allocated` of all that is compared with the plan's peak, without the
-framework's share, which torch's allocator does not hand out. Then `python tools/render_memory.py`.
+Every configuration runs in its own process, so that no memory of another one remains. The process builds the engine and
+takes three steps. Its `torch.cuda.max_memory_allocated` is compared with the plan's peak without the framework's share,
+which is not allocated by torch. Afterwards run `python tools/render_memory.py`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from llmtrain.recipe import (
 RESULT = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3
 SHARE, CLOSE, UNDER = 0.95, 0.03, 0.01
-"""What is aimed at: this share of the configurations so close, none further under than the last."""
+"""The aim: this share of the configurations is within the second value of the prediction, and no prediction is too low
+by more than the third."""
 
 Model = tuple[str, dict[str, Any]]
-"""Architecture, configuration."""
+"""Architecture and configuration."""
 _WIDTHS: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -75,7 +76,7 @@ def case(
     micro: int = 4,
     **fields: Any,
 ) -> Recipe:
-    """A recipe of one or, by `accumulation`, several micro-batches; other fields are those of `ParallelConfig`."""
+    """Returns a recipe with `accumulation` micro-batches; other fields are those of `ParallelConfig`."""
     accumulation, attention = fields.pop("accumulation", 1), fields.pop("attention", "sdpa")
     documents = fields.pop("documents", True)
     return Recipe(
@@ -118,16 +119,16 @@ CASES = {
     "gemma zero2 bf16, small": case(("gemma", SMALL | {"head_dim": 64}), length=1024, micro=16),
     "mixtral zero1 bf16, small": case(("mixtral", EXPERTS), stage=1, length=1024, micro=8),
 }
-"""Name → what is trained, on one device."""
+"""Name → recipe; each is trained on one device."""
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """On a GPU of unknown size, so that nothing is refused."""
+    """Returns the plan for a GPU of unknown memory size, so that no plan is rejected."""
     return resolve(recipe, Cluster(device="gpu"))
 
 
 def predicted_bytes(plan: Plan) -> int:
-    """The plan's peak without the framework's share."""
+    """Returns the plan's peak without the framework's share."""
     memory = memory_of(plan)
     assert memory is not None, "each case is a chain of layers"
     moments: list[Parts] = [getattr(stage, name) for stage in memory.stages for name in MOMENTS]
@@ -135,7 +136,7 @@ def predicted_bytes(plan: Plan) -> int:
 
 
 def step_batch(plan: Plan, vocabulary: int) -> StepBatch:
-    """Random tokens; two documents a sequence where they are kept apart."""
+    """Returns random tokens, with two documents per sequence if documents are kept apart."""
     size = (plan.batch.micro_batch_size, plan.recipe.data.sequence_length)
     documents = 2 if plan.recipe.data.mask_documents else 1
     positions = torch.arange(size[1] // documents).repeat(documents).expand(size)
@@ -148,7 +149,7 @@ def step_batch(plan: Plan, vocabulary: int) -> StepBatch:
 
 
 def train(plan: Plan, device: torch.device) -> None:
-    """Makes the engine and takes the steps."""
+    """Builds the engine and takes the steps."""
     from llmtrain.ds_config import render
     from llmtrain.engines import build_engine
 
@@ -158,7 +159,7 @@ def train(plan: Plan, device: torch.device) -> None:
 
 
 def measure(name: str) -> None:
-    """Prints what one configuration took, as the last line."""
+    """Measures one configuration and prints its memory as the last line."""
     from llmtrain.engines.distributed import init_process_group
     from llmtrain.launch.rank import Rank
 
@@ -171,7 +172,7 @@ def measure(name: str) -> None:
 
 
 def row_of(name: str, measured: int | None, failure: str = "") -> dict[str, Any]:
-    """Prediction beside measurement; of a configuration that did not run, why."""
+    """Returns prediction and measurement side by side, or why the configuration did not run."""
     predicted = predicted_bytes(plan_of(CASES[name]))
     row: dict[str, Any] = {"name": name, "predicted_bytes": predicted, "measured_bytes": measured}
     if measured is None:
@@ -180,7 +181,7 @@ def row_of(name: str, measured: int | None, failure: str = "") -> dict[str, Any]
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many of what was measured are close, and how far the worst is under and over."""
+    """Returns how many measurements are close, and the largest underestimate and overestimate."""
     errors = [row["error"] for row in rows if "error" in row]
     within = round(sum(abs(error) <= CLOSE for error in errors) / len(errors), 4) if errors else None
     return {
@@ -193,7 +194,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result with what it was measured on."""
+    """Returns the result together with a description of the machine."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
     return {
@@ -208,7 +209,7 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(name: str) -> dict[str, Any]:
-    """The row of a configuration, from a process of its own."""
+    """Measures a configuration in a separate process and returns its row."""
     command = [sys.executable, __file__, "--case", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [""]
@@ -216,7 +217,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All configurations, one after another."""
+    """Measures all configurations, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the configurations and what is predicted")
     parser.add_argument("--case", choices=CASES, help="measure one, and print its bytes")

@@ -1,4 +1,4 @@
-"""Runs commands in turn, A B A B, each in a fresh process, and sums up what they print."""
+"""Runs commands alternately (A B A B), each in a fresh process, and summarizes the numbers that they print."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from llmtrain.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
 OTHERS = "cores_of_others"
-"""Of each run: cores that other processes used meanwhile."""
+"""The key, in each run, of the number of cores that other processes used meanwhile."""
 Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Side:
-    """A command that measures itself: the last line that it prints is a JSON object of numbers."""
+    """A command that measures itself; the last line of its output is a JSON object of numbers."""
 
     name: str
     command: Sequence[str]
-    """`python` is the running interpreter, `{work}` a folder that all commands of a question share."""
+    """`python` stands for the running interpreter, `{work}` for a folder that all commands of a question share."""
     env: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is compared: the first side is ours."""
+    """The sides that are compared; the first is ours."""
 
     name: str
     sides: Sequence[Side]
     setup: Sequence[Side] = ()
-    """Run once before, and not measured."""
+    """Commands that run once before the measurement and are not measured."""
 
 
 class SideFailedError(Exception):
-    """A command ended with an error, or printed no numbers."""
+    """A command failed or printed no numbers."""
 
 
 def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """All runs of all sides, and their summaries. Raises SideFailedError."""
+    """Runs all sides and returns their runs and summaries. Raises SideFailedError."""
     for one in case.setup:
         say(f"{case.name}: {one.name}")
         _run(one, work)
@@ -71,7 +71,7 @@ def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> 
 
 
 def measured(side: Side, work: Path) -> Numbers:
-    """One run of a side. Raises SideFailedError."""
+    """Runs a side once. Raises SideFailedError."""
     meter = CoreMeter()
     lines = _run(side, work).strip().splitlines()
     try:
@@ -92,18 +92,18 @@ def _run(side: Side, work: Path) -> str:
 
 
 def summary(runs: Sequence[Numbers]) -> dict[str, Numbers]:
-    """Median, lowest and highest of each number, over the runs that have it."""
+    """Returns median, minimum and maximum of each number over the runs that have it."""
     names = dict.fromkeys(name for run in runs for name in run)
     return {name: spread([run[name] for run in runs if name in run]) for name in names}
 
 
 def spread(values: Sequence[float]) -> Numbers:
-    """Median, lowest and highest."""
+    """Returns median, minimum and maximum."""
     return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def against(ours: Sequence[Numbers], peer: Sequence[Numbers]) -> dict[str, Numbers]:
-    """Ours in the peer's, pair by pair, of each number that both have."""
+    """Returns the ratio of ours to the peer's, pair by pair, for each number that both have."""
     names = [name for name in ours[0] if name in peer[0] and name != OTHERS]
     pairs = {
         name: [mine[name] / other[name] for mine, other in zip(ours, peer, strict=True) if other[name]]

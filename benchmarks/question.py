@@ -1,4 +1,4 @@
-"""A question: what is measured against what, what is aimed at, and how it is shown."""
+"""A question: what is compared, the aims, and how the result is shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from benchmarks.pairs import Case
 
 Result = dict[str, Any]
-"""What lies in `results/NAME.json`."""
+"""The content of `results/NAME.json`."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An aim, and whether a result meets it."""
+    """An aim and whether a result meets it."""
 
     aim: str
     found: str
@@ -23,27 +23,28 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Question:
-    """One that is answered by commands run in turn."""
+    """A question that is answered by commands run alternately."""
 
     name: str
     title: str
     asks: str
-    """A paragraph: what is compared, and how."""
+    """A paragraph that explains what is compared, and how."""
     cases: Callable[[bool], Sequence[Case]]
-    """Of a whole measurement, or, where that is asked for, of a short one that only shows that all of it runs."""
+    """Returns the cases of the whole measurement or, if its argument is true, of a short one that only shows that all
+    of it runs."""
     columns: dict[str, tuple[str, str]]
-    """Of the table: name of a number, and its heading and format."""
+    """Columns of the table: name of a number → heading and format."""
     verdicts: Callable[[Result], Sequence[Verdict]]
     minutes: int
-    """What the whole measurement takes on two cores, about."""
+    """Approximate duration of the whole measurement on two cores."""
     pairs: int = 5
-    """Runs of each side that a result needs."""
+    """Number of runs of each side that a result needs."""
     needs_gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Script:
-    """A question that a program of its own answers, from before there were pairs."""
+    """A question that is answered by a separate program, from the time before pairs were introduced."""
 
     name: str
     title: str
@@ -53,16 +54,16 @@ class Script:
     minutes: int
     needs_gpu: bool = False
     prints_result: bool = False
-    """Whether it prints its JSON, instead of writing `results/NAME.json` itself."""
+    """Whether the program prints its JSON instead of writing `results/NAME.json` itself."""
 
 
 def case_of(result: Result, name: str) -> Result:
-    """A case of a result."""
+    """Returns a case of a result."""
     found: Result = next(case for case in result["cases"] if case["name"] == name)
     return found
 
 
 def median_of(case: Result, side: str, number: str) -> float:
-    """A number of a side of a case."""
+    """Returns the median of a number for one side of a case."""
     found = next(one for one in case["sides"] if one["name"] == side)
     return float(found["summary"][number]["median"])

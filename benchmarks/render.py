@@ -1,4 +1,4 @@
-"""Writes README.md and its pictures from `results/*.json`, and from nothing else: `python -m benchmarks.render`."""
+"""Writes README.md and its pictures, solely from `results/*.json`: `python -m benchmarks.render`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NOT = "**Not measured.**"
 
 
 def found(name: str) -> Result | None:
-    """What is committed."""
+    """Returns the committed result, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def render(results: dict[str, Result | None], tried: str) -> str:
-    """The whole page. results: of each question, None where there is none."""
+    """Returns the whole page. results: the result of each question, or None if there is none."""
     lines = [_line(question, results[name]) for name, question in QUESTIONS.items()]
     sections = [_section(question, results[name]) for name, question in QUESTIONS.items()]
     return HEAD + "".join(lines) + "".join(sections) + "\n" + tried
@@ -73,7 +73,7 @@ def _section(question: Question | Script, result: Result | None) -> str:
 
 
 def _tables(question: Question, result: Result) -> Iterator[str]:
-    """Cases that have the same numbers share a table."""
+    """Yields the tables of a question; cases with the same numbers share a table."""
     last: list[str] = []
     for case in result["cases"]:
         names = [name for name in question.columns if any(name in side["summary"] for side in case["sides"])]
@@ -94,7 +94,7 @@ def _cell(summary: dict[str, float] | None, form: str) -> str:
 
 
 def _taken(result: Result) -> str:
-    """Where, with what and when."""
+    """Returns where, when and with which versions a result was measured."""
     versions = result.get("versions") or result["environment"]["packages"]
     packages = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "deepspeed", "transformers") if name in versions
@@ -118,12 +118,12 @@ def _machine(result: Result) -> str:
 
 
 def _anchor(title: str) -> str:
-    """GitHub's name of a heading."""
+    """Returns GitHub's anchor for a heading."""
     return "".join(one for one in title.lower().replace(" ", "-") if one.isalnum() or one in "-_")
 
 
 def draw(question: Question, result: Result, path: Path) -> None:
-    """Of each case and run: ours in the peer's, where there is a peer; else the number itself. An SVG."""
+    """Draws an SVG: for each case and run, the ratio of ours to the peer's; without a peer, the number itself."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -149,7 +149,7 @@ def draw(question: Question, result: Result, path: Path) -> None:
 
 
 def _rows(question: Question, result: Result) -> Iterator[tuple[str, list[float], bool]]:
-    """Name, values, and whether they are ratios; of the first number that the sides of a case have."""
+    """Yields the name, the values and whether they are ratios, for the first number that the sides of a case share."""
     for case in result["cases"]:
         ours, *peers = case["sides"]
         name = next(name for name in question.columns if name in ours["summary"])
@@ -174,7 +174,7 @@ def _label(question: Question, is_ratio: bool) -> str:
 
 
 def main() -> None:
-    """Writes all of it."""
+    """Writes the page and the pictures."""
     results = {name: found(name) for name in QUESTIONS}
     for name, question in QUESTIONS.items():
         result = results[name]
