@@ -1,7 +1,7 @@
-"""Training loops as people write them without llmtrain: plain PyTorch, and plain DeepSpeed.
+"""Training loops as people write them without llmtrain, in plain PyTorch and in plain DeepSpeed.
 
-Both are generators that yield after each step, so that their steps can be taken in turn with those of another loop.
-They know nothing of checkpoints, signals, watchdogs or losses that are not finite; their batches are tensors in memory.
+Both are generators that yield after each step, so that their steps can alternate with those of another loop. They do
+not handle checkpoints, signals, watchdogs or non-finite losses. Their batches are tensors in memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.nn.functional import cross_entropy
 from transformers import get_scheduler
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""Inputs, positions, labels of a micro-batch."""
+"""Inputs, positions and labels of a micro-batch."""
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
+    """Returns parameter groups in which matrices have weight decay and vectors do not."""
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     vectors = [weight for weight in model.parameters() if weight.dim() < 2]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def loss_of(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-    """Mean cross-entropy of a micro-batch."""
+    """Returns the mean cross-entropy of a micro-batch."""
     inputs, positions, labels = (part.to(device, non_blocking=True) for part in batch)
     logits = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     return cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -35,7 +35,7 @@ def loss_of(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
 def deepspeed_steps(
     model: nn.Module, config: dict[str, Any], batches: Iterator[list[Batch]], optim: Any, steps: int, log_every: int
 ) -> Iterator[None]:
-    """`deepspeed.initialize`, `backward`, `step`."""
+    """Trains with `deepspeed.initialize`, `backward` and `step`."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(
@@ -57,7 +57,7 @@ def deepspeed_steps(
 def torch_steps(
     model: nn.Module, batches: Iterator[list[Batch]], optim: Any, steps: int, log_every: int
 ) -> Iterator[None]:
-    """Autograd, `clip_grad_norm_`, fused AdamW; DistributedDataParallel where there are several ranks."""
+    """Trains with autograd, `clip_grad_norm_` and fused AdamW; with several ranks, under DistributedDataParallel."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(
         groups_of(model, optim.weight_decay), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
@@ -81,7 +81,7 @@ def torch_steps(
 
 
 def cosine(optimizer: Any, optim: Any, steps: int) -> Any:
-    """The recipe's schedule."""
+    """Returns the recipe's learning rate schedule."""
     return get_scheduler(
         "cosine_with_min_lr",
         optimizer,

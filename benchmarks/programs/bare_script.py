@@ -1,7 +1,7 @@
 """A bare training script, as people start it: `torchrun ... bare_script.py FOLDER --engine deepspeed --steps 60`.
 
-FOLDER is what `subject` has written. Rank 0 prints one line of JSON: seconds until torch and the like are imported,
-until the first step begins and ends, counted from the start of the process, and the median step of the later ones.
+FOLDER is the output of `subject`. Rank 0 prints one line of JSON: the seconds from the start of the process until torch
+and other packages are imported, until the first step begins and until it ends, and the median time of the later steps.
 """
 
 import time
@@ -39,7 +39,7 @@ def main() -> None:
         import deepspeed
         from deepspeed.ops import __compatible_ops__
 
-        __compatible_ops__["deepspeed_shm_comm"] = False  # else a minute of compiling at the first start
+        __compatible_ops__["deepspeed_shm_comm"] = False  # otherwise the first start compiles for a minute
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "29533")

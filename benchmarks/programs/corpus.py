@@ -1,7 +1,7 @@
-"""Makes a corpus of any size from the source text of the standard library: `corpus FILE.jsonl MEGABYTES`.
+"""Writes a corpus of any size from the source text of the standard library: `corpus FILE.jsonl MEGABYTES`.
 
-Documents are stretches of lines of random files, of lengths as on the web: log-normal, 3,000 characters in the mean.
-The same for the same size.
+Documents are runs of lines from random files. Their lengths are distributed as on the web: log-normal with a mean of
+3,000 characters. The same size always gives the same corpus.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write(path: Path, size: int) -> None:
             lengths = random.lognormal(math.log(MEAN) - SIGMA**2 / 2, SIGMA, 1000).clip(SHORTEST, LONGEST).astype(int)
             starts = random.integers(0, len(text) - LONGEST, 1000)
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                # No two documents begin alike, so that a cache of words is not all that is measured.
+                # Every document begins differently; otherwise the measurement would mainly show a cache of words.
                 written += file.write(
                     json.dumps({"text": f"{random.integers(2**40):x} {text[start : start + length]}"}) + "\n"
                 )

@@ -1,10 +1,10 @@
-"""Preparing data, each part for itself; prints one line of JSON.
+"""Measures each part of the data preparation separately; prints one line of JSON.
 
 python -m benchmarks.programs.data ours CORPUS --cores 2       our tokenizing, from the file to the token store
-python -m benchmarks.programs.data batch|fast CORPUS --cores 2 `tokenizers` alone, on texts that are in memory
-python -m benchmarks.programs.data pack CORPUS --length 2048   packing of what `ours` has made, and what is in it
-python -m benchmarks.programs.data tokenizer CORPUS            the tokenizer that the others find
-python -m benchmarks.programs.data seek CORPUS                 the batch at sample 10^9, the first that is asked for
+python -m benchmarks.programs.data batch|fast CORPUS --cores 2 `tokenizers` alone, on texts in memory
+python -m benchmarks.programs.data pack CORPUS --length 2048   packing of the output of `ours`, and its statistics
+python -m benchmarks.programs.data tokenizer CORPUS            trains the tokenizer that the others use
+python -m benchmarks.programs.data seek CORPUS                 the batch at sample 10^9, the first one requested
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 1000
-"""Texts at once, as in the examples of `tokenizers` and the default of `datasets.map`."""
+"""Number of texts per call, as in the examples of `tokenizers` and by default in `datasets.map`."""
 VOCABULARY = 16384
 
 
 def recipe_of(corpus: Path, length: int = 2048) -> Any:
-    """Trains nothing here."""
+    """Returns a recipe, which is only used to prepare data."""
     from llmtrain import (
         BatchConfig,
         DataConfig,
@@ -50,7 +50,7 @@ def recipe_of(corpus: Path, length: int = 2048) -> Any:
 
 
 def tokenizer_of(corpus: Path) -> tuple[Any, Any]:
-    """The corpus, and its tokenizer, which is made once."""
+    """Returns the corpus and its tokenizer, which is trained only once."""
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.corpus import open_corpora
     from llmtrain.data.progress import Progress
@@ -63,7 +63,7 @@ def tokenizer_of(corpus: Path) -> tuple[Any, Any]:
 
 
 def ours(corpus: Path) -> dict[str, float]:
-    """The file read, split, tokenized and written, anew each time."""
+    """Reads, splits, tokenizes and writes the file; nothing is reused from an earlier run."""
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
     from llmtrain.data.store import Reading, token_store
@@ -79,7 +79,7 @@ def ours(corpus: Path) -> dict[str, float]:
 
 
 def raw(corpus: Path, method: str) -> dict[str, float]:
-    """`encode_batch` of texts that lie in memory; their ids are taken, and dropped."""
+    """Tokenizes texts in memory with `encode_batch` or a variant; token ids are extracted and discarded."""
     from tokenizers import Tokenizer
 
     texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
@@ -94,7 +94,7 @@ def raw(corpus: Path, method: str) -> dict[str, float]:
 
 
 def pack(corpus: Path, length: int) -> dict[str, float]:
-    """The index of sequences, made anew."""
+    """Computes the index of sequences, without reusing an earlier one."""
     import numpy as np
 
     from llmtrain.data import packing, prepare
@@ -128,11 +128,11 @@ def pack(corpus: Path, length: int) -> dict[str, float]:
 
 
 def seek(corpus: Path) -> dict[str, float]:
-    """A schedule that has given nothing yet is asked for a batch far away, and for the next one."""
+    """Requests a distant batch and the batches after it from a schedule that has not returned any batch yet."""
     from llmtrain.data import Schedule, prepare
 
     prepared = prepare(recipe_of(corpus))
-    import torch  # noqa: F401 - a worker has it by then
+    import torch  # noqa: F401 - a worker has imported it by then
 
     times = []
     for cursor in (10**9, 10**12):
@@ -156,19 +156,19 @@ def seek(corpus: Path) -> dict[str, float]:
 
 
 def use_cores(cores: int) -> None:
-    """Leaves this process so many cores, and `tokenizers` as many threads."""
+    """Limits this process to this number of cores, and `tokenizers` to as many threads."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     os.environ.update(RAYON_NUM_THREADS=str(cores), TOKENIZERS_PARALLELISM="true")
 
 
 class Clock:
-    """Wall time, and the time that all threads of this process computed, from now on."""
+    """Measures wall time and the CPU time of all threads of this process from its creation."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def speed(self, tokens: int) -> dict[str, float]:
-        """Of so many tokens until now."""
+        """Returns the speed for this number of tokens."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         return {
             "tokens_per_second": tokens / wall,

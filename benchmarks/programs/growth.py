@@ -1,9 +1,9 @@
-"""The memory that a corpus takes while it is tokenized and packed, as it grows; prints one line of JSON.
+"""Measures how memory grows with a corpus while it is tokenized and packed; prints one line of JSON.
 
-python -m benchmarks.programs.growth CORPUS --cores 2    of a corpus whose tokenizer was made before
+python -m benchmarks.programs.growth CORPUS --cores 2    for a corpus whose tokenizer exists already
 
-The peak of the process after a hundredth of the text, a tenth, a third and all of it was tokenized, and after packing.
-What does not grow with the corpus is as high at the third as at the end.
+It reports the peak memory of the process after tokenizing a hundredth, a tenth, a third and all of the text, and after
+packing. If memory does not grow with the corpus, the peak is the same after a third as at the end.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from benchmarks.programs.data import recipe_of, tokenizer_of, use_cores
 
 SHARES = {"hundredth": 1 / 100, "tenth": 1 / 10, "third": 1 / 3}
 MIB, GIB = 2**10, 2**20
-"""In the KiB that the system counts in."""
+"""In KiB, the unit of `ru_maxrss`."""
 
 
 def peak() -> int:
-    """The most memory that this process has held, in KiB."""
+    """Returns the peak memory of this process in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 class Peaks:
-    """Stands where progress is shown, and notes the peak whenever a share of the work is done."""
+    """Takes the place of the progress display, and records the peak whenever a given share of the work is done."""
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
 
     def update(self, fraction: float | None, detail: str = "") -> None:
-        """Notes what has been reached."""
+        """Records the peak for each share that has been reached."""
         for name, share in SHARES.items():
             if fraction is not None and fraction >= share:
                 self.found.setdefault(name, peak())
 
 
 def growth(corpus: Path) -> dict[str, float]:
-    """Peaks in GiB, how much is added by a GB of text after the first third, and the speed."""
+    """Returns the peaks in GiB, the memory added per GB of text after the first third, and the speed."""
     from llmtrain.data import packing
     from llmtrain.data.cache import Cache, cache_folder
     from llmtrain.data.progress import Progress
@@ -80,7 +80,7 @@ def growth(corpus: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures it."""
+    """Measures the growth."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--cores", type=int, default=1)

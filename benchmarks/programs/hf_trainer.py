@@ -1,7 +1,7 @@
 """Hugging Face's Trainer as its users write it: `torchrun ... hf_trainer.py FOLDER --steps 60 [--zero 1]`.
 
-FOLDER is what `subject` has written: the same sequences in the same batches. Everything that is not the model, the
-batch or the optimizer's numbers has the Trainer's default. With --zero it runs DeepSpeed, configured by "auto". Rank 0
+FOLDER is the output of `subject`: the same sequences in the same batches. All settings other than those of the model,
+the batches and the optimizer are the Trainer's defaults. With --zero it runs DeepSpeed, configured by "auto". Rank 0
 prints one line of JSON.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
     if options.zero is not None:
         from deepspeed.ops import __compatible_ops__
 
-        __compatible_ops__["deepspeed_shm_comm"] = False  # else a minute of compiling at the first start
+        __compatible_ops__["deepspeed_shm_comm"] = False  # otherwise the first start compiles for a minute
         for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "29534")
@@ -56,7 +56,7 @@ def main() -> None:
     }
     arguments = TrainingArguments(
         output_dir=str(options.folder / "trainer"),
-        # With it, the Trainer takes DistributedDataParallel and leaves DeepSpeed out.
+        # With it, the Trainer would use DistributedDataParallel instead of DeepSpeed.
         use_cpu=options.zero is None and not options.gpu,
         bf16=options.gpu,
         max_steps=options.steps,

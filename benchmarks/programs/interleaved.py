@@ -1,13 +1,14 @@
-"""Our whole worker and a bare loop in one process, in turn a few steps of each: what ours costs more, in ms a step.
+"""Alternates a few steps of our whole worker and of a bare loop in one process; measures our overhead in ms per step.
 
 python -m benchmarks.programs.interleaved --peer deepspeed --ranks 2 --set parallel.zero_stage=1
 
-A machine's speed drifts by more than the half percent that is looked for; what both loops do within a second drifts
-alike. The worker is the real one, with launcher, watcher, metrics, guard, data and verdicts on stopping. After each
-block of its steps, where it tells its progress, the bare loop takes as many with the same model, positions and tokens,
-which lie ready in memory. The time between two such calls is ours, the time within is the peer's. Prints one line of
-JSON: medians of blocks, in ms a step, and of the differences of neighbouring blocks; of the clock, and of the computing
-of the training thread alone, which a machine that does other things disturbs less.
+A machine's speed drifts by more than the half percent to be measured, but two loops that run within the same second see
+the same drift. The worker is the real one, with launcher, watcher, metrics, guard, data and decisions about stopping.
+After each block of its steps, when it reports its progress, the bare loop takes the same number of steps with the same
+model, positions and tokens, which are already in memory. The time between two such calls is ours; the time inside a
+call is the peer's. Prints one line of JSON with the medians over blocks, in ms per step, and the medians of the
+differences between neighbouring blocks. Both are given for wall time and for the CPU time of the training thread alone,
+which is less sensitive to other load on the machine.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ ALONE = (
 """Neither loop evaluates, saves or exports."""
 WARM_BLOCKS = 3
 KEPT_BATCHES = 16
-"""Batches that the bare loop goes round in."""
+"""Number of batches that the bare loop repeats."""
 
 
 class Turns:
-    """Takes blocks of the peer's steps between ours, and the times of both."""
+    """Runs blocks of the peer's steps between ours and records the times of both."""
 
     def __init__(self, peer: Iterator[None], block: int, blocks: int, out: Path) -> None:
         self.peer, self.block, self.blocks, self.out = peer, block, blocks, out
@@ -54,7 +55,7 @@ class Turns:
         self._begun: tuple[float, float] | None = None
 
     def after_step(self, step: int) -> None:
-        """Called by our loop after each of its steps."""
+        """Is called by our loop after each of its steps."""
         if step % self.block:
             return
         from llmtrain.engines.distributed import barrier
@@ -62,7 +63,7 @@ class Turns:
         _wait()
         if self._begun is not None:
             self._note("ours", self._begun)
-        time.sleep(0.02)  # what our data thread has begun ends on nobody's time
+        time.sleep(0.02)  # work that our data thread has begun ends here and counts for neither side
         barrier()
         begun = _now()
         for _ in range(self.block):
@@ -82,7 +83,7 @@ class Turns:
 
 
 def _wait() -> None:
-    """Until the device has done what it was given."""
+    """Waits until the device has finished its work."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -90,12 +91,12 @@ def _wait() -> None:
 
 
 def _now() -> tuple[float, float]:
-    """Seconds on the clock, and seconds that this thread has computed."""
+    """Returns wall time and CPU time of this thread in seconds."""
     return time.perf_counter(), time.thread_time()
 
 
 def child(options: argparse.Namespace) -> None:
-    """One rank."""
+    """Runs one rank."""
     from llmtrain import metrics
     from llmtrain.signals import StopSignals
     from llmtrain.worker import work
@@ -121,7 +122,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank: int) -> Iterator[None]:
-    """The bare loop, on a model and batches like ours."""
+    """Returns the bare loop, with a model and batches like ours."""
     import torch
     from torch._C._distributed_c10d import Work
 
@@ -148,7 +149,7 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
 
 
 def without_watch(steps: Iterator[None], work: Any) -> Iterator[None]:
-    """The steps with torch's own `Work.wait`, which our worker has replaced in this process."""
+    """Runs the steps with torch's own `Work.wait`, which our worker has replaced in this process."""
     watched = work.wait
     while True:
         if hasattr(watched, "__closure__") and "wait" in watched.__code__.co_freevars:
@@ -161,7 +162,7 @@ def without_watch(steps: Iterator[None], work: Any) -> Iterator[None]:
 
 
 def result_of(turns: list[dict[str, list[float]]], block: int) -> dict[str, float]:
-    """From the blocks of rank 0: all ranks end a step together."""
+    """Computes the result from the blocks of rank 0, because all ranks end a step together."""
     found: dict[str, float] = {"blocks": len(turns[0]["ours_s"]) - WARM_BLOCKS}
     for clock in ("", "cpu_"):
         ours, peer = (turns[0][f"{side}_{clock}s"][WARM_BLOCKS:] for side in ("ours", "peer"))
@@ -169,19 +170,19 @@ def result_of(turns: list[dict[str, list[float]]], block: int) -> dict[str, floa
         found[f"ours_{clock}ms"] = statistics.median(ours) / block * 1000
         found[f"peer_{clock}ms"] = statistics.median(peer) / block * 1000
         found[f"more_{clock}ms"] = statistics.median(more)
-        # Of a median: 1.2533 standard errors of a mean, with the spread taken from the quartiles.
+        # The standard error of a median is 1.2533 times that of a mean; the deviation is estimated from the quartiles.
         found[f"error_{clock}ms"] = 1.2533 * spread(more) / len(more) ** 0.5
     return {name: round(value, 4) for name, value in found.items()}
 
 
 def spread(values: list[float]) -> float:
-    """Standard deviation, from the quartiles: a few blocks are disturbed."""
+    """Returns the standard deviation, estimated from the quartiles because a few blocks are disturbed."""
     low, _, high = statistics.quantiles(values, n=4)
     return (high - low) / 1.349
 
 
 def main() -> None:
-    """Starts the ranks, or is one."""
+    """Starts the ranks, or runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=("deepspeed", "torch"), default="deepspeed")
     parser.add_argument("--recipe", default=RECIPE)

@@ -1,8 +1,8 @@
-"""`litgpt pretrain`, by the function that its command calls: `python litgpt_pretrain.py FOLDER --steps 60`.
+"""Runs `litgpt pretrain` through the function behind its command: `python litgpt_pretrain.py FOLDER --steps 60`.
 
-FOLDER is what `subject` has written: the same sequences in the same batches, and the model's sizes. What is not the
-model, the batch or the optimizer's numbers has litgpt's default: it compiles the whole model. It runs in an environment
-of its own (`other_environment`). A step's time is told by when its batches are asked for.
+FOLDER is the output of `subject`: the same sequences in the same batches, and the model's sizes. All settings other
+than those of the model, the batches and the optimizer are litgpt's defaults: it compiles the whole model. It runs in an
+environment of its own (`other_environment`). Step times are derived from the times at which batches are requested.
 Prints one line of JSON.
 """
 
@@ -25,10 +25,10 @@ from benchmarks.programs.windows import step_seconds
 
 
 class Rows(DataModule):
-    """The sequences, in order, each with its next token at the end; notes when each is asked for."""
+    """The sequences in order, each with its next token at the end; records when each one is requested."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads them."""
+        """Reads the sequences."""
         super().__init__()
         self.rows = []
         self.asked: list[float] = []
@@ -37,15 +37,15 @@ class Rows(DataModule):
                 self.rows += list(torch.cat([inputs, labels[:, -1:]], dim=1))
 
     def connect(self, tokenizer: object = None, batch_size: int = 1, max_seq_length: int | None = None) -> None:
-        """Called by litgpt."""
+        """Is called by litgpt."""
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader:
-        """All of it, once."""
+        """Returns all sequences once."""
         return DataLoader(self, batch_size=self.batch_size)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader:
-        """litgpt wants one, and tries two batches of it."""
+        """Returns a loader with two batches, because litgpt requires one and tries two batches of it."""
         return DataLoader(self.rows[: 2 * self.batch_size], batch_size=self.batch_size)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    sys.argv = ["litgpt", "pretrain", "tiny"]  # read once more when it saves
+    sys.argv = ["litgpt", "pretrain", "tiny"]  # litgpt reads it again when it saves
     model = SimpleNamespace(**json.loads((options.folder / "model.json").read_text()))
     train = SimpleNamespace(**json.loads((options.folder / "train.json").read_text()))
     rows = Rows(options.folder)
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _config(model: SimpleNamespace, sequence_length: int) -> Config:
-    """litgpt's words for a Llama."""
+    """Returns litgpt's configuration of a Llama."""
     return Config(
         name="tiny",
         block_size=sequence_length,

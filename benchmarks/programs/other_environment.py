@@ -1,4 +1,4 @@
-"""A virtual environment of its own for a peer whose packages do not go with ours, with the same torch.
+"""Creates a virtual environment for a peer whose packages conflict with ours, with the same torch.
 
 python -m benchmarks.programs.other_environment FOLDER PACKAGE==VERSION ...
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Makes it, where it is not there."""
+    """Creates the environment if it does not exist."""
     folder, *packages = sys.argv[1:]
     python = Path(folder) / "bin" / "python"
     if not python.exists():

@@ -1,10 +1,10 @@
-"""`llmtrain train RECIPE` as a user starts it; prints one line of JSON of what its run directory tells.
+"""Runs `llmtrain train RECIPE` as a user does; prints one line of JSON, computed from its run directory.
 
 python -m benchmarks.programs.ours --ranks 2 --steps 60 --set parallel.zero_stage=1
 
-Seconds are counted from the command; the parts of the start are told by when files of the run directory appear. Speed
-is the median of the logged windows after the first, with data, logging, guard and watcher in it. Nothing is evaluated,
-saved before the end or exported.
+Seconds are counted from the command. The phases of the start are derived from the times at which files appear in the
+run directory. Speed is the median of the logged windows after the first; it includes data, logging, guard and watcher.
+The run does not evaluate or export, and it saves only at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLL_S = 0.002
 
 
 def main() -> None:
-    """Runs it."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default=RECIPE)
     parser.add_argument("--ranks", type=int, default=1)

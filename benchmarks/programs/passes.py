@@ -1,8 +1,8 @@
-"""Forward and backward passes of a recipe's first layers and head, as `llmtrain tune` takes them: one line of JSON.
+"""Times forward and backward passes of a recipe's first layers and head as `llmtrain tune` does; prints a line of JSON.
 
 python -m benchmarks.programs.passes --set kernels.blocks=compiled [--transposed]
 
---transposed: the matrices of linear layers lie column by column.
+With --transposed, the matrices of linear layers are stored column by column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TURNS = 15
 
 
 def main() -> None:
-    """Measures."""
+    """Measures the passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], dest="fields")
     parser.add_argument("--threads", type=int)

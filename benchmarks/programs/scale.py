@@ -1,6 +1,6 @@
-"""What grows with ranks and tokens, by simulation in one process: `scale plan|sampler|manifest|launch|verdicts RANKS`.
+"""Measures what grows with ranks and tokens, in one process: `scale plan|sampler|manifest|launch|verdicts RANKS`.
 
-No rank is started. Prints one line of JSON.
+Ranks are simulated and none is started. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PER_NODE = 8
 
 
 def plan_of(ranks: int) -> Any:
-    """The 70B recipe on so many H100, one micro-batch of one sequence per replica at least."""
+    """Returns the plan of the 70B recipe on this number of H100s.
+
+    Micro-batches have one sequence, and each replica has at least one of them.
+    """
     from llmtrain.cluster import Cluster
     from llmtrain.plan import resolve
     from llmtrain.plan.load import load_recipe
@@ -33,12 +36,12 @@ def plan_of(ranks: int) -> Any:
 
 
 def plan(ranks: int) -> dict[str, float]:
-    """A plan with its rules, its memory and its time, and its DeepSpeed JSON."""
+    """Times a plan with its rules, memory, time and DeepSpeed JSON."""
     from llmtrain.ds_config import render
     from llmtrain.plan.memory import memory_of
     from llmtrain.plan.time import predict
 
-    plan_of(ranks)  # modules are loaded now
+    plan_of(ranks)  # loads the modules, which is not to be timed
     started = time.perf_counter()
     made = plan_of(ranks)
     memory_of(made)
@@ -48,7 +51,10 @@ def plan(ranks: int) -> dict[str, float]:
 
 
 def sampler(ranks: int) -> dict[str, float]:
-    """Which sequences a global batch of one per rank holds, in the midst of the run; each rank asks for all of them."""
+    """Times the computation of the sequences in a global batch, with one sequence per rank, in the middle of the run.
+
+    Each rank computes it for all of them.
+    """
     import numpy as np
 
     from llmtrain.data.mixture import Mixture
@@ -67,7 +73,7 @@ def sampler(ranks: int) -> dict[str, float]:
 
 
 def manifest(ranks: int) -> dict[str, float]:
-    """The manifest of a checkpoint that so many ranks wrote, three files each: written, read, joined."""
+    """Times writing, reading and joining the manifest of a checkpoint that all ranks wrote, with three files each."""
     from llmtrain.checkpoint.check import files_of
     from llmtrain.checkpoint.manifest import File, Manifest, read_manifests
 
@@ -104,7 +110,7 @@ def manifest(ranks: int) -> dict[str, float]:
 
 
 def launch(ranks: int) -> dict[str, float]:
-    """A hostfile read, and the job script of Slurm."""
+    """Times reading a hostfile and rendering Slurm's job script."""
     from llmtrain.cluster import Cluster
     from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
     from llmtrain.launch.slurm import Job, SlurmOptions, render_job
@@ -125,9 +131,9 @@ def launch(ranks: int) -> dict[str, float]:
 
 
 def verdicts(ranks: int) -> dict[str, float]:
-    """Seconds in which the store of rank 0 answers so many ranks once, that all ask for a verdict at the same time.
+    """Times how long the store of rank 0 takes to answer each rank once, if all ask for a verdict at the same time.
 
-    Connections are not waited for one after the other: that would time the asking.
+    Several connections ask concurrently: asking on one after another would time the requests.
     """
     from concurrent.futures import ThreadPoolExecutor
     from datetime import timedelta

@@ -1,13 +1,13 @@
-"""The first sample that a new process asks for, in a corpus of more than 10⁹ sequences; prints one line of JSON.
+"""Times a new process's first request for a sample, in a corpus of more than 10⁹ sequences; prints one line of JSON.
 
 python -m benchmarks.programs.seek make FOLDER              the corpus
 python -m benchmarks.programs.seek read FOLDER              sample 10⁹, as tensors
 python -m benchmarks.programs.seek read FOLDER --batch      this rank's part of the global batch that begins there
 python -m benchmarks.programs.seek read FOLDER --cold       with nothing of the corpus in the page cache
 
-The process has imported what a worker has, and opened the corpus; the clock runs from its first call to the tensors.
-The corpus has a packed index of three pieces a sequence, and would take 4.4 TB: of its files, only what the sequences
-at 10⁹ need is written, the rest is a hole. How much the disk then reads is shown beside the time.
+The process first imports what a worker imports and opens the corpus. The measured time is that from its first request
+to the tensors. The corpus has a packed index with three pieces per sequence and would take 4.4 TB. Its files are
+therefore sparse: only what the sequences at 10⁹ need is written. The amount read from disk is reported with the time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BATCH, MICRO, RANKS, RANK = 512, 8, 64, 3
 
 
 def opened(folder: Path, sequences: int) -> Any:
-    """The corpus of a folder, as `prepare` returns one."""
+    """Returns the corpus of a folder in the form that `prepare` returns."""
     from llmtrain.data import Prepared, PreparedSource, TokenStore
     from llmtrain.data.cache import Entry
     from llmtrain.data.samples import packed_samples
@@ -53,7 +53,7 @@ def opened(folder: Path, sequences: int) -> Any:
 
 
 def schedule_of(folder: Path, sequences: int, batch: bool) -> Any:
-    """What deals out a sample at a time, or the batches of one rank of many."""
+    """Returns a schedule of single samples or, with `batch`, of the batches of one rank of many."""
     from llmtrain.data import Schedule
 
     sizes = (BATCH, MICRO, RANK, RANKS) if batch else (1, 1, 0, 1)
@@ -69,7 +69,10 @@ def schedule_of(folder: Path, sequences: int, batch: bool) -> Any:
 
 
 def make(folder: Path, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict[str, float]:
-    """Writes the sequences of the batch at `sample`; each has the pieces of `PIECES`, anywhere in the tokens."""
+    """Writes the sequences of the batch at `sample`.
+
+    Their pieces have the lengths `PIECES` and lie at random positions in the tokens.
+    """
     folder.mkdir(parents=True)
     sizes = {
         "train_tokens": 2 * (sequences * LENGTH + 1),
@@ -105,8 +108,8 @@ def make(folder: Path, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict
 
 
 def read(folder: Path, batch: bool, cold: bool, sequences: int = SEQUENCES, sample: int = SAMPLE) -> dict[str, float]:
-    """The first call of this process. Raises RuntimeError where it finds a hole."""
-    import torch  # noqa: F401 - a worker has it by then
+    """Makes the first request of this process. Raises RuntimeError if it reads data that were not written."""
+    import torch  # noqa: F401 - a worker has imported it by then
 
     schedule = schedule_of(folder, sequences, batch)
     (forget if cold else load)(folder)
@@ -122,7 +125,7 @@ def read(folder: Path, batch: bool, cold: bool, sequences: int = SEQUENCES, samp
 
 
 def forget(folder: Path) -> None:
-    """Takes the files of a folder, which are on the disk, out of the page cache."""
+    """Removes the files of a folder, which are on disk, from the page cache."""
     for path in folder.iterdir():
         file = os.open(path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -130,11 +133,11 @@ def forget(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Reads what is written of the files of a folder, so that the page cache has it."""
+    """Reads the written parts of a folder's files into the page cache."""
     for path in folder.iterdir():
         file = os.open(path, os.O_RDONLY)
         end = 0
-        with suppress(OSError):  # there is no more
+        with suppress(OSError):  # raised at the end of the data
             while True:
                 begin = os.lseek(file, end, os.SEEK_DATA)
                 end = os.lseek(file, begin, os.SEEK_HOLE)
@@ -143,7 +146,7 @@ def load(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes it, or measures one call."""
+    """Writes the corpus, or times one request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("make", "read"))
     parser.add_argument("folder", type=Path)

@@ -1,4 +1,4 @@
-"""What the bare scripts and Hugging Face's Trainer train: our recipe's model and batches, written out as plain files.
+"""Writes our recipe's model and batches as plain files, from which the bare scripts and Hugging Face's Trainer train.
 
 python -m benchmarks.programs.subject FOLDER --ranks 2 --steps 60 --set parallel.zero_stage=1
 """
@@ -19,7 +19,7 @@ RECIPE = "recipes/tiny.py"
 
 
 def write(path: str, folder: Path, ranks: int, steps: int, fields: list[str]) -> None:
-    """`model.json`, `ds_config.json`, `train.json`, and of each rank `batches_RANK.pt`."""
+    """Writes `model.json`, `ds_config.json` and `train.json`, and `batches_RANK.pt` for each rank."""
     import torch
 
     from llmtrain.data import Schedule, prepare
@@ -63,7 +63,7 @@ def _write(path: Path, document: Any) -> None:
 
 
 def main() -> None:
-    """Writes it."""
+    """Writes the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipe", default=RECIPE)

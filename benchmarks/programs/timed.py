@@ -1,4 +1,4 @@
-"""Tells a command when it was started, by a variable: `timed COMMAND ...`."""
+"""Starts a command and passes its start time in an environment variable: `timed COMMAND ...`."""
 
 import os
 import sys
