@@ -128,7 +128,7 @@ main()
         ["verify", "--help"],
         ["plan", "recipes/llama3_70b.py"],
         ["plan", "recipes/qwen3_30b_a3b.py", "--json"],
-        ["plan", "recipes/llama3_70b.py", "--search"],
+        pytest.param(["plan", "recipes/llama3_70b.py", "--search"], marks=pytest.mark.slow),
         ["lint", "ds_configs/llama3_8b.json"],
         ["checkpoint", "--help"],
         ["doctor", "--help"],

@@ -79,7 +79,7 @@ TORCHRUN = ("--launcher", "torchrun")
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [
-        pytest.param(("--nproc", "1", *HANGS), ", where 8 s are allowed", marks=pytest.mark.slow),
+        pytest.param(("--nproc", "1", *HANGS), ", but only 8 s are allowed", marks=pytest.mark.slow),
         pytest.param((), "", marks=pytest.mark.slow),
         pytest.param(TORCHRUN, "", marks=pytest.mark.breadth),
     ],
