@@ -22,7 +22,7 @@ from benchmarks.pairs import OTHERS, ROOT, SideFailedError, run_case
 from benchmarks.question import Question, Script
 from benchmarks.questions import QUESTIONS
 from llmtrain.cluster import visible_gpus
-from llmtrain.host import cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import cores_of_others, most_cores_of_others, own_cores
 
 RESULTS = ROOT / "benchmarks" / "results"
 LOOK_S = 3.0

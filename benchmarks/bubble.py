@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmtrain.plan.time import bubble_of
+from llmtrain.predict.time import bubble_of
 
 CASES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 16))
 """Numbers of stages and micro-batches."""

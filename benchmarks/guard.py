@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.data.files import NOT_STDLIB
+from llmtrain.data.sources.files import NOT_STDLIB
 from llmtrain.engines.guard import COLUMNS, Guard, Measured
-from llmtrain.host import own_cores
 from llmtrain.recipe import GuardConfig
 from llmtrain.run_dir import environment
+from llmtrain.system.host import own_cores
 
 RESULT = Path(__file__).parent / "results" / "guard.json"
 SYMBOLS = 256

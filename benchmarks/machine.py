@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llmtrain.host import own_cores
 from llmtrain.run_dir import environment
+from llmtrain.system.host import own_cores
 
 
 def facts() -> dict[str, Any]:

@@ -24,9 +24,9 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.plan import Plan, resolve
-from llmtrain.plan.memory import Parts, memory_of
-from llmtrain.plan.memory.count import MOMENTS
+from llmtrain.plan import Plan
+from llmtrain.predict import Parts, memory_of
+from llmtrain.predict.memory import MOMENTS
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -38,6 +38,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.rules.resolve import resolve
 
 RESULT = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3
@@ -160,8 +161,8 @@ def train(plan: Plan, device: torch.device) -> None:
 
 def measure(name: str) -> None:
     """Measures one configuration and prints its memory as the last line."""
-    from llmtrain.engines.distributed import init_process_group
-    from llmtrain.launch.rank import Rank
+    from llmtrain.launch.place.rank import Rank
+    from llmtrain.runtime.distributed import init_process_group
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

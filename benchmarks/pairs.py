@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmtrain.host import CoreMeter
+from llmtrain.system.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
 OTHERS = "cores_of_others"

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.pairs import OTHERS
 from benchmarks.question import Question, Result, Script
 from benchmarks.questions import QUESTIONS
-from llmtrain.host import most_cores_of_others
+from llmtrain.system.host import most_cores_of_others
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -5,7 +5,7 @@ A recipe file imports everything it needs from here.
 
 from collections.abc import Callable
 
-from llmtrain.stops import importing, stop_at_once
+from llmtrain.system.stops import importing, stop_at_once
 
 with importing():
     from llmtrain.cluster import Cluster
@@ -56,6 +56,6 @@ def main(recipe: Callable[[], Recipe]) -> None:
     """Makes a recipe file launchable by python, torchrun, deepspeed, accelerate and srun."""
     stop_at_once()
     # Imported here, so that reading a recipe is not slowed down.
-    from llmtrain.entry import main as run
+    from llmtrain.script import main as run
 
     run(recipe)

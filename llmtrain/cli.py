@@ -11,9 +11,9 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from llmtrain.checkpoint.commands import app as checkpoint_app
-from llmtrain.checkpoint.commands import one_checkpoint
-from llmtrain.commands.options import (
+from llmtrain.commands.checkpoint import app as checkpoint_app
+from llmtrain.commands.checkpoint import one_checkpoint
+from llmtrain.commands.plan import (
     MOST_WORKERS,
     DeviceOption,
     JsonOption,
@@ -23,10 +23,9 @@ from llmtrain.commands.options import (
     SetOption,
 )
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
-from llmtrain.host import limit_spinning
-from llmtrain.quiet import quiet_libraries
-from llmtrain.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
-from llmtrain.streams import take_any_text
+from llmtrain.system.host import limit_spinning
+from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
+from llmtrain.system.streams import quiet_libraries, take_any_text
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -207,7 +206,7 @@ def plan(
     ] = None,
 ) -> None:
     """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
-    from llmtrain.commands.planned import PlanRequest, show_plan
+    from llmtrain.commands.plan import PlanRequest, show_plan
 
     show_plan(
         PlanRequest(
@@ -232,7 +231,7 @@ def lint(
     as_json: JsonOption = False,
 ) -> None:
     """Find settings that DeepSpeed would reject, ignore or misread; exit with 1 if there are errors."""
-    from llmtrain.plan.lint import allowed, lint_file
+    from llmtrain.lint import allowed, lint_file
 
     findings = lint_file(config, world_size, allowed(allow))
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -288,11 +287,11 @@ def verify(
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
+    from llmtrain.commands.precheck import without_uncut
     from llmtrain.data import Progress, prepare
-    from llmtrain.plan.enumerate import enumerate_plans
     from llmtrain.plan.load import load_recipe, with_variant
-    from llmtrain.precheck import without_uncut
     from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.search.enumerate import enumerate_plans
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose, comparable
     from llmtrain.verify.table import summary, table
@@ -374,7 +373,7 @@ def generate(
 ) -> None:
     """Continue a text with an exported model, or with the export in a run directory."""
     with quiet_libraries():
-        from llmtrain.generate import generate as continue_text
+        from llmtrain.models.generate import generate as continue_text
 
         continuation = continue_text(model, prompt, tokens, temperature, seed)
     print(prompt + continuation)

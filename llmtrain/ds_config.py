@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.buckets import MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE, bucket_elements, persistence_threshold
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.traffic import REUSE_DISTANCE
+from llmtrain.predict.flat import MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE, bucket_elements, persistence_threshold
+from llmtrain.predict.traffic import REUSE_DISTANCE
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
 Block = dict[str, Any]

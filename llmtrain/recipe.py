@@ -1,7 +1,7 @@
 """What to train: frozen, strict models, in which no number is stated twice.
 
 A recipe says nothing about the machine: the data parallel size and the number of accumulation steps follow from the
-cluster (`llmtrain.plan.resolve`).
+cluster (`llmtrain.rules.resolve`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from llmtrain.errors import Problem, RecipeError, nearest, short, shown
-from llmtrain.json_data import TOO_DEEP, TOO_LARGE, json_fault
 from llmtrain.other_names import OURS
+from llmtrain.system.untrusted import TOO_DEEP, TOO_LARGE, json_fault
 
 T = TypeVar("T")
 Many = Annotated[Sequence[T], AfterValidator(tuple)]

@@ -20,12 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmtrain.durable import write_atomically
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
-from llmtrain.host import own_cores
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.recipe import Recipe
-from llmtrain.untrusted import UNREADABLE, read_json, read_text, why
+from llmtrain.system.durable import write_atomically
+from llmtrain.system.host import own_cores
+from llmtrain.system.untrusted import UNREADABLE, read_json, read_text, why
 
 T = TypeVar("T")
 MOST_ID_BYTES = 4096

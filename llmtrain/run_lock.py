@@ -32,7 +32,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmtrain.errors import Exit, Problem, RecipeError
-from llmtrain.untrusted import UNREADABLE, open_regular, read_json
+from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json
 
 BEAT_S = 10.0
 """Seconds between touches of an owner's file."""

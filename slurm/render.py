@@ -1,4 +1,4 @@
-"""Renders the job scripts of this folder from llmtrain/launch/templates.
+"""Renders the job scripts of this folder from llmtrain/launch/jobs/templates.
 
 python slurm/render.py            writes the files
 python slurm/render.py --check    exits with 1 if a file differs from what its template gives
@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llmtrain.launch.slurm import committed
+from llmtrain.launch.jobs.slurm import committed
 
 HERE = Path(__file__).parent
 

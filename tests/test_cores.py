@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmtrain import cli, host
-from llmtrain.metrics import busy_cores
-from llmtrain.metrics.busy_cores import BusyCores
+from llmtrain import cli
+from llmtrain.metrics import throughput
+from llmtrain.metrics.throughput import BusyCores
+from llmtrain.system import host
 
 SPIN_S = 1.0
 SPIN = f"""
@@ -80,7 +81,10 @@ def test_openmp_reads_what_it_is_told(nothing_said):
     library = next(Path(torch.__file__).parent.glob("lib/libgomp*"), None)
     if library is None:
         pytest.skip("this torch brings no GNU OpenMP")
-    load = f"import ctypes, os; from llmtrain.host import *; limit_spinning(os.environ); ctypes.CDLL({str(library)!r})"
+    load = (
+        "import ctypes, os; from llmtrain.system.host import *; limit_spinning(os.environ); "
+        f"ctypes.CDLL({str(library)!r})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", load], env={**os.environ, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, check=True
     )
@@ -121,10 +125,10 @@ def test_threads_sleep_where_others_use_their_cores(monkeypatch, said, ranks, ot
 class Used:
     """A stand-in for the meter: others use so many cores, in one look after the other."""
 
-    def __init__(self, monkeypatch, *cores, seconds=busy_cores.LOOK_S):
+    def __init__(self, monkeypatch, *cores, seconds=throughput.LOOK_S):
         self.cores, self.seconds = iter(cores), seconds
-        monkeypatch.setattr(busy_cores, "CoreMeter", lambda of_launcher: self)
-        for module in (busy_cores, host):
+        monkeypatch.setattr(throughput, "CoreMeter", lambda of_launcher: self)
+        for module in (throughput, host):
             monkeypatch.setattr(module, "own_cores", lambda: 4)
 
     def cores_of_others(self):
@@ -156,5 +160,5 @@ def test_what_is_said_does_not_advise_what_is_done_already(monkeypatch):
 
 
 def test_a_look_at_the_cores_takes_its_time(monkeypatch):
-    Used(monkeypatch, seconds=busy_cores.LOOK_S - 1)
+    Used(monkeypatch, seconds=throughput.LOOK_S - 1)
     assert BusyCores(1, 4).line() is None

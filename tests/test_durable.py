@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from llmtrain.durable import create, write_atomically
 from llmtrain.errors import RecipeError
 from llmtrain.run_dir import write_json
+from llmtrain.system.durable import create, write_atomically
 
 
 @contextmanager

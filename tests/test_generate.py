@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.generate import model_folder
+from llmtrain.models.generate import model_folder
 
 
 def test_a_model_is_a_folder_or_the_export_of_a_run(tmp_path):

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from llmtrain import heartbeat
-from llmtrain.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Board, Heartbeat, Phase
+from llmtrain.system import heartbeat
+from llmtrain.system.heartbeat import PAGE_BYTES, RECENT, WARM_STEPS, Board, Heartbeat, Phase
 
 
 class Clock:
@@ -132,7 +132,7 @@ def test_a_launcher_reads_the_steps_of_workers_that_are_gone():
     board = Board(2)
     program = """
 import sys
-from llmtrain.heartbeat import Heartbeat
+from llmtrain.system.heartbeat import Heartbeat
 heart = Heartbeat.of_worker(int(sys.argv[1]))
 for step in range(1, int(sys.argv[2]) + 1):
     heart.begin_step(step)

@@ -13,8 +13,8 @@ from small_plan import MODEL, small_plan
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines.guard import Skipped, SkippedStep
-from llmtrain.loop import Run, TooManySkippedError, fit
 from llmtrain.metrics import TrainingProgress
+from llmtrain.train.loop import Run, TooManySkippedError, fit
 
 SPOILT = range(7, 40)
 """Steps whose updates are skipped."""

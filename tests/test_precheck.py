@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from llmtrain.cluster import Cluster
+from llmtrain.commands.precheck import check_stages, runnable_plan, without_uncut
 from llmtrain.errors import RecipeError
-from llmtrain.plan.enumerate import enumerate_plans
 from llmtrain.plan.load import load_recipe
-from llmtrain.precheck import check_stages, runnable_plan, without_uncut
+from llmtrain.search.enumerate import enumerate_plans
 
 TINY = load_recipe("recipes/tiny.py:verify", [])[0]
 PIPELINE = {"parallel.pipeline": 2, "parallel.zero_stage": 1}

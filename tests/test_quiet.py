@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import os, sys
 from llmtrain.errors import RecipeError
-from llmtrain.quiet import quiet_libraries
+from llmtrain.system.streams import quiet_libraries
 
 try:
     with quiet_libraries():

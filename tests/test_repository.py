@@ -86,6 +86,7 @@ def _tool(name):
         ("render_fields", "reference/recipe.md"),
         ("render_cli", "reference/cli.md"),
         ("render_overrides", "design/overrides.md"),
+        ("render_rules", "reference/rules.md"),
     ],
 )
 def test_generated_pages_are_up_to_date(tool, page):

@@ -11,15 +11,15 @@ import time
 import pytest
 from rich.console import Console
 
-from llmtrain import restart
 from llmtrain.errors import WorkerError
-from llmtrain.restart import Death, enough, next_resume, pause_after, train_with_restarts
 from llmtrain.run_dir import RunDir
+from llmtrain.train import restart
+from llmtrain.train.restart import Death, enough, next_resume, pause_after, train_with_restarts
 
 WORKER = """
 import os, sys
 from pathlib import Path
-from llmtrain.heartbeat import Heartbeat
+from llmtrain.system.heartbeat import Heartbeat
 rank = int(os.environ["RANK"])
 log = Path(sys.argv[1])
 heart = Heartbeat.of_worker(rank)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llmtrain.models.cut import build_chain, find_cut, packed_input, reference, run_chain
-from llmtrain.models.frozen import CHOOSERS
+from llmtrain.models.loss import CHOOSERS
+from llmtrain.models.proof.cut import build_chain, find_cut, packed_input, reference, run_chain
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.stages import Cut, Refused
-from llmtrain.models.tiny import shrink
-from llmtrain.plan.bounds import StageBounds
+from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
 GRADIENT_TOLERANCE = 1e-4

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, one_line, out_of_scope, render, tiny_config
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.documents import documents_known
-from llmtrain.models.cut import TOLERANCE, packed_input, reference
-from llmtrain.models.varlen_check import AttentionRefused, check_attention
+from llmtrain.engines.forward import documents_known
+from llmtrain.models.proof.cut import TOLERANCE, packed_input, reference
+from llmtrain.models.proof.varlen_check import AttentionRefused, check_attention
 
 HEAD = """# Model families and packed documents
 

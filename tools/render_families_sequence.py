@@ -23,10 +23,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.distributed import init_process_group
-from llmtrain.engines.sequence_check import compare, told
-from llmtrain.launch.rank import Rank
-from llmtrain.models.cut import packed_input, reference
+from llmtrain.engines.deepspeed.sequence_check import compare, told
+from llmtrain.launch.place.rank import Rank
+from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.runtime.distributed import init_process_group
 
 WAIT = timedelta(seconds=30)
 HEAD = """# Model families under sequence parallelism

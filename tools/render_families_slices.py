@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
 
+from llmtrain.models.proof.slices_check import VOCABULARY, compare
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.tensor import Split, SplitRefused
-from llmtrain.models.tensor_check import VOCABULARY, compare
-from llmtrain.models.tiny import shrink
 
 HEAD = """# Model families with tensor parallelism inside pipeline stages
 

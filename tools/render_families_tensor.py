@@ -23,11 +23,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
 
-from llmtrain.engines.distributed import init_process_group
+from llmtrain.engines.deepspeed.tensor_check import CannotSplit, compare_split
 from llmtrain.engines.overrides.deepspeed import make_tensor_groups
-from llmtrain.engines.tensor_check import CannotSplit, compare_split
-from llmtrain.launch.rank import Rank
-from llmtrain.models.cut import packed_input, reference
+from llmtrain.launch.place.rank import Rank
+from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.runtime.distributed import init_process_group
 
 RANKS = 2
 BLOCK = {"autotp_size": RANKS, "tp_overlap_comm": False, "vocab_parallel_lm_head": False}

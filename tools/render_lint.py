@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from llmtrain.plan.lint import RULES, lint_file
-from llmtrain.plan.lint.schema import schema
+from llmtrain.lint import RULES, lint_file
+from llmtrain.lint.schema import schema
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "tests" / "lint_corpus"

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-TARGET = Path(__file__).parents[1] / "llmtrain" / "plan" / "lint" / "deepspeed.json"
+TARGET = Path(__file__).parents[1] / "llmtrain" / "lint" / "deepspeed.json"
 Node = dict[str, Any]
 _PLAIN = {
     bool: "bool",

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.cluster import Cluster, Device
-from llmtrain.plan.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.time import StepTime, predict
+from llmtrain.predict.assumptions import EAGER, FUSED, REACHED, REACHED_ELSEWHERE, Assumptions
+from llmtrain.predict.time import StepTime, predict
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -28,6 +27,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.rules.resolve import assemble
 
 MEASURED = Path(__file__).parents[1] / "benchmarks/results/bubble.json"
 

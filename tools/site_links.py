@@ -1,8 +1,8 @@
 """A hook of MkDocs that adds repository files to the site if pages link to them.
 
-In the repository, a link such as `../../llmtrain/loop.py` leads to the file. The site is built from `docs/` alone, so
-each linked file outside of it is added under `source/`: Markdown as a page, pictures unchanged, other text as a
-listing. Links to folders become plain text.
+In the repository, a link such as `../../llmtrain/train/loop.py` leads to the file. The site is built from `docs/`
+alone, so each linked file outside of it is added under `source/`: Markdown as a page, pictures unchanged, other text as
+a listing. Links to folders become plain text.
 """
 
 from __future__ import annotations

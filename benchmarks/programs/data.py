@@ -52,8 +52,8 @@ def recipe_of(corpus: Path, length: int = 2048) -> Any:
 def tokenizer_of(corpus: Path) -> tuple[Any, Any]:
     """Returns the corpus and its tokenizer, which is trained only once."""
     from llmtrain.data.cache import Cache, cache_folder
-    from llmtrain.data.corpus import open_corpora
     from llmtrain.data.progress import Progress
+    from llmtrain.data.sources.corpus import open_corpora
     from llmtrain.data.tokenizer import prepare_tokenizer
 
     recipe = recipe_of(corpus)

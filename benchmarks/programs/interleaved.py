@@ -30,8 +30,9 @@ from llmtrain.ds_config import render
 from llmtrain.errors import Exit
 from llmtrain.launch import discover
 from llmtrain.launch.local import run_workers
-from llmtrain.plan import Plan, resolve
+from llmtrain.plan import Plan
 from llmtrain.plan.load import load_recipe
+from llmtrain.rules.resolve import resolve
 from llmtrain.run_dir import RunDir
 
 RECIPE = "recipes/tiny.py"
@@ -58,7 +59,7 @@ class Turns:
         """Is called by our loop after each of its steps."""
         if step % self.block:
             return
-        from llmtrain.engines.distributed import barrier
+        from llmtrain.runtime.distributed import barrier
 
         _wait()
         if self._begun is not None:
@@ -98,8 +99,8 @@ def _now() -> tuple[float, float]:
 def child(options: argparse.Namespace) -> None:
     """Runs one rank."""
     from llmtrain import metrics
-    from llmtrain.signals import StopSignals
-    from llmtrain.worker import work
+    from llmtrain.train.signals import StopSignals
+    from llmtrain.train.worker import work
 
     rank = discover(os.environ, sys.argv)
     assert rank is not None, "started by the launcher"

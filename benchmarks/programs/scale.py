@@ -24,8 +24,8 @@ def plan_of(ranks: int) -> Any:
     Micro-batches have one sequence, and each replica has at least one of them.
     """
     from llmtrain.cluster import Cluster
-    from llmtrain.plan import resolve
     from llmtrain.plan.load import load_recipe
+    from llmtrain.rules.resolve import resolve
 
     replicas = ranks // 16
     fields = [f"batch.global_batch_size={16 * replicas}", "parallel.pipeline=16"]
@@ -38,8 +38,8 @@ def plan_of(ranks: int) -> Any:
 def plan(ranks: int) -> dict[str, float]:
     """Times a plan with its rules, memory, time and DeepSpeed JSON."""
     from llmtrain.ds_config import render
-    from llmtrain.plan.memory import memory_of
-    from llmtrain.plan.time import predict
+    from llmtrain.predict import memory_of
+    from llmtrain.predict.time import predict
 
     plan_of(ranks)  # loads the modules, which is not to be timed
     started = time.perf_counter()
@@ -57,8 +57,7 @@ def sampler(ranks: int) -> dict[str, float]:
     """
     import numpy as np
 
-    from llmtrain.data.mixture import Mixture
-    from llmtrain.data.permutation import permutation_key, permute
+    from llmtrain.data.order import Mixture, permutation_key, permute
 
     sequences = TOKENS // SEQUENCE
     batch = ranks
@@ -113,7 +112,7 @@ def launch(ranks: int) -> dict[str, float]:
     """Times reading a hostfile and rendering Slurm's job script."""
     from llmtrain.cluster import Cluster
     from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
-    from llmtrain.launch.slurm import Job, SlurmOptions, render_job
+    from llmtrain.launch.jobs.slurm import Job, SlurmOptions, render_job
 
     cluster = Cluster(nodes=ranks // PER_NODE, devices_per_node=PER_NODE, device="h100")
     folder = Path("/shared/job")

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.plan import resolve
 from llmtrain.plan.load import load_recipe
+from llmtrain.rules.resolve import resolve
 
 RECIPE = "recipes/tiny.py"
 

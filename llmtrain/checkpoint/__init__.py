@@ -1,4 +1,4 @@
 """Checkpoints, which are complete or absent, and what is made from them (docs/guides/checkpoints.md).
 
-Import from the modules. `manifest`, `folder`, `retention` and `commands` load without torch.
+Import from the modules. `manifest`, `folder` and `contents` load without torch.
 """

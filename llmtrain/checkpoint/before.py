@@ -13,11 +13,11 @@ from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import find, newest, read_latest
 from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests, size_problem, some
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.piece_heads import WEIGHT, PieceHead, read_head
 from llmtrain.plan import Plan
 from llmtrain.recipe import OptimConfig
 from llmtrain.run_dir import RunDir, changes
-from llmtrain.untrusted import UNREADABLE, why
+from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
+from llmtrain.system.untrusted import UNREADABLE, why
 
 
 def check_resume(plan: Plan, folder: RunDir, resume: str, is_local: bool) -> Path | None:

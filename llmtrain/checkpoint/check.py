@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.checkpoint.manifest import PATTERN, File, Manifest, missing_parts, read_manifests, size_problem, some
-from llmtrain.durable import fingerprint
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.untrusted import open_regular, why
+from llmtrain.system.durable import fingerprint
+from llmtrain.system.untrusted import open_regular, why
 
 if TYPE_CHECKING:
     from llmtrain.checkpoint.storage import Storage
@@ -45,7 +45,7 @@ def verify_together(folder: Path, storage: Storage) -> tuple[list[Manifest], lis
 
     Returns the manifests of all parts and the problems, the same on every rank. Raises nothing.
     """
-    from llmtrain.checkpoint.agree import gather, united  # loads torch, which the rest of this module does not need
+    from llmtrain.runtime.agree import gather, united  # loads torch, which the rest of this module does not need
 
     manifests, problems = _read(folder)
     files = files_of(manifests)

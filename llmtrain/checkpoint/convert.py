@@ -23,23 +23,24 @@ import torch
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, check_new, new_folder
 from llmtrain.checkpoint.manifest import File, Manifest
-from llmtrain.checkpoint.new_folder import check_new, new_folder
 from llmtrain.checkpoint.state import layout_of
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.durable import fingerprint
-from llmtrain.engines import Engine, build_engine, state_file
-from llmtrain.engines.alone import pretend
-from llmtrain.engines.pieces import Piece
-from llmtrain.engines.state import PROGRESS_FILE, Source, fill
-from llmtrain.engines.writer import DiskWriter, Written
+from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.state import files as state_file
+from llmtrain.engines.state.pieces import Piece
+from llmtrain.engines.state.save_load import PROGRESS_FILE, Source, fill
+from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
-from llmtrain.plan import Plan, resolve
-from llmtrain.plan.runnable import check_runnable
+from llmtrain.plan import Plan
+from llmtrain.plan.installed import check_runnable
 from llmtrain.recipe import Recipe
+from llmtrain.rules.resolve import resolve
 from llmtrain.run_dir import check_unchanged, identity_of, versions
+from llmtrain.runtime.alone import pretend
+from llmtrain.system.durable import fingerprint
 
 Files = dict[str, Written]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from llmtrain.checkpoint.agree import attempt, broadcast, failed, gather, raise_together
 from llmtrain.checkpoint.check import files_of
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.storage import Storage
-from llmtrain.durable import create, remove_tree
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.runtime.agree import attempt, broadcast, failed, gather, raise_together
+from llmtrain.system.durable import create, remove_tree
 
 CHUNK_BYTES = 16 << 20
 """Size of a message: the memory that each rank needs meanwhile."""

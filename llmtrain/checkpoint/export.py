@@ -17,19 +17,18 @@ from transformers.utils import logging
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan, read_state
-from llmtrain.checkpoint.folder import write_exported
+from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.model_card import model_card
-from llmtrain.checkpoint.new_folder import check_new, new_folder
-from llmtrain.durable import create
-from llmtrain.engines.state import Source
-from llmtrain.engines.tensor_file import stream_tensors
-from llmtrain.engines.writer import size_of
+from llmtrain.engines.state.files import stream_tensors
+from llmtrain.engines.state.save_load import Source
+from llmtrain.engines.state.writer import size_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
-from llmtrain.untrusted import utf8_name
+from llmtrain.system.durable import create
+from llmtrain.system.untrusted import utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 SHARD_BYTES = 5 * 10**9

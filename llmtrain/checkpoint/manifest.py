@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from llmtrain.durable import Fingerprint, write_atomically
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.durable import Fingerprint, write_atomically
+from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 PATTERN = "MANIFEST*.json"
 MOST_PARTS = 100_000

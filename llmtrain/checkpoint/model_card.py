@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import ModelCardData
 
-from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.history import changes, course
+from llmtrain.checkpoint.contents import TrainerState, changes, course
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
-from llmtrain.untrusted import read_bytes
+from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

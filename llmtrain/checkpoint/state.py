@@ -6,20 +6,19 @@ from pathlib import Path
 
 import torch
 
-from llmtrain.checkpoint.agree import world_size
 from llmtrain.checkpoint.before import other_data
 from llmtrain.checkpoint.check import verify_together
-from llmtrain.checkpoint.contents import TrainerState, read_state
+from llmtrain.checkpoint.contents import TrainerState, read_state, with_plan
 from llmtrain.checkpoint.exchange import complete
-from llmtrain.checkpoint.history import with_plan
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
-from llmtrain.engines.distributed import rank
-from llmtrain.engines.tensor_file import read_tensors
-from llmtrain.engines.writer import Writer
+from llmtrain.engines.state.files import read_tensors
+from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
+from llmtrain.runtime.agree import world_size
+from llmtrain.runtime.distributed import rank
 
 
 def save_random_state(writer: Writer) -> None:

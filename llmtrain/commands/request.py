@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmtrain.commands.options import named_cluster
+from llmtrain.commands.plan import named_cluster
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster

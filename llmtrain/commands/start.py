@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmtrain.commands.plan import print_plan
 from llmtrain.commands.request import TrainRequest
-from llmtrain.commands.shown import print_plan
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
-from llmtrain.host import sleep_beside_others
+from llmtrain.system.host import sleep_beside_others
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,13 +36,13 @@ def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = Non
 
 def _as_worker(request: TrainRequest, rank: Rank) -> None:
     from llmtrain.cluster import Cluster, local_cluster
-    from llmtrain.signals import StopSignals
+    from llmtrain.train.signals import StopSignals
 
     signals = StopSignals()
+    from llmtrain.commands.precheck import check_machine
     from llmtrain.ds_config import render
-    from llmtrain.precheck import check_machine
     from llmtrain.run_lock import RunLock
-    from llmtrain.worker import work
+    from llmtrain.train.worker import work
 
     declared, _ = request.load()
     nodes, per_node = rank.shape
@@ -72,7 +72,7 @@ def _say(line: str) -> None:
 
 def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
     from llmtrain.cluster import local_cluster
-    from llmtrain.launch.accelerate import processes_asked
+    from llmtrain.launch.jobs.accelerate import processes_asked
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.template import Template
 
@@ -84,8 +84,8 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
         if forked_from:
             # Its imports take longest, so they run while the recipe is checked and the data are prepared.
             forked_from.start(common_environment(cluster.world_size))
+        from llmtrain.commands.precheck import check_machine
         from llmtrain.ds_config import render
-        from llmtrain.precheck import check_machine
 
         declared, _ = request.load()
         folder = request.folder(declared)
@@ -110,8 +110,8 @@ def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
 
     workers: the number of workers that a launcher started, if one did.
     """
+    from llmtrain.commands.precheck import runnable_plan
     from llmtrain.metrics.trackers import check_trackers
-    from llmtrain.precheck import runnable_plan
 
     plan = runnable_plan(declared, cluster, workers)
     check_trackers(declared)
@@ -154,13 +154,13 @@ def _launch(
     from rich.console import Console
 
     from llmtrain.checkpoint.before import check_data, check_resume
+    from llmtrain.commands.precheck import check_stages
     from llmtrain.data import Progress, Schedule, prepare, report
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.tools import check_tool
-    from llmtrain.plan.memory import memory_of
-    from llmtrain.precheck import check_stages
+    from llmtrain.predict import memory_of
     from llmtrain.run_lock import RunLock
-    from llmtrain.stops import caught_signals, leave
+    from llmtrain.system.stops import caught_signals, leave
 
     console = Console()
     if tool:
@@ -198,13 +198,13 @@ def _run(
 ) -> int:
     """Runs the workers and returns the exit code."""
     from llmtrain.launch.tools import ToolJob, run_by_tool
-    from llmtrain.restart import train_with_restarts
+    from llmtrain.train.restart import train_with_restarts
 
     arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
     if tool:
         console.print(f"starting workers with {tool}")
         return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
-    command = [sys.executable, "-m", "llmtrain.worker", *arguments]
+    command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
     restarts, allowed_s = request.max_restarts, plan.recipe.watchdog.min_seconds
     code = train_with_restarts(command, plan.workers, folder, request.resume, restarts, console, forked_from, allowed_s)
     if forked_from:

@@ -2,17 +2,175 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
+from llmtrain.commands.plan import print_plan
 from llmtrain.commands.request import LauncherName, TrainRequest
-from llmtrain.errors import Problem, RecipeError
-from llmtrain.streams import outlive_the_terminal
+from llmtrain.commands.start import startable
+from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.system.streams import outlive_the_terminal
 
 if TYPE_CHECKING:
     from llmtrain.launch import Rank
+    from llmtrain.launch.tools import Tool
+
+
+def print_lines(tool: Tool, request: TrainRequest) -> None:
+    """Checks the plan, then prints it on standard error and the command line of each node on standard output."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.commands.plan import print_plan
+    from llmtrain.commands.start import startable
+    from llmtrain.launch.tools import check_tool, lines_of
+    from llmtrain.predict import memory_of
+    from llmtrain.run_dir import RunDir
+
+    declared, written_for = request.load()
+    machine = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+    folder = request.folder(declared).path.absolute()
+    plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
+    check_tool(tool, plan)
+    print_plan(plan, Console(stderr=True), memory_of(plan))
+    script = (*request.script, "--run-dir", str(folder))
+    named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
+    planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
+    beside = folder.with_name(f"{folder.name}-plan")
+    print("\n".join(lines_of(tool, plan, script, beside, planned)))
+
+
+def run_small(request: TrainRequest) -> None:
+    """Runs the scaled-down plan and prints the report, which is written next to the run directory of the real run."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.commands.precheck import check_stages, runnable_plan
+    from llmtrain.dry_run.run import REPORT, dry_run
+    from llmtrain.run_dir import RunDir
+
+    try:
+        declared, written_for = request.load()
+        beside = request.folder(declared).path
+        beside = beside if beside.name else beside.resolve()
+        folder = RunDir(beside.parent / f"{beside.name}-dry-run")
+        cluster = local_cluster(request.nproc) if request.nproc else request.cluster(written_for)
+        plan = runnable_plan(declared, cluster)
+        check_stages(plan)
+        report = dry_run(plan, folder)
+    except UserError as error:
+        if request.as_json:
+            print(json.dumps({"passed": False} | error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    if request.as_json:
+        print(json.dumps(report.document(), indent=2))
+        print(f"report {folder.path / REPORT}", file=sys.stderr)
+        return
+    console = Console()
+    for line in report.lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(report.table())
+    console.print(f"report {folder.path / REPORT}", highlight=False, markup=False, soft_wrap=True)
+
+
+def enqueue(request: TrainRequest) -> None:
+    """Checks everything that can be checked before the job starts, then prints its script or submits it."""
+    from rich.console import Console
+
+    from llmtrain.checkpoint.before import check_resume
+    from llmtrain.cluster import Cluster
+    from llmtrain.launch.jobs.slurm import Job, following, parse_options, render_job, submit
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.predict import memory_of
+    from llmtrain.run_dir import RunDir
+
+    options, resume = parse_options(request.slurm), request.resume
+    declared, written_for = request.load()
+    cluster = request.cluster(written_for)
+    machines = cluster.nodes
+    if options.tasks:
+        cluster = Cluster(nodes=options.tasks, device=cluster.device)
+    folder = request.folder(declared)
+    path, arguments = folder.path.absolute(), (request.absolute, *request.arguments)
+    for choice in options.sweep:
+        varied, _ = load_recipe(request.recipe, [*request.assignments, choice])
+        startable(varied, cluster, RunDir(path / choice.replace("/", "_")), resume, cluster.world_size)
+    if not options.sweep:
+        arguments = (*arguments, "--run-dir", str(path))
+        plan = startable(declared, cluster, folder, resume, cluster.world_size)
+        check_resume(plan, folder, resume, is_local=False)
+        print_plan(plan, Console(stderr=True), memory_of(plan))
+    job = Job(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
+    script = render_job(job)
+    if request.dry_run:
+        print(script, end="")
+    else:
+        print("\n".join(following(job, submit(script))))
+
+
+def print_manifest(request: TrainRequest) -> None:
+    """Checks the plan, then prints it on standard error and its manifest on standard output."""
+    from rich.console import Console
+
+    from llmtrain.commands.precheck import runnable_plan
+    from llmtrain.launch.jobs.kubernetes import Manifest, parse_options, render_manifest
+    from llmtrain.predict import memory_of
+
+    options = parse_options(request.kubernetes)
+    declared, written_for = request.load()
+    cluster = request.cluster(written_for)
+    # The run directory lies in the pods' file system: a folder of the same path on this machine is unrelated.
+    plan = runnable_plan(declared, cluster, cluster.world_size)
+    name = "-".join(part for part in (declared.name, request.variant) if part)
+    run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
+    _, *arguments = request.script
+    # The recipe's path is kept as given: it is a path inside the image.
+    script = (request.path, *arguments, "--run-dir", str(run_dir))
+    manifest = render_manifest(Manifest(declared.name, cluster, script, run_dir, options))
+    print_plan(plan, Console(stderr=True), memory_of(plan))
+    print(manifest, end="")
+
+
+def train_on_hosts(request: TrainRequest) -> None:
+    """Checks everything that can be checked before workers start, trains, and exits with the job's exit code."""
+    from rich.console import Console
+
+    from llmtrain.cluster import Cluster, local_cluster
+    from llmtrain.launch.hostfile import read_hosts
+    from llmtrain.launch.hosts import HostsJob, described, run_on_hosts
+    from llmtrain.launch.local import clear_failures
+    from llmtrain.predict import memory_of
+    from llmtrain.system.stops import caught_signals, leave
+
+    if request.hostfile is None:
+        raise RecipeError(
+            Problem("launch.hostfile", "--hostfile", "is required", "name a file with lines of the form HOST slots=N")
+        )
+    declared, _ = request.load()
+    hosts = read_hosts(request.hostfile, request.include, request.exclude)
+    sizes = [len(host.devices) for host in hosts]
+    is_even = len(set(sizes)) == 1
+    cluster = Cluster(
+        nodes=len(hosts) if is_even else sum(sizes),
+        devices_per_node=sizes[0] if is_even else 1,
+        device=local_cluster().device,
+    )
+    folder = request.folder(declared)
+    plan = startable(declared, cluster, folder, request.resume, sum(sizes))
+    console = Console()
+    print_plan(plan, console, memory_of(plan))
+    console.print(f"hosts    {described(hosts)}", highlight=False, soft_wrap=True)
+    clear_failures(folder)
+    argv = (*request.script, "--run-dir", str(folder.path.absolute()))
+    job = HostsJob(tuple(hosts), Path(argv[0]), argv, folder, request.runner or "pdsh")
+    with caught_signals():
+        leave(run_on_hosts(job))
+
 
 HERE: tuple[LauncherName, ...] = ("local", "torchrun", "accelerate")
 """Launchers that start the workers of this machine."""
@@ -47,15 +205,15 @@ def train(request: TrainRequest) -> None:
     if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
         raise RecipeError(problems)
     if request.launcher == "deepspeed":
-        from llmtrain.commands.on_hosts import train_on_hosts
+        pass
 
         train_on_hosts(request)
     elif request.launcher == "slurm":
-        from llmtrain.commands.job import enqueue
+        pass
 
         enqueue(request)
     elif request.launcher == "kubernetes":
-        from llmtrain.commands.manifest import print_manifest
+        pass
 
         print_manifest(request)
     elif not request.dry_run:
@@ -63,11 +221,11 @@ def train(request: TrainRequest) -> None:
 
         train_here(request, rank, tool=None if request.launcher == "local" else request.launcher)
     elif request.launcher == "local":
-        from llmtrain.commands.dry import run_small
+        pass
 
         run_small(request)
     else:
-        from llmtrain.commands.by_tool import print_lines
+        pass
 
         print_lines(request.launcher, request)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmtrain.cluster import local_cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.host import busy, cores_of_others, most_cores_of_others, own_cores
+from llmtrain.system.host import busy, cores_of_others, most_cores_of_others, own_cores
 
 if TYPE_CHECKING:
     from llmtrain.plan import KernelChoice, Plan
@@ -44,9 +44,9 @@ def tune_kernels(recipe: str, assignments: list[str], nproc: int | None, as_json
 def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[Plan, KernelChoice]:
     from rich.console import Console
 
-    from llmtrain.plan import resolve
-    from llmtrain.plan.alternatives import KERNELS, open_kernels
     from llmtrain.plan.load import load_recipe
+    from llmtrain.rules.resolve import resolve
+    from llmtrain.tune.choice import KERNELS, open_kernels
 
     declared, _ = load_recipe(recipe, assignments)
     cluster = local_cluster(nproc)

@@ -3,11 +3,10 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
-from llmtrain.data.documents import Documents
 from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import notes, report, summary
-from llmtrain.data.sampler import MicroBatch, Schedule, StepBatch
+from llmtrain.data.sampler import Documents, MicroBatch, Schedule, StepBatch
 from llmtrain.data.store import TokenStore
 
 __all__ = [

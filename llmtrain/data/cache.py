@@ -16,10 +16,10 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from llmtrain.data.progress import Progress
-from llmtrain.durable import DISK_FULL, flush, flush_tree
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
-from llmtrain.untrusted import UNREADABLE, expanded, read_json, why
+from llmtrain.system.durable import DISK_FULL, flush, flush_tree
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
 
 META = "meta.json"
 

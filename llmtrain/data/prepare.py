@@ -12,17 +12,16 @@ import numpy as np
 
 from llmtrain.data import packing
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
-from llmtrain.data.corpus import Corpus, open_corpora
-from llmtrain.data.evaluation import EvalOrder
-from llmtrain.data.mixture import integer_weights
+from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
-from llmtrain.data.samples import ConcatSamples, Samples, packed_samples
+from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
+from llmtrain.data.sources.corpus import Corpus, open_corpora
 from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
-from llmtrain.untrusted import why
+from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
 

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from llmtrain.data.mixture import integer_weights
+from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import fill
 from llmtrain.recipe import Recipe

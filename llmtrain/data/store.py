@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import Cache, Entry, key_of
-from llmtrain.data.corpus import Corpus, split_documents, split_identity
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.special import Finder, Found, check_handful
+from llmtrain.data.sources.corpus import Corpus, split_documents, split_identity
+from llmtrain.data.sources.special import Finder, Found, check_handful
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
 from llmtrain.errors import DataError, Problem
 

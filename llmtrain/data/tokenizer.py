@@ -11,12 +11,12 @@ from typing import Any
 import xxhash
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.corpus import Corpus, first_break, split_documents, split_identity
-from llmtrain.data.mixture import integer_weights
+from llmtrain.data.order import integer_weights
+from llmtrain.data.sources.corpus import Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import hub_has, is_path
 from llmtrain.recipe import DataConfig, TrainedTokenizer
-from llmtrain.untrusted import expanded, read_bytes
+from llmtrain.system.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"
 FORMAT = 1

@@ -20,10 +20,11 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NoReturn, TextIO
 
-from llmtrain.doctor.scene import Scene
-from llmtrain.launch import interfaces, on_host
+from llmtrain.doctor.finding import Scene
+from llmtrain.launch import on_host
 from llmtrain.launch.disks import has_disk_operator
 from llmtrain.launch.local import die_with
+from llmtrain.launch.place import interfaces
 
 
 class Agent:
@@ -79,7 +80,7 @@ class Agent:
             if lacks:
                 self._reply(operator=name, seconds=0.0, file="", error="libaio was not found")
                 continue
-            command = [sys.executable, "-m", "llmtrain.engines.ops", name, accelerator]
+            command = [sys.executable, "-m", "llmtrain.engines.deepspeed.ops", name, accelerator]
             child = self._start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             out, error = child.communicate()
             try:

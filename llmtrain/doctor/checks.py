@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from llmtrain.doctor import devices, interconnect, limits, network, storage, tools, versions
-from llmtrain.doctor.finding import Finding, warning
-from llmtrain.doctor.scene import Scene
+from llmtrain.doctor import devices, limits, network, versions
+from llmtrain.doctor.finding import Finding, Scene, warning
 
 
 @dataclass(frozen=True)
@@ -27,17 +26,17 @@ CHECKS = (
     Check("devices.host", devices.host),
     Check("devices.gpus", devices.gpus),
     Check("devices.slots", devices.slots),
-    Check("interconnect.gpus", interconnect.gpu_links),
-    Check("interconnect.adapters", interconnect.adapters),
+    Check("interconnect.gpus", devices.gpu_links),
+    Check("interconnect.adapters", devices.adapters),
     Check("network.interfaces", network.interfaces),
     Check("network.host_name", network.host_name),
     Check("network.choices", network.choices),
-    Check("storage.shm", storage.shared_memory),
-    Check("storage.folders", storage.folders),
+    Check("storage.shm", limits.shared_memory),
+    Check("storage.folders", limits.folders),
     Check("limits.limits", limits.limits),
-    Check("tools.compilers", tools.compilers),
-    Check("tools.operators", tools.operators),
-    Check("tools.launchers", tools.launchers),
+    Check("tools.compilers", versions.compilers),
+    Check("tools.operators", versions.operators),
+    Check("tools.launchers", versions.launchers),
 )
 
 

@@ -1,13 +1,16 @@
-"""Resource limits of the kernel for a process."""
+"""Resource limits of the kernel for a process, shared memory, and the folders that a run writes to."""
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
-from llmtrain.doctor.finding import Finding, fault, ok, size, warning
-from llmtrain.doctor.interconnect import has_adapters
-from llmtrain.doctor.scene import Scene
+from llmtrain.doctor.devices import has_adapters
+from llmtrain.doctor.finding import Finding, Scene, fault, ok, size, warning
 
 LEAST_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
@@ -58,3 +61,78 @@ def _shown(limit: int, of_bytes: bool = False) -> str:
     if limit == resource.RLIM_INFINITY:
         return "unlimited"
     return size(limit) if of_bytes else f"{limit:,}"
+
+
+SHARED = Path("/dev/shm")
+LEAST_SHARED = 2**30
+"""Bytes. NCCL needs tens of MB for each pair of GPUs of a host, and containers have 64 MiB by default."""
+LEAST_FREE = 2**30
+"""Bytes that should be free in a folder that a run writes to."""
+
+
+def shared_memory(scene: Scene) -> Iterator[Finding]:
+    """Checks /dev/shm, through which workers of one host communicate."""
+    if not SHARED.is_dir():
+        yield fault("storage.shm", f"{SHARED} does not exist", f"mount -t tmpfs tmpfs {SHARED}")
+        return
+    usage = shutil.disk_usage(SHARED)
+    refusal = write_refusal(SHARED)
+    if refusal:
+        yield fault(
+            "storage.shm", f"{SHARED} cannot be written to: {refusal}", f"`ls -ld {SHARED}`; its mode should be 1777"
+        )
+    elif usage.free < LEAST_SHARED:
+        text = f"{SHARED} has {size(usage.free)} free of {size(usage.total)}, which may be too little for NCCL"
+        yield warning("storage.shm", text, f"`docker run --shm-size=8g`, or mount -o remount,size=8g {SHARED}")
+    else:
+        yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
+
+
+def folders(scene: Scene) -> Iterator[Finding]:
+    """Checks the folders that a run writes to, by writing to each."""
+    named = (
+        ("runs", scene.run_root, "--run-dir"),
+        ("cache", scene.cache, "export LLMTRAIN_CACHE="),
+        ("temporary files", Path(scene.env.get("TMPDIR") or tempfile.gettempdir()), "export TMPDIR="),
+        ("Hugging Face", _hugging_face(scene), "export HF_HOME="),
+    )
+    for what, folder, setting in named:
+        yield _judge(what, folder, f"{setting}FOLDER" if setting.endswith("=") else f"{setting} FOLDER")
+
+
+def write_refusal(folder: Path) -> str:
+    """Returns why a folder cannot be written to, or an empty string. Leaves nothing behind."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 65536)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def existing(folder: Path) -> Path:
+    """Returns the folder, or its nearest existing parent."""
+    there = folder.expanduser().absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return there
+
+
+def _judge(what: str, folder: Path, fix: str) -> Finding:
+    check, there = f"storage.{what.replace(' ', '_')}", existing(folder)
+    if not there.is_dir():
+        return fault(check, f"{what}: {folder} is below a file, {there}", fix)
+    refusal = write_refusal(there)
+    if refusal:
+        return fault(check, f"{what}: {there} cannot be written to: {refusal}", fix)
+    free = shutil.disk_usage(there).free
+    if free < LEAST_FREE:
+        return warning(check, f"{what}: {size(free)} are free in {there}", f"free some space, or {fix}")
+    return ok(check, f"{what}: {folder}, {size(free)} free")
+
+
+def _hugging_face(scene: Scene) -> Path:
+    caches = Path(scene.env.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(scene.env.get("HF_HOME") or caches / "huggingface")

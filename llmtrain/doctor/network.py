@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.doctor.finding import Finding, fault, ok, warning
-from llmtrain.doctor.scene import Scene
-from llmtrain.launch.interfaces import (
-    GLOO,
-    NCCL,
-    Interface,
-    Network,
-    choose,
-    is_link_local,
-    nccl_setting,
-)
+from llmtrain.doctor.finding import Finding, Scene, fault, ok, warning
+from llmtrain.launch.place.interfaces import GLOO, NCCL, Interface, Network, choose, is_link_local, nccl_setting
 
 
 def interfaces(scene: Scene) -> Iterator[Finding]:

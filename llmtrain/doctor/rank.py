@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.launch.interfaces import set_interfaces, stay_on_loopback
-from llmtrain.launch.rank import LOOPBACK, Rank
+from llmtrain.launch.place.interfaces import set_interfaces, stay_on_loopback
+from llmtrain.launch.place.rank import LOOPBACK, Rank
 
 if TYPE_CHECKING:
     import torch

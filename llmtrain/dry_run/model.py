@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
-from llmtrain.models.cut import STUMBLES
-from llmtrain.models.tiny import shrink
+from llmtrain.models.proof.cut import STUMBLES
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import ModelConfig, Recipe
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmtrain.data import Prepared, Schedule
-from llmtrain.data.mixture import Mixture
+from llmtrain.data.order import Mixture
 from llmtrain.data.sampler import rows_of
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part

@@ -23,12 +23,12 @@ from llmtrain.data import Prepared, Schedule
 from llmtrain.data.sampler import rows_of
 from llmtrain.data.synthetic import synthetic
 from llmtrain.dry_run.job import Checkpoint, Findings, Job, RankFacts, Step, findings_file
+from llmtrain.dry_run.shrink import STEPS
 from llmtrain.ds_config import render
-from llmtrain.durable import write_atomically
 from llmtrain.engines import Engine, build_engine
 from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
-from llmtrain.plan.shrink import STEPS
+from llmtrain.system.durable import write_atomically
 
 Say = Callable[[str], None]
 """Prints a line."""

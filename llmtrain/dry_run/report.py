@@ -11,10 +11,10 @@ from rich.table import Table
 
 from llmtrain.dry_run.job import Findings
 from llmtrain.dry_run.order import DataOrder, Read
+from llmtrain.dry_run.shrink import Change
 from llmtrain.plan import Plan
 from llmtrain.plan.described import model_line, size_of, split_lines, volume_lines
-from llmtrain.plan.shrink import Change
-from llmtrain.plan.traffic import volumes
+from llmtrain.predict.traffic import volumes
 
 REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
 """How much of the data order is shown."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from llmtrain.dry_run.job import Findings, Job, findings_file, job_file
 from llmtrain.dry_run.report import Report, ranks
+from llmtrain.dry_run.shrink import layers_kept, shrink
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.shrink import layers_kept, shrink
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.untrusted import read_json
+from llmtrain.system.untrusted import read_json
 
 if TYPE_CHECKING:
     from llmtrain.plan import Plan

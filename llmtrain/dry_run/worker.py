@@ -15,13 +15,13 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.dry_run.job import Job, job_file
 from llmtrain.errors import Problem, UserError, WorkerError
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
 from llmtrain.run_dir import RunDir
-from llmtrain.untrusted import read_json
+from llmtrain.system.untrusted import read_json
+from llmtrain.train.console import WorkerOutput, take_over_output
 
 PATIENCE_S = 300
 """Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
@@ -79,7 +79,7 @@ def _work(rank: Rank, job: Job, folder: Path, output: WorkerOutput) -> None:
     from torch import distributed as dist
 
     from llmtrain.dry_run.ranks import rehearse
-    from llmtrain.engines.distributed import init_process_group
+    from llmtrain.runtime.distributed import init_process_group
 
     def say(text: str) -> None:
         # On standard error, since standard output is for the result.

@@ -31,18 +31,25 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed import DeepSpeedEngine
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.engines.guard import Guard, Measured, over_ranks
-from llmtrain.engines.held import held
 from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
-from llmtrain.engines.pieces import Piece, Region
-from llmtrain.engines.seam import StepResult
-from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.state.held import held
+from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.save_load import (
+    Place,
+    load_state,
+    pieces_of,
+    resume_schedule,
+    save_state,
+    untrained_pieces,
+)
+from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
-from llmtrain.engines.writer import Writer
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.accelerate import MIXED_PRECISION
+from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from llmtrain.engines.axis import Axis
 from llmtrain.engines.data_parallel import TorchDataParallel
-from llmtrain.engines.deepspeed import DeepSpeedEngine
-from llmtrain.engines.expert import ExpertAxis
-from llmtrain.engines.host_memory import keep_freed_memory
+from llmtrain.engines.deepspeed.axis import Axis
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+from llmtrain.engines.deepspeed.expert import ExpertAxis
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis
+from llmtrain.engines.deepspeed.sequence import SequenceAxis
+from llmtrain.engines.deepspeed.tensor import TensorAxis
+from llmtrain.engines.engine import Engine
 from llmtrain.engines.overrides import check_overrides
 from llmtrain.engines.overrides.deepspeed import forget_groups
-from llmtrain.engines.pipeline import PipelineAxis
-from llmtrain.engines.seam import Engine
-from llmtrain.engines.sequence import SequenceAxis
-from llmtrain.engines.tensor import TensorAxis
 from llmtrain.plan import Plan
-from llmtrain.plan.runnable import check_runnable
+from llmtrain.plan.installed import check_runnable
+from llmtrain.runtime.host_memory import keep_freed_memory
 
 
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.guard import Measured
-from llmtrain.engines.horovod_ranks import join
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
+from llmtrain.runtime.horovod_ranks import join
 
 
 class HorovodDataParallel(PlainLoop):

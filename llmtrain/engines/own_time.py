@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import Work
 
-from llmtrain.engines.seam import Engine
-from llmtrain.heartbeat import Heartbeat
+from llmtrain.engines.engine import Engine
 from llmtrain.models import compiled
 from llmtrain.plan import Plan
+from llmtrain.system.heartbeat import Heartbeat
 
 PASSES = 3
 """A step's work in units of a forward pass: a backward pass counts as about two."""

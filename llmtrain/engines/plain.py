@@ -13,16 +13,22 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward
 from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.held import held
-from llmtrain.engines.norm import gradients_of, squared_norm
-from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
-from llmtrain.engines.pieces import Piece, Region
-from llmtrain.engines.seam import StepResult
-from llmtrain.engines.state import Place, load_state, pieces_of, resume_schedule, save_state, untrained_pieces
+from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, squared_norm, torch_optimizer
+from llmtrain.engines.state.held import held
+from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.save_load import (
+    Place,
+    load_state,
+    pieces_of,
+    resume_schedule,
+    save_state,
+    untrained_pieces,
+)
+from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
-from llmtrain.engines.writer import Writer
 from llmtrain.models.precision import autocast
 from llmtrain.recipe import Recipe
 

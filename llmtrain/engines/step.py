@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.engine import StepResult
 from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.seam import StepResult
 
 
 class Passes(Protocol):

@@ -19,7 +19,7 @@ from llmtrain.errors import (
     UserError,
     WorkerError,
 )
-from llmtrain.untrusted import UNREADABLE, read_json
+from llmtrain.system.untrusted import UNREADABLE, read_json
 
 CUT_OFF = "worker.cut_off"
 """The rule for a rank that no longer hears from rank 0. It cannot know which of the two is lost."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.untrusted import UNREADABLE, read_text, why
 
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9_.:-]+)\s+slots=(?P<slots>[0-9]+)")
 _FIX = "write one `HOST slots=N` per line, and each host once"

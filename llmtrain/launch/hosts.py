@@ -32,12 +32,12 @@ from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import facts, folder_of
-from llmtrain.launch.rank import Reader
+from llmtrain.launch.place.rank import Reader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
-from llmtrain.stops import caught_signals, is_impatient
-from llmtrain.untrusted import UNREADABLE, read_text, why
+from llmtrain.system.stops import caught_signals, is_impatient
+from llmtrain.system.untrusted import UNREADABLE, read_text, why
 
 PREPARE_S = 120
 """Longest time in seconds for a host to describe itself, which includes imports over a network file system."""

@@ -21,16 +21,16 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from llmtrain.durable import open_log
 from llmtrain.errors import Exit, Problem, WorkerError
-from llmtrain.heartbeat import Board
-from llmtrain.host import own_cores
-from llmtrain.launch.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.place.discovery import LAUNCHER_VARIABLE
 from llmtrain.launch.seal import Secret
 from llmtrain.launch.standstill import ALLOWED_S, LOOK_S, Standstill
 from llmtrain.run_dir import RunDir
-from llmtrain.stops import QUIT, STOPS, before_the_first_step, caught_signals, is_impatient, say
+from llmtrain.system.durable import open_log
+from llmtrain.system.heartbeat import Board
+from llmtrain.system.host import own_cores
+from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, is_impatient, say
 
 if TYPE_CHECKING:
     from llmtrain.launch.template import Forked, Template

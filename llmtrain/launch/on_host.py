@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmtrain.launch.rank import FIRST_PORT, PORTS
+from llmtrain.launch.place.rank import FIRST_PORT, PORTS
 from llmtrain.run_dir import versions
-from llmtrain.stops import STOPS
+from llmtrain.system.stops import STOPS
 
 END_S = 5.0
 """Seconds from SIGTERM to SIGKILL for workers that outlive their job."""

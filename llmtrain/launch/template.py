@@ -28,12 +28,12 @@ from typing import Self
 
 from llmtrain.launch.local import die_with
 from llmtrain.launch.standstill import LOOK_S, Standstill
-from llmtrain.stops import STOPS
+from llmtrain.system.stops import STOPS
 
 IMPORTED = (
     *("typer", "transformers.modeling_utils", "deepspeed", "torch.utils.cpp_extension"),
-    *("llmtrain.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
-    *("llmtrain.rollback", "llmtrain.loop", "llmtrain.finish"),
+    *("llmtrain.train.console", "llmtrain.watchdog", "llmtrain.checkpoint.resume", "llmtrain.engines.own_time"),
+    *("llmtrain.train.rollback", "llmtrain.train.loop", "llmtrain.train.finish"),
 )
 """The modules that workers import, apart from the model's own."""
 READY = b"r"

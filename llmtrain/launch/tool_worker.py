@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from llmtrain.durable import write_atomically
 from llmtrain.errors import Exit
 from llmtrain.launch.local import die_with
-from llmtrain.stops import STOPS
+from llmtrain.system.durable import write_atomically
+from llmtrain.system.stops import STOPS
 
 
 def main() -> None:

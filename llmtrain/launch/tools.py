@@ -23,14 +23,14 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal
 
 from llmtrain.errors import Exit, Problem, RecipeError, WorkerError
-from llmtrain.launch.accelerate import has_configuration, render_configuration
 from llmtrain.launch.failure import Failure
+from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
 from llmtrain.launch.local import SUDDEN, clear_failures, die_with
 from llmtrain.launch.seal import Secret
 from llmtrain.launch.standstill import Standstill
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.stops import STOPS, caught_signals, is_impatient
+from llmtrain.system.stops import STOPS, caught_signals, is_impatient
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -48,7 +48,7 @@ class ToolJob:
     plan: Plan
     run_dir: RunDir
     arguments: tuple[str, ...]
-    """Arguments of `llmtrain.worker`."""
+    """Arguments of `llmtrain.train.worker`."""
 
 
 def check_tool(tool: Tool, plan: Plan) -> None:
@@ -64,7 +64,7 @@ def run_by_tool(job: ToolJob) -> int:
     clear_failures(job.run_dir)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
         folder = Path(name)
-        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.worker", *job.arguments]
+        command = [*_tool(job), *worker_command(folder), "-m", "llmtrain.train.worker", *job.arguments]
         job.run_dir.write_launch(job.tool, job.plan.workers, command)
         log = job.run_dir.logs / "launcher.log"
         secret, standstill = Secret.new().environment, Standstill(job.plan.recipe.watchdog.min_seconds)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmtrain.errors import Exit
 from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
-from llmtrain.stops import STOPS, caught_signals
+from llmtrain.system.stops import STOPS, caught_signals
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""

@@ -1,9 +1,8 @@
 """What a run reports about itself while it trains."""
 
-from llmtrain.metrics.busy_cores import BusyCores
 from llmtrain.metrics.logger import MetricsLogger, Record, StepMetrics
 from llmtrain.metrics.progress import TrainingProgress
-from llmtrain.metrics.throughput import Meter, Rates, Window, rates
+from llmtrain.metrics.throughput import BusyCores, Meter, Rates, Window, rates
 from llmtrain.metrics.trackers import check_trackers
 
 __all__ = [

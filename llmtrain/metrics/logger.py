@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmtrain.durable import open_log, write_atomically
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.untrusted import read_bytes
+from llmtrain.system.durable import open_log, write_atomically
+from llmtrain.system.untrusted import read_bytes
 
 Record = dict[str, Any]
 MOST_BYTES = 1 << 34

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
-from llmtrain.durable import DISK_FULL
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.recipe import Recipe
 from llmtrain.run_dir import RunDir, write_json
-from llmtrain.untrusted import UNREADABLE, read_json
+from llmtrain.system.durable import DISK_FULL
+from llmtrain.system.untrusted import UNREADABLE, read_json
 
 PARAMETER_LENGTH = 250
 """Longest parameter value that every tracker accepts; MLflow drops longer ones."""

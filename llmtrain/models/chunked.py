@@ -30,11 +30,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.compare import Comparison
-from llmtrain.models.cut import STUMBLES, reference
 from llmtrain.models.loss import target_loss_sum
+from llmtrain.models.proof.compare import Comparison
+from llmtrain.models.proof.cut import STUMBLES, reference
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.stages import backbone
-from llmtrain.models.tiny import shrink
 
 
 class NoChunksError(Exception):

@@ -26,12 +26,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.host import own_cores
-from llmtrain.models.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.loss import target_loss_sum
+from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.stages import Hole, decoder_layers
-from llmtrain.models.tiny import shrink
-from llmtrain.stops import STOPS
+from llmtrain.system.host import own_cores
+from llmtrain.system.stops import STOPS
 
 KINDS = 8
 """Largest number of kinds of layers. Each kind is compiled separately; families that alternate have two or three."""

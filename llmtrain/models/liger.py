@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import LAYERS, ChunkedLoss, NoChunksError
-from llmtrain.models.compare import Comparison
-from llmtrain.models.cut import STUMBLES, reference
 from llmtrain.models.loss import IGNORE
-from llmtrain.models.tiny import shrink
+from llmtrain.models.proof.compare import Comparison
+from llmtrain.models.proof.cut import STUMBLES, reference
+from llmtrain.models.proof.tiny import shrink
 
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.hub_names import Incoming, aliases, empty_model
 from llmtrain.recipe import ModelConfig
-from llmtrain.untrusted import UNREADABLE, open_regular, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.frozen import freeze_choosers
+from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.tensor import TensorParallel
-from llmtrain.plan.bounds import StageBounds
 from llmtrain.plan.model_facts import decoder_lists
+from llmtrain.plan.stages import StageBounds
 
 
 class Refused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
@@ -45,7 +45,7 @@ class Refused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a
 
 @dataclass(frozen=True)
 class Cut:
-    """How a family is cut into stages; found and verified on a tiny copy of the model (`llmtrain.models.cut`)."""
+    """How a family is cut into stages; found and verified on a tiny copy of the model (`llmtrain.models.proof.cut`)."""
 
     bounds: tuple[StageBounds, ...]
     outside: tuple[frozenset[str], ...]

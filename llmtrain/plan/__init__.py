@@ -1,6 +1,5 @@
-"""Legality and arithmetic of a recipe on a cluster. Pure: no torch, deepspeed, transformers or datasets."""
+"""What is to be run: a recipe on a cluster, the facts of its model, and the plan that results. Pure: no torch."""
 
 from llmtrain.plan.plan import Batch, KernelChoice, Layout, ModelFacts, Plan
-from llmtrain.plan.resolve import resolve
 
-__all__ = ["Batch", "KernelChoice", "Layout", "ModelFacts", "Plan", "resolve"]
+__all__ = ["Batch", "KernelChoice", "Layout", "ModelFacts", "Plan"]

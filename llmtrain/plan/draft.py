@@ -1,11 +1,15 @@
-"""The input of the rules: a recipe on a cluster that may or may not be legal."""
+"""The input of the rules: a recipe on a cluster that may or may not be legal, and the plan that it would become."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan.plan import ModelFacts
+from llmtrain.errors import Problem
+from llmtrain.plan.plan import Batch, Layout, ModelFacts, Plan, note
+from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
 
 WEIGHT_DTYPE: dict[Precision, str] = {
@@ -64,3 +68,42 @@ class Draft:
             return None
         steps, rest = divmod(self.recipe.batch.global_batch_size, self.recipe.batch.micro_batch_size * self.dp)
         return None if rest or not steps else steps
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Returns all divisors of a positive number in increasing order, within milliseconds for the largest clusters."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
+
+
+def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
+    """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
+    recipe, parallel, facts = draft.recipe, draft.recipe.parallel, draft.facts
+    dp, accumulation = draft.dp, draft.accumulation
+    assert facts is not None, "a draft without facts has been refused"
+    assert dp is not None and accumulation is not None, "the rules of layout and batch have refused the rest"  # noqa: PT018
+    layout = Layout(
+        dp=dp,
+        pp=parallel.pipeline,
+        tp=parallel.tensor,
+        sp=parallel.sequence,
+        ep=parallel.expert,
+        zero_stage=parallel.zero_stage,
+    )
+    batch = Batch(
+        global_batch_size=recipe.batch.global_batch_size,
+        micro_batch_size=recipe.batch.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        tokens_per_step=recipe.batch.global_batch_size * recipe.data.sequence_length,
+    )
+    return Plan(
+        recipe=recipe,
+        cluster=draft.cluster,
+        layout=layout,
+        batch=batch,
+        model=facts,
+        stages=plan_stages(facts, parallel.pipeline, recipe.data.sequence_length),
+        flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
+        notes=tuple(note(problem) for problem in notes or ()),
+    )

@@ -1,10 +1,10 @@
-"""Determines which backends and kernels need packages that may be missing."""
+"""Checks whether a legal plan can be started here: with the installed packages and the started processes."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from llmtrain.errors import Problem
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.plan import Plan
 
 PACKAGES = {
@@ -52,3 +52,17 @@ def missing_packages(plan: Plan) -> list[Problem]:
 
 def _kernels(plan: Plan) -> dict[str, str]:
     return {f"kernels.{name}": str(value) for name, value in plan.recipe.kernels.model_dump().items()}
+
+
+def check_runnable(plan: Plan, workers: int | None = None) -> None:
+    """Raises RecipeError if a package of the plan's backend is missing, or a launcher has started other workers.
+
+    workers: number of processes that a launcher has started; None if llmtrain starts those of the plan itself.
+    """
+    problems = missing_packages(plan)
+    if workers is not None and workers != plan.workers:
+        backend = plan.recipe.parallel.backend
+        message = f"the launcher started {workers} processes, but '{backend}' drives all devices from {plan.workers}"
+        problems.append(Problem("launch.workers", "parallel.backend", message, "start it with `llmtrain train`"))
+    if problems:
+        raise RecipeError(problems)

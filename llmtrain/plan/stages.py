@@ -1,14 +1,102 @@
-"""Computes the decoder layers, the parameters and the share of the work of each pipeline stage."""
+"""Distributes the decoder layers over pipeline stages by their FLOPs, and computes the share of each stage.
+
+FLOPs are counted with the convention of published MFU figures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from llmtrain.plan.bounds import StageBounds, balance
-from llmtrain.plan.flops import attention_flops, head_parameters
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.plan import ModelFacts, StagePlan
+
+
+def matmul_parameters(facts: ModelFacts) -> int:
+    """Returns N: the active parameters without the input tables.
+
+    Looking up a row costs no FLOPs. A tied table counts once, since it is also the matrix of the output projection;
+    learned positions are never multiplied.
+    """
+    tied_head = head_parameters(facts) if facts.tied_embeddings else 0
+    return facts.active_parameters - facts.embedding_parameters + tied_head
+
+
+def flops_per_token(facts: ModelFacts, sequence_length: int) -> float:
+    """Returns the model FLOPs of forward and backward per token: 6·N + 12·L·d·T (PaLM, arXiv 2204.02311, appendix B).
+
+    d is heads × head_dim. Attention counts in full: halving it because it is causal, as some do, lowers the figure.
+    Recomputation under activation checkpointing does not count.
+    """
+    return float(6 * matmul_parameters(facts) + facts.layers * attention_flops(facts, sequence_length))
+
+
+def attention_flops(facts: ModelFacts, sequence_length: int) -> int:
+    """Returns the FLOPs of one layer's attention per token, forward and backward."""
+    return 12 * facts.heads * facts.head_dim * sequence_length
+
+
+def head_parameters(facts: ModelFacts) -> int:
+    """Returns the number of elements of the output projection, tied or not."""
+    return facts.vocab_size * facts.hidden_size
+
+
+@dataclass(frozen=True)
+class StageBounds:
+    """Decoder layers [first, last) of one stage."""
+
+    first: int
+    last: int
+
+
+def balance(costs: Sequence[float], stages: int) -> list[StageBounds]:
+    """Splits the layers into contiguous stages so that the cost of the costliest one is minimal.
+
+    costs: one per decoder layer, in any unit; the embedding's is part of the first, the head's of the last. Raises
+    RecipeError if there are more stages than layers.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        message = f"{stages} was given: the model has {layers} layers, and every stage needs at least one"
+        raise RecipeError(Problem("pipeline.layers", "parallel.pipeline", message, f"--set parallel.pipeline={layers}"))
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # Of layers [0, end) in the stages so far.
+    tables: list[Best] = [{end: (sums[end], 0) for end in range(1, layers + 1)}]
+    for stage in range(2, stages + 1):
+        tables.append(_one_more(stage, tables[-1], sums))
+    bounds, end = [], layers
+    for table in reversed(tables):
+        cut = table[end][1]
+        bounds.append(StageBounds(cut, end))
+        end = cut
+    return bounds[::-1]
+
+
+Best = dict[int, tuple[float, int]]
+"""Number of layers → cost of the costliest stage, and where the last stage begins."""
+
+
+def _one_more(stage: int, previous: Best, sums: Sequence[float]) -> Best:
+    """Returns the best splits into `stage` stages, from those into one fewer; of equal ones that with the longest last.
+
+    If the last cut moves on, the stages before it cost more and the last one less: the best cut lies where the two
+    meet, and moves on with the end. All ends thus need only one walk along the layers.
+    """
+    best: Best = {}
+    cut = stage - 1
+    for end in range(stage, len(sums)):
+        while cut < end - 1 and previous[cut][0] < sums[end] - sums[cut]:
+            cut += 1
+        candidates = [cut - 1, cut] if cut > stage - 1 else [cut]
+        cost, chosen = min((max(previous[one][0], sums[end] - sums[one]), one) for one in candidates)
+        while chosen > stage - 1 and max(previous[chosen - 1][0], sums[end] - sums[chosen - 1]) == cost:
+            chosen -= 1
+        best[end] = cost, chosen
+    return best
 
 
 def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:

@@ -1,20 +1,24 @@
-"""Choices of kernels, and the cache of measured ones."""
+"""The kernels that a recipe leaves open: the values that no rule refuses, and the cache of measured choices."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from llmtrain.data.cache import cache_folder, key_of
-from llmtrain.durable import write_atomically
-from llmtrain.host import own_cores
+from llmtrain.errors import RecipeError
 from llmtrain.plan import KernelChoice, Plan
-from llmtrain.recipe import DataConfig
+from llmtrain.plan.kernels import chunks_loss
+from llmtrain.recipe import DataConfig, Recipe
+from llmtrain.rules.resolve import resolve
 from llmtrain.run_dir import versions
-from llmtrain.untrusted import UNREADABLE, read_json
+from llmtrain.system.durable import write_atomically
+from llmtrain.system.host import own_cores
+from llmtrain.system.untrusted import UNREADABLE, read_json
 
 PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "flash-attn", "kernels", "torchao")
 """Packages whose versions determine the kernels and their speed."""
@@ -81,3 +85,56 @@ def write_cached(data: DataConfig, choice: KernelChoice) -> None:
 def apply(plan: Plan, choice: KernelChoice) -> Plan:
     """Returns the plan with the chosen kernels set in its recipe."""
     return plan.model_copy(update={"recipe": plan.recipe.with_(**choice.values), "kernels": choice})
+
+
+THREADS, ATTENTION, BLOCKS, LOSS = "kernels.threads", "model.attention", "kernels.blocks", "kernels.loss"
+KERNELS = (THREADS, ATTENTION, BLOCKS, LOSS)
+"""The fields in which a recipe can leave its kernels open, in the order in which they are chosen."""
+AUTO = "auto"
+
+
+def open_kernels(recipe: Recipe) -> tuple[str, ...]:
+    """Returns those of `KERNELS` that a recipe leaves open."""
+    values = recipe.dotted()
+    return tuple(field for field in KERNELS if values[field] == AUTO)
+
+
+def alternatives(plan: Plan, on_cpu: bool, threads: int) -> Iterator[tuple[str, list[str | int]]]:
+    """Of each open field the values to be tried: first the one that holds without a measurement.
+
+    threads: that a rank on a CPU may have.
+    """
+    fields = open_kernels(plan.recipe)
+    for field, values in _values(plan, on_cpu, threads).items():
+        if field in fields:
+            yield field, [values[0], *(value for value in values[1:] if _is_legal(plan, field, value))]
+
+
+def _values(plan: Plan, on_cpu: bool, threads: int) -> dict[str, list[str | int]]:
+    # No "eager" on a GPU: its memory grows with the square of the sequence, and it was never the faster one there.
+    attention = (
+        ("varlen", "eager") if on_cpu else ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
+    )
+    blocks = ("compiled",) if on_cpu else ("compiled", "liger")
+    # All logits are held at once only if the plan's memory has room for them.
+    losses = ("chunked",) if chunks_loss(plan) else ("whole", "chunked")
+    return {
+        **({THREADS: [threads, *_halves(threads)]} if on_cpu else {}),
+        ATTENTION: [plan.recipe.model.attention_kernel, *attention],
+        BLOCKS: ["eager", *blocks],
+        LOSS: [*losses, "compiled", *(() if on_cpu else ("liger",))],
+    }
+
+
+def _halves(threads: int) -> Iterator[int]:
+    while threads > 1:
+        threads //= 2
+        yield threads
+
+
+def _is_legal(plan: Plan, field: str, value: str | int) -> bool:
+    try:
+        resolve(plan.recipe.with_(**{field: value}), plan.cluster, plan.model)
+    except RecipeError:
+        return False
+    return True

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from llmtrain.checkpoint.agree import broadcast
 from llmtrain.errors import RecipeError
 from llmtrain.launch import Rank
 from llmtrain.plan import KernelChoice, Plan
-from llmtrain.plan.alternatives import open_kernels
-from llmtrain.tune.choice import apply, device_name, key_of_run, read_cached, threads_of_a_rank
+from llmtrain.runtime.agree import broadcast
+from llmtrain.tune.choice import apply, device_name, key_of_run, open_kernels, read_cached, threads_of_a_rank
 from llmtrain.tune.request import NotMeasuredError, measure
 
 WORTH_FLOPS = 1e15

@@ -10,10 +10,9 @@ import torch
 
 from llmtrain.data import MicroBatch
 from llmtrain.errors import RecipeError
-from llmtrain.models.fp8 import refuse_slower
+from llmtrain.models.precision import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
-from llmtrain.plan.alternatives import alternatives
-from llmtrain.tune.choice import device_name, key_of_run
+from llmtrain.tune.choice import alternatives, device_name, key_of_run
 from llmtrain.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
 
 LEAST_GAIN = 0.02

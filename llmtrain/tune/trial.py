@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward, install_kernels
-from llmtrain.engines.host_memory import keep_freed_memory
-from llmtrain.host import CoreMeter, busy, most_cores_of_others, own_cores
 from llmtrain.models.build import model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
-from llmtrain.models.tiny import with_layers
+from llmtrain.models.proof.tiny import with_layers
 from llmtrain.plan import Plan
-from llmtrain.plan.alternatives import THREADS
+from llmtrain.runtime.host_memory import keep_freed_memory
+from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores
+from llmtrain.tune.choice import THREADS
 
 LAYERS = 2
 """Number of layers: one of each kind in families that alternate two; the others use the same kernels."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.template import Template
-from llmtrain.plan.enumerate import NamedPlan, Refused
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_lock import RunLock
+from llmtrain.search.enumerate import NamedPlan, Refused
 from llmtrain.verify.job import (
     Certificate,
     Job,

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan import Plan
-from llmtrain.plan.enumerate import NamedPlan, Refused
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Part, Recipe
-from llmtrain.untrusted import read_json
+from llmtrain.search.enumerate import NamedPlan, Refused
+from llmtrain.system.untrusted import read_json
 
 PROBES = ("recipe", "sgd")
 """Runs of each plan.

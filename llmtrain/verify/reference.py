@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.plan.rules.model import MIXES_DOCUMENTS
 from llmtrain.recipe import OptimConfig, Recipe
+from llmtrain.rules.model import MIXES_DOCUMENTS
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,13 +14,13 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines import Engine
-from llmtrain.engines.distributed import barrier
-from llmtrain.engines.state import Source
+from llmtrain.engines.state.save_load import Source
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
+from llmtrain.runtime.distributed import barrier
 from llmtrain.verify.compare import Weights
 
 DATA = "verify"

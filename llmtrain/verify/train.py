@@ -14,13 +14,13 @@ from torch import distributed as dist
 
 from llmtrain.data import StepBatch, prepare
 from llmtrain.ds_config import render
-from llmtrain.durable import write_atomically
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.distributed import barrier
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from llmtrain.runtime.distributed import barrier
+from llmtrain.system.durable import write_atomically
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.verify.job import (

@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from llmtrain.console import WorkerOutput, take_over_output
 from llmtrain.launch import Rank, discover
 from llmtrain.run_dir import RunDir
-from llmtrain.untrusted import read_json
+from llmtrain.system.untrusted import read_json
+from llmtrain.train.console import WorkerOutput, take_over_output
 from llmtrain.verify.job import Job, job_file
 
 
@@ -31,7 +31,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
     # After the output is redirected, since these load torch and DeepSpeed, which print.
     from torch import distributed as dist
 
-    from llmtrain.engines.distributed import init_process_group
+    from llmtrain.runtime.distributed import init_process_group
     from llmtrain.verify.train import work
 
     def say(text: str) -> None:

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from llmtrain.errors import Problem, printable
-from llmtrain.heartbeat import Phase
-from llmtrain.launch.rank import LOOPBACK
+from llmtrain.launch.place.rank import LOOPBACK
 from llmtrain.launch.seal import Seal
+from llmtrain.system.heartbeat import Phase
 from llmtrain.watchdog.verdict import Status
 
 LONGEST_LINE = 65536

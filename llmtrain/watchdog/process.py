@@ -16,13 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from llmtrain.heartbeat import Heartbeat
 from llmtrain.launch.local import die_with
-from llmtrain.launch.rank import LOOPBACK, Rank
+from llmtrain.launch.place.rank import LOOPBACK, Rank
 from llmtrain.launch.seal import Seal, opened
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.stops import STOPS
+from llmtrain.system.heartbeat import Heartbeat
+from llmtrain.system.stops import STOPS
 from llmtrain.watchdog.link import Hub, address_of, listen
 from llmtrain.watchdog.target import Target, prepare_end
 from llmtrain.watchdog.watcher import Follower, Leader, Watched, Watcher

@@ -16,7 +16,7 @@ from llmtrain.errors import Exit
 from llmtrain.launch.standstill import process_state
 
 DUMP = signal.SIGRTMIN + 8
-"""Makes a rank write its stacks to its log. Only we send it: SIGUSR1 and SIGUSR2 mean stop (`llmtrain.signals`)."""
+"""Makes a rank write its stacks to its log. Only we send it: SIGUSR1 and SIGUSR2 mean stop (`train/signals.py`)."""
 END = signal.Signals(int(Exit.WORKER))
 """Ends a rank with exit code 5, the number of this signal: SIGTRAP."""
 DUMP_S = 2.0

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmtrain.errors import Problem
-from llmtrain.heartbeat import Phase, Pulse
 from llmtrain.launch.failure import CUT_OFF
 from llmtrain.recipe import WatchdogConfig
+from llmtrain.system.heartbeat import Phase, Pulse
 
 RULE = "worker.hang"
 GONE = "worker.gone"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, TextIO
 
 from llmtrain.errors import Problem, WorkerError
-from llmtrain.heartbeat import Phase, Reader
 from llmtrain.launch.failure import Failure
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.place.rank import Rank
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.system.heartbeat import Phase, Reader
 from llmtrain.watchdog.link import Hub, Peer
 from llmtrain.watchdog.stragglers import Stragglers
 from llmtrain.watchdog.target import DUMP_S, Target

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "fchmod", "symlink")
-"""What `pathlib`, `shutil`, `tempfile` and `llmtrain.durable` change a filesystem with."""
+"""What `pathlib`, `shutil`, `tempfile` and `llmtrain.system.durable` change a filesystem with."""
 
 
 class Faults:

@@ -11,8 +11,8 @@ from small_plan import small_plan
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.manifest import File, Manifest
-from llmtrain.durable import fingerprint
 from llmtrain.run_dir import RunDir, identity_of
+from llmtrain.system.durable import fingerprint
 
 RUN = "0123456789ab"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -18,8 +18,8 @@ from llmtrain.checkpoint.folder import newest, read_latest, whole
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
-from llmtrain.plan.memory.count import memory_of
-from llmtrain.plan.memory.flat import groups_of
+from llmtrain.predict.flat import groups_of
+from llmtrain.predict.memory import memory_of
 
 SECONDS = 60
 

@@ -18,9 +18,9 @@ from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
-from llmtrain.engines.state import Source
+from llmtrain.engines.state.save_load import Source
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.plan import resolve
+from llmtrain.rules.resolve import resolve
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 PLANS = LAYOUTS | BACKENDS | EXPERTS

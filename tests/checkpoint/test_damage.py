@@ -24,9 +24,9 @@ from llmtrain.checkpoint.resume import choose_named, choose_newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import _load_random_state, load
 from llmtrain.checkpoint.storage import probe
-from llmtrain.durable import fingerprint
-from llmtrain.engines.state import PROGRESS_FILE, Source, _read_progress
+from llmtrain.engines.state.save_load import PROGRESS_FILE, Source, _read_progress
 from llmtrain.errors import CheckpointError, Exit
+from llmtrain.system.durable import fingerprint
 
 
 def _saved(rank: int, folder) -> None:

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.folder import read_latest
 from llmtrain.checkpoint.resume import choose_newest
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.errors import DivergedError, Exit
-from llmtrain.rollback import Trouble, go_back
+from llmtrain.train.rollback import Trouble, go_back
 
 
 @dataclass

@@ -12,12 +12,10 @@ import pytest
 from batches import tiny_recipe
 from traces import plan_of
 
-from llmtrain.checkpoint.contents import TrainerState, read_state
-from llmtrain.checkpoint.folder import STATE_FILE, is_exported, write_exported
-from llmtrain.checkpoint.history import Segment, changes, course, with_plan
+from llmtrain.checkpoint.contents import Segment, TrainerState, changes, course, read_state, with_plan
+from llmtrain.checkpoint.folder import STATE_FILE, is_exported, new_folder, write_exported
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.model_card import model_card
-from llmtrain.checkpoint.new_folder import new_folder
 from llmtrain.engines.optim import rate_of
 
 BATCH = "batch.global_batch_size"

@@ -18,13 +18,12 @@ from small_plan import small_plan
 
 from llmtrain.checkpoint.before import check_data, check_resume
 from llmtrain.checkpoint.contents import read_plan, read_state
-from llmtrain.checkpoint.folder import faults, find, newest
+from llmtrain.checkpoint.folder import check_new, faults, find, newest
 from llmtrain.checkpoint.manifest import Manifest, read_manifests
-from llmtrain.checkpoint.new_folder import check_new
 from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
-from llmtrain.piece_heads import read_head
 from llmtrain.run_dir import RunDir
-from llmtrain.untrusted import UNREADABLE
+from llmtrain.system.piece_heads import read_head
+from llmtrain.system.untrusted import UNREADABLE
 
 ROUNDS = 100
 """Edits of each document."""
@@ -337,7 +336,7 @@ def test_a_checkpoint_that_is_not_a_folder_is_reported(two, how):
     assert newest(two.checkpoints) == two.checkpoints / "step_00000001"
     (problem,) = faults(two.checkpoints)
     assert problem.field == str(folder)
-    from llmtrain.checkpoint.commands import one_checkpoint
+    from llmtrain.commands.checkpoint import one_checkpoint
 
     assert one_checkpoint(two.path) == two.checkpoints / "step_00000001"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmtrain.durable import create, fingerprint
-from llmtrain.engines.writer import DiskWriter
+from llmtrain.engines.state.writer import DiskWriter
+from llmtrain.system.durable import create, fingerprint
 
 
 def test_fingerprints_are_those_of_the_files(tmp_path):

@@ -15,9 +15,9 @@ import pytest
 from small_corpora import make_texts, write_jsonl
 
 from llmtrain.data.cache import Cache
-from llmtrain.data.corpus import held_out, open_corpora
-from llmtrain.data.hub import hub_corpus
 from llmtrain.data.progress import Progress
+from llmtrain.data.sources.corpus import held_out, open_corpora
+from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Source
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, Progress, prepare
 from llmtrain.data.cache import Cache, cache_folder, key_of
-from llmtrain.data.corpus import open_corpora
+from llmtrain.data.sources.corpus import open_corpora
 from llmtrain.data.store import Split
 from llmtrain.errors import DataError
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmtrain.data.mixture import Mixture, integer_weights
+from llmtrain.data.order import Mixture, integer_weights
 
 WEIGHTS = [(1.0,), (3.0, 1.0), (0.7, 0.2, 0.1), (0.5, 0.25, 0.125, 0.125), (5.0, 1.0, 1.0, 1.0, 1.0, 0.001)]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmtrain.data.permutation import permutation_key, permute
+from llmtrain.data.order import permutation_key, permute
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 255, 256, 257, 1000, 4097, 65537])

@@ -14,7 +14,7 @@ from test_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, notes, prepare
-from llmtrain.data.special import Finder, Found
+from llmtrain.data.sources.special import Finder, Found
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
 
@@ -78,7 +78,7 @@ def test_a_store_made_as_text_is_refused_and_used_as_asked(recipe: Recipe, monke
     kept = json.loads(meta.read_text())
     meta.write_text(json.dumps({name: value for name, value in kept.items() if name != "special_tokens"}))
     assert "in 40 of 60 documents" in refusal(recipe)
-    monkeypatch.setattr("llmtrain.data.files.FileCorpus.documents", None)  # whoever reads it again fails
+    monkeypatch.setattr("llmtrain.data.sources.files.FileCorpus.documents", None)  # whoever reads it again fails
     assert "in 40 of 60 documents" in refusal(recipe)
     again = prepare(recipe.with_(**{"data.special_tokens": "text"}))
     assert (again.made, again.key) == (False, text.key)

@@ -64,7 +64,7 @@ def test_a_trained_tokenizer_is_what_its_recipe_says(make_recipe: MakeRecipe, co
 
 
 def test_a_tokenizer_is_not_trained_on_what_is_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    from llmtrain.data.corpus import held_out
+    from llmtrain.data.sources.corpus import held_out
 
     texts = make_texts(100)
     marked = [text + " qqzz" * 50 if held_out(text + " qqzz" * 50, 0.3) else text for text in texts]

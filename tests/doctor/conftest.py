@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.doctor.scene import Scene
+from llmtrain.doctor.finding import Scene
 
 
 @pytest.fixture

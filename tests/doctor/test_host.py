@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.doctor import limits, network, storage, tools, versions
+from llmtrain.doctor import limits, network, versions
 from llmtrain.doctor.checks import CHECKS, Check, look
-from llmtrain.doctor.scene import ask
-from llmtrain.launch.interfaces import GLOO, NCCL, Interface, Network
+from llmtrain.doctor.finding import ask
+from llmtrain.launch.place.interfaces import GLOO, NCCL, Interface, Network
 
 LO = Interface("lo", ("127.0.0.1",), is_loopback=True)
 ETH0 = Interface("eth0", ("10.0.0.5", "fe80::5"))
@@ -82,28 +82,28 @@ def test_interfaces_that_a_user_names_right(scene, here, env):
 
 
 def test_folders_are_tried_and_left_as_they_were(scene, tmp_path):
-    assert {one.level for one in storage.folders(scene)} == {"ok"}
+    assert {one.level for one in limits.folders(scene)} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_below_a_file_and_a_full_disk_are_told(scene, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    findings = {one.check: one for one in storage.folders(replace(scene, cache=tmp_path / "file" / "cache"))}
+    findings = {one.check: one for one in limits.folders(replace(scene, cache=tmp_path / "file" / "cache"))}
     assert findings["storage.cache"].level == "fault"
     assert "below a file" in findings["storage.cache"].text
-    monkeypatch.setattr(storage, "LEAST_FREE", 2**60)
-    assert {one.level for one in storage.folders(scene)} == {"warning"}
+    monkeypatch.setattr(limits, "LEAST_FREE", 2**60)
+    assert {one.level for one in limits.folders(scene)} == {"warning"}
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(scene):
-    finding = {one.check: one for one in storage.folders(replace(scene, run_root=Path("/proc/runs")))}["storage.runs"]
+    finding = {one.check: one for one in limits.folders(replace(scene, run_root=Path("/proc/runs")))}["storage.runs"]
     assert finding.level == "fault"
     assert "/proc cannot be written to" in finding.text
 
 
 def test_little_shared_memory_is_told(scene, monkeypatch):
-    monkeypatch.setattr(storage, "LEAST_SHARED", 2**60)
-    finding = _only(storage.shared_memory(scene))
+    monkeypatch.setattr(limits, "LEAST_SHARED", 2**60)
+    finding = _only(limits.shared_memory(scene))
     assert finding.level == "warning"
     assert "--shm-size" in finding.fix
 
@@ -151,10 +151,10 @@ def test_a_lock_that_a_killed_build_left_is_told(scene, tmp_path):
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()
     lock.write_text("")
-    assert [one.level for one in tools.operators(scene)] == ["ok"]
-    old = time.time() - 2 * tools.STALE_S
+    assert [one.level for one in versions.operators(scene)] == ["ok"]
+    old = time.time() - 2 * versions.STALE_S
     os.utime(lock, (old, old))
-    finding = list(tools.operators(scene))[-1]
+    finding = list(versions.operators(scene))[-1]
     assert (finding.level, finding.fix) == ("warning", f"rm {lock}")
 
 
@@ -162,12 +162,12 @@ def test_the_folder_of_operators_is_torchs_own(scene, monkeypatch, tmp_path):
     program = "from torch.utils.cpp_extension import get_default_build_root as root; print(root())"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    assert str(tools.extensions_root(replace(scene, env=dict(os.environ)))) == told
+    assert str(versions.extensions_root(replace(scene, env=dict(os.environ)))) == told
 
 
 def test_missing_compilers_are_told(scene, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    levels = {one.check: one.level for one in tools.compilers(scene)}
+    levels = {one.check: one.level for one in versions.compilers(scene)}
     assert levels["tools.compiler"] == levels["tools.ninja"] == "warning"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmtrain.doctor import interconnect
-from llmtrain.doctor.interconnect import between_gpus, count_links
+from llmtrain.doctor import devices
+from llmtrain.doctor.devices import between_gpus, count_links
 
 # Of a machine with four GPUs in two pairs and a network adapter; the header is underlined there.
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -35,7 +35,7 @@ def test_links_that_are_down_are_counted():
 
 def test_skipped_checks_are_reported(scene, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    [finding] = interconnect.gpu_links(scene)
+    [finding] = devices.gpu_links(scene)
     assert finding.text == "links between GPUs not checked: nvidia-smi is not installed"
 
 
@@ -59,7 +59,7 @@ def _port(scene, adapter, state):
 def test_ports_of_adapters(scene, states, levels):
     for number, state in enumerate(states):
         _port(scene, f"mlx5_{number}", state)
-    found = list(interconnect.adapters(scene))
+    found = list(devices.adapters(scene))
     assert [one.level for one in found] == levels
     if "ACTIVE" in "".join(states):
         assert found[0].text == "mlx5_0:1 InfiniBand 400 Gb/sec (4X NDR)"

@@ -12,9 +12,9 @@ from llmtrain.cluster import Cluster
 from llmtrain.data import Schedule, find_prepared, prepare
 from llmtrain.data.synthetic import synthetic
 from llmtrain.dry_run.order import MICRO_BATCHES, REPLICAS, ROWS, first_batches
-from llmtrain.plan import resolve
-from llmtrain.plan.links import Groups
 from llmtrain.plan.load import load_recipe
+from llmtrain.predict.links import Groups
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 

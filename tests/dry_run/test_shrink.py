@@ -10,17 +10,15 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.dry_run.model import tiny_model
+from llmtrain.dry_run.shrink import LAYERS, STEPS, layers_kept, shrink
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
-from llmtrain.plan.assemble import assemble
-from llmtrain.plan.divisors import divisors
-from llmtrain.plan.draft import Draft
+from llmtrain.plan.draft import Draft, assemble, divisors
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.rules import LEGALITY, broken
-from llmtrain.plan.shrink import LAYERS, STEPS, layers_kept, shrink
 from llmtrain.recipe import ModelConfig
+from llmtrain.rules import LEGALITY, broken
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("dp", "pp", "tp", "sp", "ep")

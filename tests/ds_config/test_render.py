@@ -8,11 +8,12 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.plan import Plan, resolve
-from llmtrain.plan.buckets import bucket_elements
-from llmtrain.plan.lint.schema import schema
+from llmtrain.lint.schema import schema
+from llmtrain.plan import Plan
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.predict.flat import bucket_elements
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.seam import StepResult
+from llmtrain.engines.engine import StepResult
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.recipe import Recipe

@@ -21,12 +21,11 @@ from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.plan import resolve
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import broken
-from llmtrain.plan.runnable import check_runnable
+from llmtrain.rules import broken
+from llmtrain.rules.resolve import assemble, resolve
 
 STEPS = 6
 FP32 = 1e-5  # as in test_parity.py

@@ -12,7 +12,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
+from llmtrain.rules.resolve import assemble
 
 STEPS = 6
 EAGER = {"model.attention": "eager"}

@@ -10,8 +10,8 @@ from traces import Trace, assert_same, plan_of, reference_of, trace
 
 from llmtrain.data import MicroBatch
 from llmtrain.ds_config import render
-from llmtrain.engines.axis import Axis
-from llmtrain.engines.deepspeed import DeepSpeedEngine
+from llmtrain.engines.deepspeed.axis import Axis
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.recipe import Recipe
 
 STEPS = 4

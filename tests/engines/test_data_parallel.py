@@ -12,9 +12,9 @@ from traces import Trace, trace, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.engines.data_parallel import TorchDataParallel
-from llmtrain.engines.writer import DiskWriter
-from llmtrain.plan import resolve
+from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.recipe import Recipe
+from llmtrain.rules.resolve import resolve
 
 STEPS = 6
 FP32 = 1e-5

@@ -5,9 +5,9 @@ from threading import Thread
 import pytest
 from torch.distributed import HashStore
 
-from llmtrain.engines.devices import check_distinct, device_index
 from llmtrain.errors import RecipeError
 from llmtrain.launch import Rank
+from llmtrain.runtime.devices import check_distinct, device_index
 
 
 def worker(local_rank, local_world_size=4, launcher="slurm"):

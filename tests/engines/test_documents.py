@@ -15,10 +15,9 @@ from transformers import AutoConfig, masking_utils
 from transformers.integrations import flex_attention as integration
 
 from llmtrain.data import Documents, MicroBatch
-from llmtrain.engines.documents import bounds_for, documents_known
-from llmtrain.engines.forward import forward
-from llmtrain.models.cut import reference
-from llmtrain.models.tiny import shrink
+from llmtrain.engines.forward import bounds_for, documents_known, forward
+from llmtrain.models.proof.cut import reference
+from llmtrain.models.proof.tiny import shrink
 
 CPU = torch.device("cpu")
 LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))

@@ -18,10 +18,10 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
+from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
 from llmtrain.engines.overrides.deepspeed import make_tensor_groups
-from llmtrain.engines.tensor_check import CannotSplit, check_split
 from llmtrain.models import build_model, model_configuration
-from llmtrain.plan.rules.tensor import EXPERT_TENSOR_FAMILIES
+from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
 
 STEPS = 4
 CPU = torch.device("cpu")

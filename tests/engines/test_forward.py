@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward
 from llmtrain.models import build_model
-from llmtrain.models.cut import packed_input, reference
-from llmtrain.models.tiny import shrink
+from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.models.proof.tiny import shrink
 
 CPU = torch.device("cpu")
 SPLIT = 12

@@ -13,7 +13,7 @@ from torch import nn
 from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines.plain import PlainLoop
-from llmtrain.models import build_model, fp8
+from llmtrain.models import build_model, precision
 
 STEPS = 4
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
@@ -27,9 +27,9 @@ CASES = {
 
 def _emulate(patch: pytest.MonkeyPatch) -> None:
     """Operands are rounded to fp8, and multiplied in fp32: a CPU has no products of fp8."""
-    plain = fp8._config
-    patch.setattr(fp8, "_config", lambda kind: replace(plain(kind), emulate=True))
-    patch.setattr(fp8, "unavailable", lambda device: "")
+    plain = precision._config
+    patch.setattr(precision, "_config", lambda kind: replace(plain(kind), emulate=True))
+    patch.setattr(precision, "unavailable", lambda device: "")
 
 
 def _train(rank: int, recipes: dict) -> dict[str, Trace]:
@@ -61,7 +61,7 @@ def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch):
     recipe = tiny_recipe()
     reference = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     _emulate(monkeypatch)
-    fp8.use_fp8(reference.model, "rowwise")
+    precision.use_fp8(reference.model, "rowwise")
     expected = trace(reference, range(STEPS), 1, GLOBAL_BATCH)
     assert worst(expected.grad_norms, plain.grad_norms) > 1e-4  # other numbers: fp32 runs deviate by a tenth of it
     for run in runs:

@@ -108,7 +108,7 @@ DEEPSEEK = {
 def _buffers(rank: int, folder) -> dict:
     """The buffers of a model that ZeRO-3 has partitioned."""
     from llmtrain.ds_config import render
-    from llmtrain.engines import deepspeed as engine
+    from llmtrain.engines.deepspeed import engine
 
     plan = plan_of(_from(folder, **{"parallel.zero_stage": 3}), RANKS)
     model = engine.build_partitioned(plan.recipe, torch.float32, render(plan), CPU)

@@ -17,7 +17,8 @@ from traces import Trace, engine_of, plan_of, trace, worst
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import TrainerState, load
-from llmtrain.models import build_model, frozen
+from llmtrain.models import build_model
+from llmtrain.models import loss as frozen
 from llmtrain.recipe import Recipe
 
 STEPS = 3

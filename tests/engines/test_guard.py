@@ -21,8 +21,8 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
-from llmtrain.plan import resolve
 from llmtrain.recipe import Recipe
+from llmtrain.rules.resolve import resolve
 
 STEPS, BAD = 6, 2
 """Steps of a run, and the one whose numbers are spoiled."""

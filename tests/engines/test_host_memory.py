@@ -14,9 +14,9 @@ from batches import tiny_recipe
 from harness import run_ranks
 from traces import engine_of, plan_of
 
-from llmtrain.engines import host_memory
-from llmtrain.engines.host_memory import keep_freed_memory
-from llmtrain.plan.memory import memory_of
+from llmtrain.predict import memory_of
+from llmtrain.runtime import host_memory
+from llmtrain.runtime.host_memory import keep_freed_memory
 
 FLOATS, TURNS = 2**25, 20  # 128 MiB, 32,768 pages; more than any threshold that glibc moves by itself
 PAGES = FLOATS * 4 // resource.getpagesize()

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.plan import resolve
+from llmtrain.rules.resolve import resolve
 
 LOGGED = 4
 STEPS = 8
@@ -73,7 +73,7 @@ class Questions(TorchDispatchMode):
 def _fit(rank, world, fields):
     from llmtrain.checkpoint.state import begin
     from llmtrain.engines import build_engine
-    from llmtrain.loop import Run, fit
+    from llmtrain.train.loop import Run, fit
 
     recipe = tiny_recipe(
         **{"logging.every_steps": LOGGED, "evaluation.every_steps": 0, "checkpoint.every_steps": 0, **fields}

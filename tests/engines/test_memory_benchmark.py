@@ -13,8 +13,8 @@ from batches import tiny_recipe
 from harness import run_ranks
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan import resolve
-from llmtrain.plan.memory import memory_of
+from llmtrain.predict import memory_of
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ from moe import CONFIGS
 from traces import plan_of
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan import Plan, resolve
-from llmtrain.plan.buckets import bucket_elements
-from llmtrain.plan.memory.activations import passed
-from llmtrain.plan.memory.flat import groups_of
-from llmtrain.plan.memory.parts import Parts
-from llmtrain.plan.memory.state import has_bf16_optimizer, state_of, sum_bytes, weight_bytes
+from llmtrain.plan import Plan
+from llmtrain.predict.activations import passed
+from llmtrain.predict.flat import bucket_elements, groups_of
+from llmtrain.predict.model_state import has_bf16_optimizer, state_of, sum_bytes, weight_bytes
+from llmtrain.predict.parts import Parts
+from llmtrain.rules.resolve import resolve
 
 
 def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import nn
 from traces import engine_of, plan_of
 
 from llmtrain.engines.own_time import PASSES, Forwards, Waits, _module_of
-from llmtrain.heartbeat import Heartbeat
+from llmtrain.system.heartbeat import Heartbeat
 
 SLOW_S = 0.5
 

@@ -14,7 +14,7 @@ def _largest_at_once(rank: int):
     import torch
     from torch import nn
 
-    from llmtrain.engines import deepspeed as engine
+    from llmtrain.engines.deepspeed import engine
 
     held = []
 
@@ -54,7 +54,7 @@ def _buffers(rank: int):
     """Type and content of every buffer, built whole and partitioned, in bf16."""
     import torch
 
-    from llmtrain.engines import deepspeed as engine
+    from llmtrain.engines.deepspeed import engine
     from llmtrain.models import build_model
 
     found = []
@@ -91,8 +91,8 @@ def test_a_new_run_seeds_each_rank_its_own_way():
 
 
 def _joined_as_if_alone(rank: int):
-    from llmtrain.engines.distributed import init_process_group
-    from llmtrain.launch.rank import Rank
+    from llmtrain.launch.place.rank import Rank
+    from llmtrain.runtime.distributed import init_process_group
 
     # The group of this process is there already, with one member, as accelerate makes it on a CPU.
     told = Rank(

@@ -17,8 +17,8 @@ from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import broken, pipeline
+from llmtrain.rules import broken, pipeline
+from llmtrain.rules.resolve import assemble
 
 pytestmark = pytest.mark.slow
 

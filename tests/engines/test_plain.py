@@ -6,7 +6,7 @@ import torch
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 
 from llmtrain.engines.plain import PlainLoop
-from llmtrain.engines.writer import DiskWriter
+from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.models import build_model
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.sequence_check import SequenceRefused, check_sequence
+from llmtrain.engines.deepspeed.sequence_check import SequenceRefused, check_sequence
 from llmtrain.errors import RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
+from llmtrain.rules.resolve import assemble
 
 STEPS = 6
 FP32 = 1e-5

@@ -21,12 +21,12 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
+from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
 from llmtrain.engines.overrides.deepspeed import make_tensor_groups
-from llmtrain.engines.shards import Split
-from llmtrain.engines.tensor_check import CannotSplit, check_split
+from llmtrain.engines.state.shards import Split
 from llmtrain.models import build_model
 from llmtrain.plan.families import FAMILIES
-from llmtrain.plan.rules.tensor import TENSOR_FAMILIES
+from llmtrain.rules.tensor import TENSOR_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4

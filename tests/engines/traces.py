@@ -15,12 +15,13 @@ from reference_run import ReferenceRun
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.state import Source
+from llmtrain.engines.state.save_load import Source
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
-from llmtrain.plan import Plan, resolve
+from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from llmtrain.rules.resolve import resolve
 
 
 @dataclass

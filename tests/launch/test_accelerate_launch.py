@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_plan import small_plan
 
-from llmtrain.launch.accelerate import has_configuration, processes_asked, render_configuration
+from llmtrain.launch.jobs.accelerate import has_configuration, processes_asked, render_configuration
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_without_accelerate_nothing_was_asked_for():
 
 def test_the_parent_is_really_asked():
     """A parent with accelerate's arguments starts a child as accelerate does."""
-    child = "from llmtrain.launch.accelerate import processes_asked; print(processes_asked())"
+    child = "from llmtrain.launch.jobs.accelerate import processes_asked; print(processes_asked())"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "no"}
     env.pop("RANK", None)

@@ -31,7 +31,7 @@ from pathlib import Path
 # A handler that was made before the take-over holds the old sys.stderr.
 early = logging.getLogger("early")
 early.addHandler(logging.StreamHandler())
-from llmtrain.console import take_over_output
+from llmtrain.train.console import take_over_output
 from llmtrain.errors import DataError, Problem
 from llmtrain.launch import Rank
 from llmtrain.metrics import TrainingProgress

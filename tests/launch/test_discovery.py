@@ -3,7 +3,7 @@ import json
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.launch.discovery import Rank, discover, without_local_rank
+from llmtrain.launch.place.discovery import Rank, discover, without_local_rank
 
 COMMON = {
     "RANK": "3",

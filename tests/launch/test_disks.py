@@ -9,10 +9,11 @@ import pytest
 from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
+from llmtrain.commands.precheck import check_machine
 from llmtrain.errors import Exit, MachineError
 from llmtrain.launch import disks
-from llmtrain.plan import Plan, resolve
-from llmtrain.precheck import check_machine
+from llmtrain.plan import Plan
+from llmtrain.rules.resolve import resolve
 
 ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}
 

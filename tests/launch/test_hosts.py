@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from llmtrain.errors import RecipeError, WorkerError
-from llmtrain.heartbeat import Phase
 from llmtrain.launch import hosts
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import facts
 from llmtrain.run_dir import RunDir
+from llmtrain.system.heartbeat import Phase
 from llmtrain.watchdog.verdict import Status, cut_off, loss
 
 OWN = {"host": "here", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "llmtrain": "1a", "recipe": "2b"}

@@ -6,9 +6,18 @@ import socket
 
 import pytest
 
-from llmtrain.launch import interfaces
-from llmtrain.launch.interfaces import ELSEWHERE, GLOO, NCCL, Interface, Network, choose, nccl_setting, set_interfaces
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.place import interfaces
+from llmtrain.launch.place.interfaces import (
+    ELSEWHERE,
+    GLOO,
+    NCCL,
+    Interface,
+    Network,
+    choose,
+    nccl_setting,
+    set_interfaces,
+)
+from llmtrain.launch.place.rank import Rank
 
 LO = Interface("lo", ("127.0.0.1", "::1"), is_loopback=True)
 ETH0 = Interface("eth0", ("10.0.0.5", "fe80::5"))

@@ -15,7 +15,7 @@ from launching_doc import commands
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.kubernetes import Manifest, parse_options, render_manifest
+from llmtrain.launch.jobs.kubernetes import Manifest, parse_options, render_manifest
 
 REPOSITORY = Path(__file__).parents[2]
 GIVEN = ("image=registry.example/llmtrain:1", "pvc=runs")

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
 import dataclasses, sys
 from llmtrain.launch import discover
-from llmtrain.launch.accelerate import processes_asked
+from llmtrain.launch.jobs.accelerate import processes_asked
 rank = discover(argv=sys.argv[1:])
 print(f"<<{rank and dataclasses.asdict(rank)}|{processes_asked()}>>", flush=True)
 """

@@ -12,11 +12,11 @@ from threading import Thread
 import pytest
 
 from llmtrain.errors import DataError, UserError, WorkerError
-from llmtrain.heartbeat import Board
 from llmtrain.launch import local, standstill
 from llmtrain.launch.local import reserved_port, run_workers
 from llmtrain.launch.template import Template
-from llmtrain.stops import QUIT, STOPS
+from llmtrain.system.heartbeat import Board
+from llmtrain.system.stops import QUIT, STOPS
 
 END_S = 15
 """A dead worker ends the others within so many seconds."""
@@ -45,7 +45,7 @@ def guarded(script, run_dir, body):
         f"""
             import os, signal, sys, time
             from pathlib import Path
-            from llmtrain.console import take_over_output
+            from llmtrain.train.console import take_over_output
             from llmtrain.errors import DataError, Problem
             from llmtrain.launch import discover
             from llmtrain.run_dir import RunDir
@@ -239,7 +239,7 @@ from pathlib import Path
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
 from llmtrain.launch.template import Template
-from llmtrain.stops import QUIT, STOPS
+from llmtrain.system.stops import QUIT, STOPS
 from llmtrain.run_dir import RunDir
 template = Template(["json"]) if {template is not None} else None
 try:

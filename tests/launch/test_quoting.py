@@ -14,7 +14,7 @@ from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.slurm import Job, SlurmOptions, committed, render_job
+from llmtrain.launch.jobs.slurm import Job, SlurmOptions, committed, render_job
 from llmtrain.launch.tools import TOOLS, lines_of
 
 SPY = f"""#!{sys.executable}

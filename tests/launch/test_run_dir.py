@@ -3,10 +3,10 @@ import stat
 
 import pytest
 
-from llmtrain.durable import write_atomically
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.plan import KernelChoice
 from llmtrain.run_dir import MAY_CHANGE, RunDir, default_run_dir, environment, identity_of
+from llmtrain.system.durable import write_atomically
 
 DS_CONFIG = {"train_batch_size": 8}
 

@@ -19,7 +19,7 @@ from slurm_cluster import missing, slurm_cluster
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
-from llmtrain.launch.slurm_step import hosts
+from llmtrain.launch.place.slurm_step import hosts
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = f"{REPOSITORY / 'recipes' / 'tiny.py'}:verify"

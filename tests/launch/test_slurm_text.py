@@ -16,8 +16,8 @@ from nasty import CANARY, WORDS, words
 from slurm_cluster import missing, slurm_cluster
 
 from llmtrain.cluster import Cluster
-from llmtrain.launch.slurm import Job, SlurmOptions, _directive, render_job
-from llmtrain.launch.slurm_step import hosts, tasks_per_node
+from llmtrain.launch.jobs.slurm import Job, SlurmOptions, _directive, render_job
+from llmtrain.launch.place.slurm_step import hosts, tasks_per_node
 
 REPOSITORY = Path(__file__).parents[2]
 WHO = """

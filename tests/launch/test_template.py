@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.heartbeat import Board
 from llmtrain.launch.local import common_environment, run_workers
 from llmtrain.launch.template import Template
+from llmtrain.system.heartbeat import Board
 
 END_S = 15
 
@@ -118,7 +118,7 @@ def test_workers_find_the_board_of_their_heartbeats(script, run_dir, children):
         script,
         """
         import os
-        from llmtrain.heartbeat import Heartbeat
+        from llmtrain.system.heartbeat import Heartbeat
         rank = int(os.environ["RANK"])
         Heartbeat.of_worker(rank).begin_step(7 + rank)
         """,

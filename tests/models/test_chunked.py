@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import ChunkedLoss, chunked, chunked_loss, target_loss_sum
 from llmtrain.models.chunked import check_chunks
-from llmtrain.models.cut import reference
-from llmtrain.models.tiny import shrink
+from llmtrain.models.proof.cut import reference
+from llmtrain.models.proof.tiny import shrink
 
 VOCABULARY = 97
 FIELDS = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

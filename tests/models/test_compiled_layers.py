@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from llmtrain.errors import RecipeError
 from llmtrain.models import compiled, target_loss_sum
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
-from llmtrain.stops import STOPS
+from llmtrain.system.stops import STOPS
 
 FIELDS = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12}
 FIELDS |= {"num_attention_heads": 4, "num_key_value_heads": 2}

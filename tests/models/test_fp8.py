@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import fp8
-from llmtrain.models.cut import build_stage, check_cut
-from llmtrain.models.tiny import shrink
-from llmtrain.plan.bounds import StageBounds
+from llmtrain.models import precision
+from llmtrain.models.proof.cut import build_stage, check_cut
+from llmtrain.models.proof.tiny import shrink
+from llmtrain.plan.stages import StageBounds
 
 CPU = torch.device("cpu")
 FIELDS = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -27,8 +27,8 @@ needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
 @pytest.fixture
 def emulated(monkeypatch):
     """Operands are rounded to fp8, and multiplied in fp32: a CPU has no products of fp8."""
-    plain = fp8._config
-    monkeypatch.setattr(fp8, "_config", lambda kind: replace(plain(kind), emulate=True))
+    plain = precision._config
+    monkeypatch.setattr(precision, "_config", lambda kind: replace(plain(kind), emulate=True))
 
 
 def _model(family: str = "llama", **fields: object):
@@ -43,7 +43,7 @@ def _converted(model: nn.Module) -> set[str]:
 @needs_torchao
 def test_the_layers_are_converted_and_the_head_is_not(emulated):
     model = _model()
-    fp8.use_fp8(model, "tensorwise")
+    precision.use_fp8(model, "tensorwise")
     names = _converted(model)
     assert len(names) == 2 * 7
     assert all(name.startswith("model.layers.") for name in names)
@@ -53,7 +53,7 @@ def test_the_layers_are_converted_and_the_head_is_not(emulated):
 def test_weights_stay_the_same_objects_by_the_same_names(emulated):
     model = _model()
     before, state = dict(model.named_parameters()), [*model.state_dict()]
-    fp8.use_fp8(model, "rowwise")
+    precision.use_fp8(model, "rowwise")
     after = dict(model.named_parameters())
     assert [*after] == [*before]
     assert all(after[name] is before[name] for name in before)
@@ -86,7 +86,7 @@ def test_a_product_rounds_its_operands_once(emulated, kind):
 def convert(layers: nn.Module, kind: str) -> None:
     from torchao.float8 import convert_to_float8_training
 
-    convert_to_float8_training(layers, config=fp8._config(kind))
+    convert_to_float8_training(layers, config=precision._config(kind))
 
 
 @needs_torchao
@@ -97,7 +97,7 @@ def test_a_model_stays_near_bf16(emulated, kind):
     for changed in (False, True):
         model = _model()
         if changed:
-            fp8.use_fp8(model, kind)
+            precision.use_fp8(model, kind)
         loss = model(tokens, labels=tokens).loss
         loss.backward()
         losses.append(loss.item())
@@ -112,7 +112,7 @@ def test_a_stage_is_converted_where_it_has_layers(emulated):
     cut = check_cut(config, bounds)
     stage = build_stage(config, 1, bounds, "eager", torch.bfloat16, CPU, cut)
     names = stage.hf_names()
-    fp8.use_fp8(stage.model, "tensorwise")
+    precision.use_fp8(stage.model, "tensorwise")
     assert len(_converted(stage)) == 7
     assert all(name.startswith("model.model.layers.1.") for name in _converted(stage))
     assert [*names] == [name for name, _ in stage.named_parameters()]
@@ -121,7 +121,7 @@ def test_a_stage_is_converted_where_it_has_layers(emulated):
 @needs_torchao
 def test_sides_that_do_not_divide_stay():
     model = _model(intermediate_size=72)
-    fp8.use_fp8(model, "tensorwise")
+    precision.use_fp8(model, "tensorwise")
     assert len(_converted(model)) == 2 * 4
     assert not [name for name in _converted(model) if ".mlp." in name]
 
@@ -137,24 +137,24 @@ def test_sides_that_do_not_divide_stay():
     ],
 )
 def test_where_it_can_run(monkeypatch, installed, device, capability, why):
-    monkeypatch.setattr(fp8, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(precision, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert fp8.unavailable(torch.device(device)) == why
+    assert precision.unavailable(torch.device(device)) == why
 
 
 def test_what_has_no_linear_layers_for_it_is_refused():
     """GPT-2's layers are `Conv1D`."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2, n_embd=48))
     with pytest.raises(RecipeError, match=r"no linear layer of this gpt2 has sides.*\n.*--set kernels\.fp8=off"):
-        fp8.use_fp8(model, "tensorwise")
+        precision.use_fp8(model, "tensorwise")
 
 
 def test_a_cpu_is_refused():
     with pytest.raises(RecipeError, match=r"kernels\.fp8: rowwise was given, but products in fp8 cannot be made"):
-        fp8.check_fp8("rowwise", CPU)
+        precision.check_fp8("rowwise", CPU)
 
 
 def test_slower_is_refused_with_both_times():
-    fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
+    precision.refuse_slower("tensorwise", bf16=2e-3, fp8=1.5e-3)
     with pytest.raises(RecipeError, match=r"through some layers takes 2\.5 ms, and in bf16 2 ms.*\n.*kernels\.fp8=off"):
-        fp8.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)
+        precision.refuse_slower("tensorwise", bf16=2e-3, fp8=2.5e-3)

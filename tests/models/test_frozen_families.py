@@ -12,8 +12,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.models import target_loss_sum
-from llmtrain.models.cut import packed_input, reference
-from llmtrain.models.frozen import CHOOSERS, freeze_choosers
+from llmtrain.models.loss import CHOOSERS, freeze_choosers
+from llmtrain.models.proof.cut import packed_input, reference
 
 SPEC = importlib.util.spec_from_file_location(
     "render_families", Path(__file__).parents[2] / "tools" / "render_families.py"

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from llmtrain.models.cut import build_stage
 from llmtrain.models.initial import initialise
-from llmtrain.plan.bounds import StageBounds
+from llmtrain.models.proof.cut import build_stage
+from llmtrain.plan.stages import StageBounds
 
 FAMILIES = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -15,11 +15,11 @@ from triton_on_cpu import needs_liger
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
-from llmtrain.models.compare import Comparison
-from llmtrain.models.cut import build_stage, check_cut, reference
 from llmtrain.models.initial import initialise
-from llmtrain.models.tiny import shrink
-from llmtrain.plan.bounds import StageBounds
+from llmtrain.models.proof.compare import Comparison
+from llmtrain.models.proof.cut import build_stage, check_cut, reference
+from llmtrain.models.proof.tiny import shrink
+from llmtrain.plan.stages import StageBounds
 
 CPU = torch.device("cpu")
 VOCABULARY = 97

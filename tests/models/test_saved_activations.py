@@ -10,12 +10,13 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model, trace
+from llmtrain.models import build_model
+from llmtrain.models.proof import trace
+from llmtrain.models.proof.trace import traced_layers
 from llmtrain.models.stages import decoder_layers
-from llmtrain.models.trace import traced_layers
-from llmtrain.plan import Plan, resolve
-from llmtrain.plan.memory import memory_of
-from llmtrain.plan.memory.activations import layer_bytes
+from llmtrain.plan import Plan
+from llmtrain.predict import memory_of
+from llmtrain.predict.activations import layer_bytes
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -26,6 +27,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
+from llmtrain.rules.resolve import resolve
 
 T, SEQUENCES = 64, 2
 SIZES = {

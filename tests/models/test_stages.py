@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import IGNORE, ChunkedLoss, Refused, target_loss_sum
-from llmtrain.models.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.initial import initialise
+from llmtrain.models.proof.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
+from llmtrain.models.proof.tiny import SIZES, shrink
 from llmtrain.models.stages import Entry
-from llmtrain.models.tiny import SIZES, shrink
-from llmtrain.plan.bounds import StageBounds, balance
+from llmtrain.plan.stages import StageBounds, balance
 
 ROOT = Path(__file__).parents[2]
 HALVES = (StageBounds(0, 2), StageBounds(2, 4))

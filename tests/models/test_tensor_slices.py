@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import build_model, tensor
 from llmtrain.models.build import stage_builder
-from llmtrain.models.cut import packed_input, reference
+from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.models.proof.slices_check import check_split, compare
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
-from llmtrain.models.tensor_check import check_split, compare
-from llmtrain.models.tiny import shrink
-from llmtrain.plan.rules.slices import SLICED_FAMILIES
+from llmtrain.rules.tensor import SLICED_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

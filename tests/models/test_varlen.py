@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data import Documents
 from llmtrain.models import varlen
+from llmtrain.models.proof.varlen_check import AttentionRefused, check_attention
 from llmtrain.models.varlen import varlen_attention
-from llmtrain.models.varlen_check import AttentionRefused, check_attention
-from llmtrain.plan.rules.model import MIXES_DOCUMENTS
+from llmtrain.rules.model import MIXES_DOCUMENTS
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])

@@ -27,15 +27,15 @@ from torch import distributed as dist
 from llmtrain.data import StepBatch
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.engines.sequence import SequenceAxis
-from llmtrain.engines.shards import split_of
+from llmtrain.engines.deepspeed.sequence import SequenceAxis
+from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor import shard_of
 from llmtrain.plan import Plan
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import LEGALITY, broken
 from llmtrain.recipe import ParallelConfig, Recipe
+from llmtrain.rules import LEGALITY, broken
+from llmtrain.rules.resolve import assemble
 from llmtrain.verify.compare import Trace, deviation, tolerance
 from llmtrain.verify.job import Deviation, worst
 from llmtrain.verify.train import sgd_fields

@@ -16,9 +16,9 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import is_installed
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.rules import LEGALITY, broken
-from llmtrain.plan.variants import changed
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
+from llmtrain.rules import LEGALITY, broken
+from llmtrain.search.variants import changed
 
 Fields = dict[str, Any]
 

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from llmtrain.cluster import MOST_RANKS, Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan import model_facts as facts_module
-from llmtrain.plan import resolve
-from llmtrain.plan.bounds import balance
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
-from llmtrain.plan.nearest import nearest_plans
+from llmtrain.plan.stages import balance
 from llmtrain.recipe import LARGEST, ModelConfig
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.nearest import nearest_plans
 
 ROOT = Path(__file__).parents[2]
 H100 = Cluster(device="h100")

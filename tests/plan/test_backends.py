@@ -7,9 +7,10 @@ import pytest
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.errors import RecipeError
-from llmtrain.plan import installed, resolve
+from llmtrain.plan import installed
+from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.runnable import check_runnable
+from llmtrain.rules.resolve import resolve
 
 RECIPE = load_recipe("recipes/tiny.py", [])[0]
 GPUS = Cluster(devices_per_node=4, device="h100")

@@ -7,17 +7,17 @@ import json
 import pytest
 
 from llmtrain.cluster import Cluster, Device
+from llmtrain.commands.precheck import suggesting
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
-from llmtrain.plan.assemble import assemble
-from llmtrain.plan.cheapest import EQUAL, cheapest_ways
+from llmtrain.plan.draft import assemble
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.memory import lacking, memory_of
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.search import legal_plans
-from llmtrain.plan.time import predict
-from llmtrain.precheck import suggesting
+from llmtrain.predict import lacking, memory_of
+from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.cheapest import EQUAL, cheapest_ways
+from llmtrain.search.search import legal_plans
 
 NODE = Cluster(devices_per_node=8, device="h100")
 LARGE = load_recipe("recipes/llama3_8b.py", [])[0].with_(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from llmtrain.plan.enumerate import candidates, enumerate_plans
 from llmtrain.plan.load import load_recipe
+from llmtrain.search.enumerate import candidates, enumerate_plans
 from llmtrain.verify.job import choose, comparable
 
 RECIPE = load_recipe("recipes/tiny.py:verify", [])[0]

@@ -7,11 +7,11 @@ from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
 from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss
-from llmtrain.plan.memory import memory_of
-from llmtrain.plan.time import predict
+from llmtrain.predict import memory_of
+from llmtrain.predict.time import predict
+from llmtrain.rules.resolve import resolve
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
 LONGER = LARGE | {"data.sequence_length": 1024}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.plan.lint import RULES, allowed, lint_file, lint_text
-from llmtrain.plan.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
+from llmtrain.lint import RULES, allowed, lint_file, lint_text
+from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
 
 TOP_LEVEL_KEYS = set(schema().root.keys or {})
 GOOD = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.plan.lint import RULES, lint_file, lint_text
-from llmtrain.plan.lint.schema import schema
+from llmtrain.lint import RULES, lint_file, lint_text
+from llmtrain.lint.schema import schema
 
 ROOT = Path(__file__).parents[2]
 

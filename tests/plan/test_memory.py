@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 from llmtrain.cli import app
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.memory import memory_of
-from llmtrain.plan.nearest import nearest_plans
+from llmtrain.predict import memory_of
 from llmtrain.recipe import parse_assignments
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.nearest import nearest_plans
 
 LLAMA = load_recipe("recipes/llama3_8b.py", [])[0]
 PARAMETERS = 8_030_261_248

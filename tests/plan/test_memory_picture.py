@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from llmtrain.cli import app
 from llmtrain.cluster import Cluster
-from llmtrain.plan import resolve
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.memory import Parts, memory_of
-from llmtrain.plan.memory.drawn import COLOURS, LIGHT, PLOT, memory_svg
-from llmtrain.plan.picture import GREY
+from llmtrain.predict import Parts, memory_of
+from llmtrain.predict.drawn import COLOURS, LIGHT, PLOT, memory_svg
+from llmtrain.predict.picture import GREY
+from llmtrain.rules.resolve import resolve
 
 PIPELINE = load_recipe("recipes/llama3_70b.py", [])
 

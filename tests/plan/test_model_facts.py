@@ -5,8 +5,8 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.plan.families import FAMILIES
-from llmtrain.plan.flops import attention_flops
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.stages import attention_flops
 from llmtrain.recipe import ModelConfig
 
 PUBLISHED = {

@@ -9,10 +9,10 @@ from random_plans import cases
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
-from llmtrain.plan.nearest import nearest_plans
-from llmtrain.plan.runnable import check_runnable
+from llmtrain.plan.installed import check_runnable
 from llmtrain.recipe import parse_assignments
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.nearest import nearest_plans
 
 FOUR = Cluster(devices_per_node=4)
 

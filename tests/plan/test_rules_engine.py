@@ -17,10 +17,10 @@ from llmtrain.ds_config import render
 from llmtrain.launch.local import reserved_port
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import broken
-from llmtrain.plan.rules import precision as precision_rules
-from llmtrain.plan.rules import zero as zero_rules
+from llmtrain.rules import broken
+from llmtrain.rules import precision as precision_rules
+from llmtrain.rules import zero as zero_rules
+from llmtrain.rules.resolve import assemble
 
 SWEPT = (*precision_rules.RULES, *zero_rules.RULES)
 PROBE = Path(__file__).with_name("engine_probe.py")

@@ -10,7 +10,7 @@ from campaign import disagreement
 from plans_on_engine import verdict
 from random_plans import cases
 
-from llmtrain.plan.rules import broken
+from llmtrain.rules import broken
 
 
 def _disagreements(seed: int, count: int, worlds: list[int]) -> list[str]:

@@ -23,8 +23,8 @@ from llmtrain.models import build_model
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.resolve import assemble
-from llmtrain.plan.rules import broken
+from llmtrain.rules import broken
+from llmtrain.rules.resolve import assemble
 
 CPU = torch.device("cpu")
 

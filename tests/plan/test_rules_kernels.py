@@ -6,12 +6,14 @@ import pytest
 from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
+from llmtrain.dry_run import shrink
 from llmtrain.errors import RecipeError
-from llmtrain.plan import installed, resolve, shrink
+from llmtrain.plan import installed
 from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss, liger_chunk
-from llmtrain.plan.memory import memory_of
+from llmtrain.predict import memory_of
 from llmtrain.recipe import ModelConfig
+from llmtrain.rules.resolve import resolve
 
 LIGER = {"kernels.blocks": "liger", "kernels.loss": "liger"}
 BF16 = {"parallel.precision": "bf16", "parallel.zero_stage": 1}

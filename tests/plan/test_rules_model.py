@@ -7,9 +7,9 @@ from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan import resolve
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
+from llmtrain.rules.resolve import resolve
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 LONG = {

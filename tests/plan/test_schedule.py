@@ -8,8 +8,8 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from llmtrain.plan.plan import Batch
-from llmtrain.plan.schedule import one_forward_one_backward, schedule_svg
-from llmtrain.plan.time import bubble_of
+from llmtrain.predict.schedule import one_forward_one_backward, schedule_svg
+from llmtrain.predict.time import bubble_of
 
 SIZES = [(1, 3), (2, 1), (2, 8), (4, 2), (4, 16), (5, 7)]
 

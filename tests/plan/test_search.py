@@ -11,18 +11,17 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan import resolve
-from llmtrain.plan.assemble import assemble
-from llmtrain.plan.draft import Draft
+from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.memory import Shortage, lacking
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.room import Room
-from llmtrain.plan.rules import LEGALITY, RULES, broken
-from llmtrain.plan.search import legal_plans, search_plans
-from llmtrain.plan.search_report import UNKNOWN_MEMORY, document, lines
-from llmtrain.plan.time import predict
+from llmtrain.predict import Shortage, lacking
+from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
+from llmtrain.rules import LEGALITY, RULES, broken
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.room import Room
+from llmtrain.search.search import legal_plans, search_plans
+from llmtrain.search.search_report import UNKNOWN_MEMORY, document, lines
 
 ROOT = Path(__file__).parents[2]
 NODE = Cluster(devices_per_node=8, device="h100")

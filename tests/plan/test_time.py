@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cluster import DEVICES, Cluster, Device
-from llmtrain.plan import resolve
-from llmtrain.plan.assumptions import Assumptions
-from llmtrain.plan.links import Group, Groups, Links, sent
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.plan import Layout
-from llmtrain.plan.time import bubble_of, described, predict, unknown
+from llmtrain.predict.assumptions import Assumptions
+from llmtrain.predict.links import Group, Groups, Links, sent
+from llmtrain.predict.time import bubble_of, described, predict, unknown
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 H100 = Cluster(nodes=4, devices_per_node=8, device="h100")

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from traces import engine_of, plan_of
 
-from llmtrain.plan.traffic import volumes
-from llmtrain.plan.work import DeviceShare, held_by
+from llmtrain.predict.traffic import volumes
+from llmtrain.predict.work import DeviceShare, held_by
 
 ZERO = {"parallel.precision": "bf16", "batch.micro_batch_size": GLOBAL_BATCH // 4}
 PLANS = {

@@ -8,12 +8,13 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.plan import nearest, resolve
-from llmtrain.plan.enumerate import enumerate_plans
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.plan.search import legal_plans
-from llmtrain.plan.variants import DEGREES, NVME_PATH, OFFLOADS, ZERO_STAGE, degrees, value_of
+from llmtrain.rules.resolve import resolve
+from llmtrain.search import nearest
+from llmtrain.search.enumerate import enumerate_plans
+from llmtrain.search.search import legal_plans
+from llmtrain.search.variants import DEGREES, NVME_PATH, OFFLOADS, ZERO_STAGE, degrees, value_of
 
 QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
 DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})

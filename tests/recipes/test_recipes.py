@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.plan import resolve
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
+from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -95,17 +95,17 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 from pathlib import Path
 import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
-import llmtrain.plan.lint, llmtrain.plan.rules.table
+import llmtrain.lint
 from llmtrain.ds_config import render
 from llmtrain.cluster import Cluster
-from llmtrain.plan import resolve
+from llmtrain.rules.resolve import resolve
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 for path in sorted(Path("recipes").glob("*.py")):
     recipe, cluster = load_recipe(str(path), [])
     if recipe.model.pretrained is None:
         assert render(resolve(recipe, cluster))
-assert llmtrain.plan.lint.lint_file(Path("ds_configs/tiny.json")) == []
+assert llmtrain.lint.lint_file(Path("ds_configs/tiny.json")) == []
 """
 
 

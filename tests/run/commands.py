@@ -24,7 +24,7 @@ def llmtrain(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]
 def workers(launcher: int) -> list[int]:
     """Process ids of the workers that a launcher of ours has started, by rank."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return sorted(int(pid) for pid in children if b"llmtrain.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(int(pid) for pid in children if b"llmtrain.train.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def metrics(run_dir: Path) -> list[dict]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain import stops
-from llmtrain.stops import QUIT, STOPS, caught_signals, is_impatient
+from llmtrain.system import stops
+from llmtrain.system.stops import QUIT, STOPS, caught_signals, is_impatient
 
 MARK = "LLMTRAIN_TEST_MARK"
 """Every process of a run inherits it."""

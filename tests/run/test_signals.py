@@ -143,7 +143,7 @@ def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
 def test_a_worker_of_another_launcher_leaves_on_the_second_interrupt():
     program = """
 import signal, sys, threading
-from llmtrain.signals import StopSignals
+from llmtrain.train.signals import StopSignals
 signals = StopSignals()
 print("ready", flush=True)
 while signals.received is None: signal.pause()
@@ -164,9 +164,9 @@ APART = 4
 
 def _ask(rank, told, at):
     """Steps until the ranks stop; each rank in `told` gets a signal at its step, and they run at different speeds."""
-    from llmtrain.engines.distributed import barrier
     from llmtrain.launch.seal import Seal
-    from llmtrain.signals import Agreement, StopSignals
+    from llmtrain.runtime.distributed import barrier
+    from llmtrain.train.signals import Agreement, StopSignals
 
     stop = Agreement.of_group(StopSignals(), Seal("secret"))
     pace = random.Random(rank)

@@ -21,7 +21,7 @@ SPOILER = f"""
 def _spoil():
     import math, os
 
-    from llmtrain.engines import deepspeed
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine as engine
 
     def train_step(self, batch):
         self.spoilt = os.environ["RANK"] == "1" and batch.first_sample in range({SPOILT.start}, {SPOILT.stop})
@@ -31,7 +31,6 @@ def _spoil():
         loss, auxiliary = run(self, micro_batch)
         return (loss * math.nan if self.model.training and self.spoilt else loss), auxiliary
 
-    engine = deepspeed.DeepSpeedEngine
     train, run = engine.train_step, engine.forward
     engine.train_step, engine.forward = train_step, forward
 

@@ -11,7 +11,7 @@ from harness import run_ranks
 
 from llmtrain.errors import RecipeError, WorkerError
 from llmtrain.launch import seal as seals
-from llmtrain.launch.rank import Rank
+from llmtrain.launch.place.rank import Rank
 from llmtrain.launch.seal import SECRET_VARIABLE, Seal, Secret, opened
 
 SEAL = Seal("secret")
@@ -52,8 +52,8 @@ FORGED = ("", "abc", "15", "-1", "[" * 60_000, Seal("guess").seal("stop 0 reques
 
 def _agree(rank, forged):
     """Rank 1 also plays the stranger, who reaches the store."""
-    from llmtrain.engines.distributed import barrier, store
-    from llmtrain.signals import Agreement, StopSignals
+    from llmtrain.runtime.distributed import barrier, store
+    from llmtrain.train.signals import Agreement, StopSignals
 
     stop, reached, step = Agreement.of_group(StopSignals(), SEAL), store("stop/0"), 0
     while not stop.agreed(step):
@@ -103,7 +103,7 @@ def test_a_verdict_that_is_mended_in_time_counts():
 
 
 def _agreed(rank, given):
-    from llmtrain.engines.distributed import agreed_secret, barrier
+    from llmtrain.runtime.distributed import agreed_secret, barrier
 
     secret = Secret.of_worker({SECRET_VARIABLE: given[rank]})
     place = Rank(rank, rank, 2, 2, "127.0.0.1", 1, "test")

@@ -8,7 +8,7 @@ import pytest
 from commands import llmtrain, losses, metrics
 from small_runs import write_small_recipe
 
-from llmtrain.plan.alternatives import KERNELS
+from llmtrain.tune.choice import KERNELS
 
 
 def test_nothing_is_left_to_be_measured(tmp_path):
@@ -20,7 +20,7 @@ def test_nothing_is_left_to_be_measured(tmp_path):
 
 
 BESIDE = """
-from llmtrain import host
+from llmtrain.system import host
 host.CoreMeter.cores_of_others = lambda meter: {cores}
 """
 """For a `sitecustomize`: others are the tests beside this one."""

@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.slurm import Job, committed, parse_options, render_job
+from llmtrain.launch.jobs.slurm import Job, committed, parse_options, render_job
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash

@@ -16,10 +16,11 @@ from small_plan import small_plan
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import fp8
-from llmtrain.plan import KernelChoice, resolve
-from llmtrain.plan.alternatives import KERNELS, alternatives, open_kernels
+from llmtrain.models import precision
+from llmtrain.plan import KernelChoice
+from llmtrain.rules.resolve import resolve
 from llmtrain.tune import choice, kernels, request, search, trial
+from llmtrain.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.tune.trial import Compared
 
 CPU = torch.device("cpu")
@@ -327,8 +328,8 @@ def test_messages_of_the_measuring_process():
 def test_fp8_that_is_slower_is_refused(batch, monkeypatch, always):
     """Also for a short run, and with the kernels that were chosen; on a stand-in for a device with fp8."""
     converted = []
-    monkeypatch.setattr(fp8, "check_fp8", lambda *_: None)
-    monkeypatch.setattr(fp8, "use_fp8", lambda model, kind: converted.append(kind))
+    monkeypatch.setattr(precision, "check_fp8", lambda *_: None)
+    monkeypatch.setattr(precision, "use_fp8", lambda model, kind: converted.append(kind))
     open_loss = {"model.attention": "eager", "kernels.threads": 1, "kernels.blocks": "eager"}
     low = {"parallel.precision": "bf16", "parallel.zero_stage": 1, "kernels.fp8": "rowwise"}
     recipe = small_plan(**open_loss).recipe.with_(**low)

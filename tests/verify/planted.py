@@ -10,8 +10,8 @@ from torch import distributed as dist
 from torch import nn
 
 from llmtrain.data import Schedule
-from llmtrain.engines import deepspeed as engine
-from llmtrain.engines.deepspeed import DeepSpeedEngine
+from llmtrain.engines.deepspeed import engine
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.models import IGNORE
 from llmtrain.verify import train
 

@@ -6,7 +6,7 @@ import accelerate
 import torch
 from torch import Tensor, nn
 
-from llmtrain.engines.deepspeed import DeepSpeedEngine
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.models import build
 
 

@@ -6,8 +6,8 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from planted_zero import clipping_per_partition
 
-from llmtrain.engines import deepspeed, pipeline
-from llmtrain.engines.pipeline import PipelineAxis, StagePipeline, StageSpec
+from llmtrain.engines.deepspeed import engine, pipeline
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis, StagePipeline, StageSpec
 from llmtrain.models import IGNORE
 from llmtrain.verify.batches import Batches
 
@@ -139,12 +139,12 @@ def halved_gradient_between_stages(patch):
 
 
 def no_decay_on_the_last_stage(patch):
-    original = deepspeed.parameter_groups
+    original = engine.parameter_groups
 
     def groups(module, weight_decay):
         return original(module, 0.0 if module.stage.is_last else weight_decay)
 
-    patch.setattr(deepspeed, "parameter_groups", groups)
+    patch.setattr(engine, "parameter_groups", groups)
 
 
 STAGED = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from llmtrain.data import sampler, samples
-from llmtrain.engines import documents, forward, norm, optim
+from llmtrain.engines import forward, optim
 from llmtrain.models import IGNORE, build, loss
 
 
@@ -78,24 +78,24 @@ def late_schedule(patch):
 
 def wrong_norm(patch):
     """Clipping follows it."""
-    original = norm.squared_norm
+    original = optim.squared_norm
     _everywhere(patch, original, lambda *arguments: original(*arguments) * 1.01)
 
 
 def no_document_mask(patch):
     """Positions begin again in each document, attention goes on."""
-    patch.setattr(documents, "_find", lambda position_ids: None)
+    patch.setattr(forward, "_find", lambda position_ids: None)
 
 
 def late_document_mask(patch):
     """The first token of each document counts as the last one of the document before."""
-    original = documents._find
+    original = forward._find
 
     def late(position_ids):
         found = original(position_ids)
         return None if found is None else found.roll(1, dims=1)
 
-    patch.setattr(documents, "_find", late)
+    patch.setattr(forward, "_find", late)
 
 
 def joined_documents(patch):

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from small_verify import STEPS
 from torch import distributed as dist
 
-from llmtrain.engines import deepspeed as engine
+from llmtrain.engines.deepspeed import engine
 
 
 def clipping_per_partition(patch):

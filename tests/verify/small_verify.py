@@ -10,7 +10,6 @@ import torch
 from torch import distributed as dist
 
 from llmtrain.data import prepare
-from llmtrain.plan.enumerate import enumerate_plans
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -21,6 +20,7 @@ from llmtrain.recipe import (
     TrainConfig,
     TrainedTokenizer,
 )
+from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.verify import train
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.job import Job, comparable, read_references

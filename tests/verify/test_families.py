@@ -15,7 +15,7 @@ from reference_run import ReferenceRun
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
-from llmtrain.models.tiny import shrink
+from llmtrain.models.proof.tiny import shrink
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.job import worst
 

@@ -21,8 +21,8 @@ from test_frozen import INDEXED
 from test_leaves import SPARSE
 
 from llmtrain.data import prepare
-from llmtrain.plan.enumerate import enumerate_plans
 from llmtrain.recipe import Recipe
+from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.verify import choose, train
 from llmtrain.verify.batches import Batches
 

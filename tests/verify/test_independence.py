@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "llmtrain"
 PROOF = ("verify/reference.py", "verify/documents.py")
-DECLARATIONS = {"llmtrain.recipe", "llmtrain.plan.rules.model"}
+DECLARATIONS = {"llmtrain.recipe", "llmtrain.rules.model"}
 LIBRARIES = {"torch", "transformers", "numpy"}
 STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "math", "sys", "typing"}
 OWN = {"llmtrain.verify.reference"}
@@ -32,7 +32,7 @@ def test_the_reference_imports_declarations_only(name):
     for module, names in _imported(PACKAGE / name).items():
         known = module in DECLARATIONS | OWN or module.split(".")[0] in LIBRARIES | STANDARD
         assert known, f"{name} imports {module}"
-        if module == "llmtrain.plan.rules.model":
+        if module == "llmtrain.rules.model":
             assert names == {"MIXES_DOCUMENTS"}
 
 

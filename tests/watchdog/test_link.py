@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 
 from llmtrain.errors import Problem
-from llmtrain.heartbeat import Phase
-from llmtrain.launch.rank import LOOPBACK
+from llmtrain.launch.place.rank import LOOPBACK
 from llmtrain.launch.seal import Seal
+from llmtrain.system.heartbeat import Phase
 from llmtrain.watchdog import link
 from llmtrain.watchdog.link import Hub, Peer, address_of, listen
 from llmtrain.watchdog.verdict import Status

@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmtrain.heartbeat import Phase, Pulse
 from llmtrain.recipe import WatchdogConfig
+from llmtrain.system.heartbeat import Phase, Pulse
 from llmtrain.watchdog.verdict import Status, absent, cut_off, gone, hangs, limit_of, loss, problem
 
 

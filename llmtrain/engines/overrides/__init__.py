@@ -60,7 +60,7 @@ OVERRIDES = (
     Override(
         "deepspeed.runtime.engine:DeepSpeedEngine.clip_fp32_gradients",
         "At ZeRO-0 the norm is taken twice, and averaged over ranks that have different experts.",
-        "engines/deepspeed.py",
+        "engines/deepspeed/engine.py",
         "tests/engines/test_expert.py",
     ),
     Override(
@@ -126,19 +126,19 @@ OVERRIDES = (
     Override(
         "deepspeed.runtime.pipe.module:PipelineModule._index_tied_modules",
         "A tied weight would tie the whole stage that holds it.",
-        "engines/pipeline.py",
+        "engines/deepspeed/pipeline.py",
         "tests/engines/test_pipeline.py",
     ),
     Override(
         "deepspeed.sequence.layer:_dim_zero_all_to_all",
         "Its public adapter drops attention masks, so packed documents would see each other.",
-        "engines/ulysses.py",
+        "engines/deepspeed/ulysses.py",
         "tests/engines/test_sequence.py",
     ),
     Override(
         "deepspeed.ops:__compatible_ops__",
         "Its collective for CPUs is compiled for a minute at the first start.",
-        "engines/distributed.py",
+        "runtime/distributed.py",
         "tests/engines/test_overrides.py",
     ),
     Override(
@@ -150,7 +150,7 @@ OVERRIDES = (
     Override(
         "transformers.masking_utils:find_packed_sequence_indices",
         "Each forward pass waits for the device to learn whether there are several documents.",
-        "engines/documents.py",
+        "engines/forward.py",
         "tests/engines/test_documents.py",
     ),
     Override(

@@ -21,7 +21,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.norm import squared_norm
+from llmtrain.engines.optim import squared_norm
 from llmtrain.plan import Layout
 from llmtrain.recipe import Precision
 

@@ -52,7 +52,7 @@ FAULTS = {
 SLOW_S = 0.2
 
 if os.environ.get("FAULT"):
-    from llmtrain.heartbeat import Heartbeat
+    from llmtrain.system.heartbeat import Heartbeat
 
     def _ours() -> list[list[str]]:
         """Faults of this rank, which a process that ranks are forked from does not know yet."""

@@ -1,0 +1,212 @@
+"""`llmtrain checkpoint`: lists, verifies and converts checkpoints.
+
+As in `cli`, a command imports what it needs when it runs; only conversion loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.system.streams import quiet_libraries
+from llmtrain.system.untrusted import UNREADABLE, why
+
+if TYPE_CHECKING:
+    from llmtrain.checkpoint.folder import Found
+    from llmtrain.cluster import Cluster
+
+app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
+
+PathArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+@app.command("list")
+def list_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a run in the order they were written, as described by their manifests."""
+    from llmtrain.checkpoint.folder import find, newest
+
+    checkpoints = checkpoints_of(path)
+    _warn_of_latest(checkpoints)
+    latest = newest(checkpoints)
+    rows = [_row(one, is_latest=one.folder == latest) for one in find(checkpoints)]
+    if as_json:
+        print(json.dumps({"checkpoints": rows}, indent=2))
+    else:
+        _print_table(rows)
+
+
+@app.command("verify")
+def verify_checkpoints(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Compare every file with the manifest, and report pickles without loading them; exit with 4 on damage.
+
+    For a run, all of its checkpoints are verified.
+    """
+    from llmtrain.checkpoint.folder import find
+
+    if is_one(path):
+        folders = [path]
+    else:
+        folders = [one.folder for one in find(checkpoints_of(path))]
+        _warn_of_latest(checkpoints_of(path))
+    if not folders:
+        raise CheckpointError(Problem("checkpoint.none", str(path), "has no checkpoint"))
+    problems = {folder: _problems(folder) for folder in folders}
+    if as_json:
+        checked = [
+            {"folder": str(folder), "whole": not found, "problems": [problem.as_dict() for problem in found]}
+            for folder, found in problems.items()
+        ]
+        print(json.dumps({"checkpoints": checked}, indent=2))
+    else:
+        for folder, found in problems.items():
+            print(f"{folder} is {'damaged' if found else 'whole'}")
+            for problem in found:
+                print(f"    {problem}")
+    sys.exit(Exit.CHECKPOINT if any(problems.values()) else Exit.DONE)
+
+
+@app.command("convert")
+def convert_checkpoint(
+    path: PathArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to create.")],
+    assignments: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the new plan. Repeatable.")
+    ] = [],  # noqa: B006  (typer copies it)
+    nproc: Annotated[int | None, typer.Option(help="Number of workers of the new plan, on one machine.", min=1)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Number of machines of the new plan; default: as in the checkpoint.", min=1)
+    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)] = None,
+) -> None:
+    """Rewrite a checkpoint for another plan, so that its ranks only read their own files; needs no GPU.
+
+    Any plan can continue from any checkpoint without this. It helps if each rank has a disk of its own, or a slow one.
+    """
+    if nproc and (nodes or gpus_per_node):
+        message = "is for one machine, and cannot be combined with --nodes and --gpus-per-node"
+        raise RecipeError(Problem("convert.cluster", "--nproc", message, "leave one of them out"))
+    # Before torch and DeepSpeed are loaded, so that no GPU is initialised, and none is required.
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    checkpoint = one_checkpoint(path)
+    from llmtrain.recipe import parse_assignments
+
+    def resized(cluster: Cluster) -> Cluster:
+        return cluster.resized(1, nproc, None) if nproc else cluster.resized(nodes, gpus_per_node, None)
+
+    with quiet_libraries():
+        from llmtrain.checkpoint.convert import convert, target_plan
+
+        convert(checkpoint, out, target_plan(checkpoint, parse_assignments(assignments), resized))
+    print(f"converted {checkpoint} to {out}; continue with --resume {out}")
+
+
+def is_one(path: Path) -> bool:
+    """Whether a path is a checkpoint rather than a run."""
+    from llmtrain.checkpoint.folder import is_checkpoint_name
+    from llmtrain.checkpoint.manifest import manifest_files
+
+    return is_checkpoint_name(Path(os.path.realpath(path)).name) or bool(manifest_files(path))
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Returns the folder of checkpoints that the user's path refers to. Raises CheckpointError if there is none."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.run", str(path), f"cannot be read: {why(error)}")) from None
+    if "checkpoints" in names:
+        return path / "checkpoints"
+    if path.name == "checkpoints" or any(name.startswith("step_") for name in names):
+        return path
+    raise CheckpointError(Problem("checkpoint.run", str(path), "is not a run directory (it has no checkpoints/)"))
+
+
+def one_checkpoint(path: Path) -> Path:
+    """Returns a checkpoint, or the newest one of a run; warns about unreadable ones. Raises CheckpointError."""
+    from llmtrain.checkpoint.folder import faults, newest
+
+    if is_one(path):
+        return Path(os.path.realpath(path))
+    checkpoints = checkpoints_of(path)
+    found, problems = newest(checkpoints), faults(checkpoints)
+    if found is None:
+        raise CheckpointError([*problems, Problem("checkpoint.none", str(path), "has no whole checkpoint")])
+    _warn(problems)
+    if problems:
+        print(f"using {found}", file=sys.stderr)
+    return Path(os.path.realpath(found))
+
+
+def _warn_of_latest(checkpoints: Path) -> None:
+    from llmtrain.checkpoint.folder import read_latest
+
+    _warn(read_latest(checkpoints)[1])
+
+
+def _warn(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        print(f"warning: {problem}", file=sys.stderr)
+
+
+def _problems(folder: Path) -> list[Problem]:
+    from llmtrain.checkpoint.check import verify
+
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        return list(error.problems)
+    return []
+
+
+def _row(found: Found, is_latest: bool) -> dict[str, Any]:
+    from llmtrain.checkpoint.manifest import missing_parts, read_manifests
+
+    row: dict[str, Any] = {"folder": str(found.folder), "latest": is_latest}
+    try:
+        parts = read_manifests(found.folder)
+    except CheckpointError as error:
+        return {**row, "problem": str(error)}
+    first = parts[0]
+    return {
+        **row,
+        "step": first.step,
+        "samples": first.samples,
+        "eval_loss": first.eval_loss,
+        "bytes": sum(part.bytes for part in parts),
+        "written": first.written,
+        "world_size": first.world_size,
+        "layout": first.layout,
+        "run": first.run,
+        "missing_parts": missing_parts(parts),
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("checkpoint", "step", "samples", "eval loss", "MiB", "written (UTC)", "ranks", ""):
+        table.add_column(name, justify="left" if name in ("checkpoint", "written (UTC)", "") else "right")
+    for row in rows:
+        name, latest = Path(row["folder"]).name, "latest" if row["latest"] else ""
+        if "problem" in row:
+            table.add_row(name, *[""] * 6, "no readable manifest")
+            continue
+        loss = "" if row["eval_loss"] is None else f"{row['eval_loss']:.4f}"
+        note = "; ".join([latest] * bool(latest) + [f"without the part of {host}" for host in row["missing_parts"]])
+        table.add_row(
+            *(name, f"{row['step']:,}", f"{row['samples']:,}", loss, f"{row['bytes'] / 2**20:,.1f}"),
+            *(row["written"][:19].replace("T", " "), str(row["world_size"]), note),
+        )
+    Console().print(table)

@@ -1,0 +1,196 @@
+"""`llmtrain plan`: prints or writes a resolved plan, or prints the fastest plans; options that other commands share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+
+if TYPE_CHECKING:
+    from llmtrain.cluster import Cluster
+    from llmtrain.plan import Plan
+    from llmtrain.predict import PlanMemory
+    from llmtrain.recipe import Recipe
+
+
+MOST_WORKERS = 1024
+"""The largest number of workers on one machine."""
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py.")]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable."),
+]
+NodesOption = Annotated[int | None, typer.Option(help="Number of machines; default: as in the recipe.", min=1)]
+PerNodeOption = Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="Type of device: a100, h100, h200, b200, mi300x, cpu, or one that the recipe defines."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int | None, device: str | None) -> Cluster:
+    """Returns the cluster that the options describe.
+
+    Options that are not given default to the recipe's cluster, then to this machine.
+    """
+    from pydantic import ValidationError
+
+    from llmtrain.cluster import known_devices, local_cluster
+    from llmtrain.recipe import recipe_problems
+
+    base = written_for or local_cluster()
+    known = known_devices(base.own_devices)
+    if device is not None and device.lower() not in known:
+        listing = f"known: {', '.join(known)}"
+        raise RecipeError(
+            Problem("cluster.device", "--device", f"'{device}' is unknown{nearest(device.lower(), known)}", listing)
+        )
+    try:
+        return base.resized(nodes, per_node, device)
+    except ValidationError as error:
+        options = {"nodes": "--nodes", "devices_per_node": "--gpus-per-node"}
+        raise RecipeError(
+            Problem("cluster.size", options.get(problem.field, problem.field), problem.message, "use fewer devices")
+            for problem in recipe_problems(error)
+        ) from None
+
+
+def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
+    """Prints model, layout, memory, predicted time and notes."""
+    from llmtrain.plan.described import model_line, split_lines
+    from llmtrain.predict.time import described as described_time
+    from llmtrain.predict.time import predict
+
+    lines = [model_line(plan), *split_lines(plan), *(memory.described() if memory else ())]
+    if time := predict(plan):
+        lines.append(described_time(time))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+    for one in plan.notes:
+        console.print(f"note: {one['message']} [{one['rule']}]", highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """The options of the command line."""
+
+    recipe: str
+    assignments: list[str]
+    nodes: int | None
+    gpus_per_node: int | None
+    device: str | None
+    search: bool
+    trace: bool
+    as_json: bool
+    write: Path | None
+
+
+def show_plan(request: PlanRequest) -> None:
+    """Prints the plan, or with --search the legal plans.
+
+    Raises RecipeError for a refused recipe; with --json it is printed as JSON, and the process exits.
+    """
+    from llmtrain.plan.load import load_recipe
+
+    try:
+        declared, written_for = load_recipe(request.recipe, request.assignments)
+        cluster = named_cluster(written_for, request.nodes, request.gpus_per_node, request.device)
+        if request.search:
+            _search(declared, cluster, request)
+            return
+        plan, memory = _resolved(declared, cluster, request.trace)
+    except RecipeError as error:
+        if request.as_json:
+            print(json.dumps(error.as_dict(), indent=2))
+            sys.exit(error.exit_code)
+        raise
+    _show(plan, memory, request)
+
+
+def _resolved(declared: Recipe, cluster: Cluster, trace: bool) -> tuple[Plan, PlanMemory | None]:
+    from llmtrain.commands.precheck import check_stages, suggesting
+    from llmtrain.predict import memory_of
+    from llmtrain.rules.resolve import resolve
+
+    with suggesting(declared, cluster):
+        plan = resolve(declared, cluster)
+    if plan.model.source != "arithmetic":  # otherwise the check is left to a process that may load torch
+        check_stages(plan)
+    return plan, memory_of(plan, _trace(plan) if trace else None)
+
+
+def _trace(plan: Plan) -> tuple[int, ...]:
+    """Traces the model and returns the bytes that each layer saves for its backward pass."""
+    from llmtrain.models.proof.trace import traced_layers
+
+    return traced_layers(plan)
+
+
+def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
+    from rich.console import Console
+
+    from llmtrain.ds_config import render
+    from llmtrain.predict.time import predict
+
+    ds_config = render(plan)
+    written: list[str] = []
+    if request.write:
+        try:
+            written = _write(request.write, plan, memory, ds_config)
+        except OSError as error:
+            message = f"{short(str(request.write))} cannot be written: {reason(error)}"
+            raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
+    if request.as_json:
+        time = predict(plan)
+        known = {"memory": memory and memory.summary(), "time": time and time.model_dump()}
+        print(json.dumps({**plan.summary(), **known, "ds_config": ds_config or None}, indent=2))
+    else:
+        print_plan(plan, Console(), memory)
+    if written:
+        print(f"wrote {', '.join(written)} to {request.write}", file=sys.stderr if request.as_json else None)
+
+
+def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> list[str]:
+    """Writes the plan, its configurations for DeepSpeed and accelerate, and diagrams of memory and schedule.
+
+    Returns the names of the files.
+    """
+    from llmtrain.launch.jobs.accelerate import has_configuration, render_configuration
+    from llmtrain.predict.drawn import memory_svg
+    from llmtrain.predict.schedule import schedule_svg
+
+    files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
+    if ds_config:
+        files["ds_config.json"] = json.dumps(ds_config, indent=2) + "\n"
+    if has_configuration(plan):
+        files["accelerate.yaml"] = render_configuration(plan, (folder / "ds_config.json").absolute())
+    if memory:
+        files["memory.svg"] = memory_svg(memory)
+    if plan.layout.pp > 1:
+        files["schedule.svg"] = schedule_svg(plan.layout.pp, plan.batch)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def _search(declared: Recipe, cluster: Cluster, request: PlanRequest) -> None:
+    """Prints the fastest legal plans."""
+    from llmtrain.predict import lacking
+    from llmtrain.search.search import search_plans
+    from llmtrain.search.search_report import document, lines
+
+    if request.write:
+        message = "writes a single plan, but --search finds many"
+        raise RecipeError(
+            Problem("search.write", "--write", message, "choose one, and write it with its --set options")
+        )
+    result = search_plans(declared, cluster, lacking)
+    print(json.dumps(document(result), indent=2) if request.as_json else "\n".join(lines(result)))

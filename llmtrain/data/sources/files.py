@@ -1,0 +1,225 @@
+"""Local corpora: finds the files of a source, reads them, and provides the built-in corpus `stdlib`."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.sources.formats import READERS, Document, kind_of, read_text
+from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.recipe import Source
+from llmtrain.system.untrusted import UNREADABLE, expanded, open_regular, read_json
+
+STDLIB = "stdlib"
+NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+"""Folders in the standard library that contain tests, or do not belong to it."""
+READ_BYTES = 1 << 22
+
+
+class Fingerprint(NamedTuple):
+    """Identifies a file's content, with attributes that show cheaply whether it has changed."""
+
+    size: int
+    """Size in bytes."""
+    modified: int
+    """Modification time in nanoseconds since the epoch."""
+    hash: str
+
+
+@dataclass(frozen=True)
+class FileCorpus:
+    """Documents of local files of one kind, in the order of their paths."""
+
+    name: str
+    kind: str
+    """Suffix that determines how the files are read."""
+    column: str
+    files: tuple[Path, ...]
+    prints: tuple[Fingerprint, ...]
+    """The fingerprint of each file when it was hashed."""
+    lenient: bool = False
+    """Whether to skip a file that is not UTF-8 instead of refusing it."""
+
+    @property
+    def identity(self) -> str:
+        """Identifies the content: equal for equal documents in equal order, independent of the files' location."""
+        column = self.column if READERS.get(self.kind, read_text) is not read_text else None
+        return key_of("files", self.kind, column, [known.hash for known in self.prints], self.lenient)
+
+    @property
+    def is_one_document(self) -> bool:
+        """Whether it is a single text file."""
+        return len(self.files) == 1 and READERS.get(self.kind, read_text) is read_text
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the documents with the fraction of bytes read. Raises DataError for an unreadable file."""
+        reader = READERS.get(self.kind, read_text)
+        total = max(1, sum(known.size for known in self.prints))
+        done = 0
+        for path, known in zip(self.files, self.prints, strict=True):
+            try:
+                for text, fraction in reader(path, self.column):
+                    yield Document(text, (done + fraction * known.size) / total)
+            except DataError as error:
+                if not (self.lenient and error.problems[0].rule == "data.utf8"):
+                    raise
+            if _stamp(path) != (known.size, known.modified):
+                # Otherwise its store would be filed under the identity of the old content.
+                raise DataError(Problem("data.changed", str(path), "changed while it was read", "run again"))
+            done += known.size
+
+
+def find_files(name: str, split: str, field: str) -> list[Path]:
+    """Returns the files that a path, folder or glob refers to, sorted; empty if there are none with that name.
+
+    A folder means the data files below it, which must be of one kind. If `datasets` saved several splits to a folder,
+    it means those of the given split.
+
+    Raises DataError for a folder or glob without data files, or with files of several kinds.
+    """
+    path = expanded(name)
+    if path.is_file():
+        return _of_one_kind([path], name, field)
+    if path.is_dir():
+        return _of_one_kind(_below(_split_folder(path, split, field)), name, field)
+    if glob.has_magic(name):
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - absolute too
+        return _of_one_kind([match for match in matches if match.is_file()], name, field)
+    return []
+
+
+def file_corpus(source: Source, files: Sequence[Path], cache: Cache) -> FileCorpus:
+    """Returns the corpus of files that `find_files` found. Raises DataError for an unreadable file."""
+    kind = kind_of(files[0])
+    assert kind is not None  # find_files returns no other files
+    prints = Fingerprints(cache, source.name).of(files)
+    return FileCorpus(source.name, kind, source.text_column, tuple(files), prints)
+
+
+def stdlib_corpus(cache: Cache) -> FileCorpus:
+    """Returns the source code of this Python's standard library, without its tests; each file is a document."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_STDLIB]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort(key=lambda path: path.relative_to(root).as_posix())
+    prints = Fingerprints(cache, STDLIB).of(files)
+    return FileCorpus(STDLIB, ".py", "", tuple(files), prints, lenient=True)
+
+
+class Fingerprints:
+    """Content hashes of files, cached by size and modification time so that each file is read once."""
+
+    def __init__(self, cache: Cache, name: str) -> None:
+        self._cache = cache
+        self._path = cache.folder / "fingerprints" / f"{key_of(os.path.abspath(name))}.json"  # noqa: PTH100 - globs
+
+    def of(self, files: Sequence[Path]) -> tuple[Fingerprint, ...]:
+        """Returns the fingerprint of each file. Raises DataError for an unreadable file."""
+        known = self._known()
+        stamps = {str(path.absolute()): _stamp(path) for path in files}
+        found = {name: known[name] for name, stamp in stamps.items() if name in known and known[name][:2] == stamp}
+        unknown = [name for name in stamps if name not in found]
+        if unknown:
+            self._cache.require_making(unknown[0])
+            with self._cache.progress.task("Hashing the files") as task:
+                for number, name in enumerate(unknown):
+                    found[name] = Fingerprint(*stamps[name], _hash(Path(name)))
+                    task.update(number / len(unknown), name)
+            self._remember(found)
+        return tuple(found[name] for name in stamps)
+
+    def _known(self) -> dict[str, Fingerprint]:
+        try:
+            return read_json(self._path, dict[str, Fingerprint])
+        except UNREADABLE:
+            return {}
+
+    def _remember(self, found: dict[str, Fingerprint]) -> None:
+        # A failure loses nothing: the files are hashed again next time, and an unwritable folder is reported when a
+        # store is written.
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_text(json.dumps(found), encoding="utf-8")
+                partial.replace(self._path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Returns size and modification time of a file. Raises DataError if it does not exist."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
+    return status.st_size, status.st_mtime_ns
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with open_regular(path) as file:
+            while data := file.read(READ_BYTES):
+                digest.update(data)
+    except OSError as error:
+        raise DataError(Problem("data.read", str(path), f"cannot be read: {error.strerror}")) from error
+    return digest.hexdigest()
+
+
+def _below(folder: Path) -> list[Path]:
+    """Returns the data files below a folder, without hidden files and folders."""
+    files = (path for path in folder.rglob("*") if path.is_file() and kind_of(path))
+    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
+def _split_folder(folder: Path, split: str, field: str) -> Path:
+    """Returns the folder of a split if `DatasetDict.save_to_disk` wrote several, else the folder itself."""
+    index = folder / "dataset_dict.json"
+    if not index.exists():
+        return folder
+    splits = _splits(index)
+    if split in splits:
+        return folder / split
+    message = f"'{folder}' has no split '{split}'{nearest(split, splits)} (splits: {', '.join(splits)})"
+    raise DataError(Problem("data.split", f"{field}.split", message))
+
+
+def _splits(index: Path) -> list[str]:
+    """Returns the names of the splits in a `dataset_dict.json`. Raises DataError if it does not list them."""
+    try:
+        return read_json(index, dict[str, list[str]])["splits"]
+    except (*UNREADABLE, KeyError):
+        reason = 'does not contain {"splits": [NAME, ...]}'
+    fix = "save the data set again (DatasetDict.save_to_disk), or name the folder of one split"
+    raise DataError(Problem("data.format", str(index), reason, fix))
+
+
+def _of_one_kind(files: list[Path], name: str, field: str) -> list[Path]:
+    kinds: dict[str | None, int] = {}
+    for path in files:
+        kinds[kind_of(path)] = kinds.get(kind_of(path), 0) + 1
+    readable = f"{', '.join(READERS)}; the first three also as .gz or .zst"
+    if not files:
+        message = f"'{name}' has no data files ({readable})"
+        raise DataError(Problem("data.missing", f"{field}.name", message))
+    if None in kinds:
+        stranger = next(path for path in files if kind_of(path) is None)
+        raise DataError(Problem("data.format", f"{field}.name", f"'{stranger}' has an unknown format ({readable})"))
+    if len(kinds) > 1:
+        found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items(), key=str))
+        message = f"'{name}' has files of several kinds ({found})"
+        raise DataError(Problem("data.mixed", f"{field}.name", message, "name one kind with a glob: FOLDER/**/*.jsonl"))
+    return sorted(files)

@@ -1,0 +1,98 @@
+"""Corpora from the Hugging Face hub, read through `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.sources.formats import BATCH_ROWS, Document, column_problem, read_batches, with_fraction
+from llmtrain.errors import DataError, Problem
+from llmtrain.plan.model_facts import hub_has
+from llmtrain.recipe import Source
+
+
+@dataclass(frozen=True)
+class HubCorpus:
+    """The documents of one split of a dataset that `datasets.load_dataset_builder` finds."""
+
+    source: Source
+    field: str
+    """Recipe field of the source, for error messages."""
+    version: str
+    """The version that the name referred to when it was first used; for a hub dataset, the commit."""
+
+    @property
+    def name(self) -> str:
+        """The name in the recipe."""
+        return self.source.name
+
+    @property
+    def is_one_document(self) -> bool:
+        """False, since this is unknown before the dataset is read."""
+        return False
+
+    @property
+    def identity(self) -> str:
+        """Identifies the content."""
+        source = self.source
+        return key_of("hub", source.name, source.subset, source.split, source.text_column, self.version)
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the documents, which are downloaded if necessary. Raises DataError as `hub_corpus` does."""
+        source = self.source
+        builder = _builder(source, self.field)
+        if builder.hash != self.version:
+            message = f"'{source.name}' is now at {builder.hash}, but was at {self.version} when it was first prepared"
+            fix = f'set {self.field}.revision to "{self.version}" or to the new version'
+            raise DataError(Problem("data.hub", f"{self.field}.revision", message, fix))
+        import datasets
+
+        try:
+            builder.download_and_prepare()
+            dataset = builder.as_dataset(split=source.split)
+        except (datasets.exceptions.DatasetsError, ConnectionError, ValueError) as error:
+            raise DataError(_problem(source, self.field, error)) from error
+        if source.text_column not in dataset.column_names:
+            raise DataError(column_problem(f"{self.field}.text_column", source.text_column, dataset.column_names))
+        tables = dataset.select_columns([source.text_column]).with_format("arrow").iter(batch_size=BATCH_ROWS)
+        batches = with_fraction((batch for table in tables for batch in table.to_batches()), len(dataset))
+        yield from read_batches(batches, source.text_column, f"{source.name} ({source.split})")
+
+
+def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:
+    """Returns a dataset by name.
+
+    The version of a name without a revision is looked up once per cache folder and stored there, so that a later run
+    does not need the hub and does not silently train on other data.
+
+    Raises DataError if `datasets` does not find it.
+    """
+    key = key_of(source.name, source.subset, source.revision)
+    pin = cache.entry("pins", key, lambda _: {"name": source.name, "version": _builder(source, field).hash})
+    return HubCorpus(source, field, pin.meta["version"])
+
+
+def _builder(source: Source, field: str) -> Any:
+    import datasets
+
+    if hub_has(source.name, source.revision, "dataset") is False:
+        message = (
+            f"'{source.name}' is not a file, folder or glob on this machine, nor a dataset on the hub, "
+            "unless it is private"
+        )
+        raise DataError(Problem("data.missing", f"{field}.name", message, "check the name, or log in (hf auth login)"))
+    try:
+        return datasets.load_dataset_builder(source.name, source.subset, revision=source.revision)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        # Not found, not permitted, no network, no such subset: the message of `datasets` says which.
+        raise DataError(_problem(source, field, error)) from error
+
+
+def _problem(source: Source, field: str, error: Exception) -> Problem:
+    reason = str(error).strip().partition("\n")[0]
+    message = (
+        f"'{source.name}' is not a file, folder or glob on this machine, nor a dataset that can be loaded: {reason}"
+    )
+    return Problem("data.missing", f"{field}.name", message, "check the name, the subset, the split and the network")

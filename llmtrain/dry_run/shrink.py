@@ -1,0 +1,200 @@
+"""A plan made small enough for a laptop: every kind of splitting that it has, each over two ranks, on a tiny model.
+
+The rule, all of it:
+
+- a degree above 1 becomes 2: data, pipeline, tensor, sequence and expert parallelism each stay or stay away. That
+  makes two to eight ranks, and sixteen where all four of the first are there at once. Where experts have
+  replicas under data parallelism they keep them, for which that becomes 4 if nothing else does it;
+- the ZeRO stage, the backend, the optimizer and its clipping, activation checkpointing and the packing stay; so does
+  the precision, but fp16 weights, which the engine does not run on CPUs, become bf16; offload stays, but to the host;
+- compiled and Liger's kernels give way to plain ones;
+- the model keeps its family and its switches and gets tiny sizes (`models.tiny`), `LAYERS` layers for each stage;
+- of the batch, at most `ROWS` sequences of `TOKENS` tokens make a micro-batch, at most `MICRO_BATCHES` of them for
+  each stage a step: what accumulates still does, and what does not does not.
+
+A plan that is legal stays so: heads, experts and lengths of the copy divide by 2, and no rule asks for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.described import triangle
+from llmtrain.plan.plan import Layout, Plan
+from llmtrain.recipe import ModelConfig, Part, Recipe
+from llmtrain.rules.resolve import resolve
+
+MOST = 2
+"""Ranks of each kind of parallelism."""
+LAYERS = 2
+"""Layers of a stage."""
+MICRO_BATCHES = 2
+"""Micro-batches a step, for each stage: a pipeline gets full and drains."""
+ROWS = 2
+"""Sequences of a micro-batch."""
+TOKENS = 64
+"""Tokens of a sequence."""
+ON_CPU = ("eager", "sdpa", "varlen")
+"""Attention that trains on a CPU."""
+STEPS = 3
+"""Optimizer steps."""
+PLAIN_BLOCKS = {"compiled": "eager", "liger": "eager"}
+PLAIN_LOSS = {"compiled": "chunked", "liger": "chunked"}
+"""Kernels that a laptop may have no compiler or no device for, and what computes the same."""
+
+
+class Change(Part):
+    """Something that the small plan has less of, or has in another way."""
+
+    what: str
+    """What it is."""
+    plan: str
+    """How the plan has it."""
+    dry_run: str
+    """How the small plan has it."""
+    untested: str
+    """What a run of the small plan so does not show."""
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small plan, and its differences from the full one."""
+
+    plan: Plan
+    changes: tuple[Change, ...]
+
+
+def layers_kept(plan: Plan) -> int:
+    """Returns the number of decoder layers of the small model."""
+    return min(plan.model.layers, LAYERS * min(plan.layout.pp, MOST))
+
+
+def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
+    """Returns the small version of a legal plan.
+
+    model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which has its own vocabulary. Raises
+    RecipeError if the small plan is not legal, which would be a bug of this module.
+    """
+    layout = _degrees(plan)
+    cluster = Cluster(devices_per_node=layout.dp * layout.pp * layout.tp * layout.sp, device="cpu")
+    small = resolve(plan.recipe.with_(**_fields(plan, layout, model)), cluster)
+    return Shrunk(small, tuple(_changes(plan, small)))
+
+
+def _degrees(plan: Plan) -> Layout:
+    layout = plan.layout
+    small = {name: min(getattr(layout, name), MOST) for name in ("dp", "pp", "tp", "sp", "ep")}
+    has_replicas = layout.dp * layout.tp * layout.sp > layout.ep > 1
+    if has_replicas and layout.dp > 1 and small["dp"] * small["tp"] * small["sp"] == small["ep"]:
+        small["dp"] *= MOST
+    if plan.recipe.parallel.strategy == "data_parallel":
+        small["dp"] = 1  # it only distributes its work over GPUs
+    return Layout(**small, zero_stage=plan.layout.zero_stage)
+
+
+def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
+    """Returns the recipe fields of the small plan."""
+    recipe = plan.recipe
+    micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
+    rows = min(recipe.batch.micro_batch_size, ROWS)
+    total = rows * micro_batches * layout.dp
+    attention = recipe.model.attention_kernel if recipe.model.attention_kernel in ON_CPU else "sdpa"
+    return {
+        "model": model.model_copy(update={"attention": attention}),
+        "kernels.blocks": PLAIN_BLOCKS.get(recipe.kernels.blocks, recipe.kernels.blocks),
+        "kernels.fp8": "off",
+        "kernels.loss": PLAIN_LOSS.get(recipe.kernels.loss, recipe.kernels.loss),
+        "data.tokenizer": {"vocab_size": model.config["vocab_size"]},
+        "data.sequence_length": max(min(recipe.data.sequence_length, TOKENS) // layout.sp, 1) * layout.sp,
+        "batch.global_batch_size": total,
+        "batch.micro_batch_size": rows,
+        "parallel.pipeline": layout.pp,
+        "parallel.tensor": layout.tp,
+        "parallel.sequence": layout.sp,
+        "parallel.expert": layout.ep,
+        **_types_and_places(recipe),
+        # The learning rate's schedule is as short as the run, so that the weights change.
+        "train.max_steps": STEPS,
+        "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
+        "optim.decay_steps": min(recipe.optim.decay_steps, 1),
+        "evaluation.max_sequences": total,
+    }
+
+
+def _types_and_places(recipe: Recipe) -> dict[str, Any]:
+    """Replaces fp16, which CPUs do not compute in, and offload to disks."""
+    parallel = recipe.parallel
+    fields: dict[str, Any] = {"parallel.nvme_path": None}
+    for name in ("offload_optimizer", "offload_param"):
+        fields[f"parallel.{name}"] = "cpu" if getattr(parallel, name) == "nvme" else getattr(parallel, name)
+    if parallel.precision == "fp16":
+        fields["parallel.precision"] = "bf16"
+        if parallel.grad_accum_dtype == "fp16":
+            fields["parallel.grad_accum_dtype"] = "bf16"
+    return fields
+
+
+DEGREES = (
+    ("dp", "data parallel", "sums over more replicas"),
+    ("pp", "pipeline", "stages in the middle, which receive and send on both sides"),
+    ("tp", "tensor parallel", "narrower slices"),
+    ("sp", "sequence parallel", "shorter slices"),
+    ("ep", "expert parallel", "exchanges among more ranks"),
+)
+"""Field of a layout, its name, and what more ranks of it would show."""
+PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"}
+
+
+def _changes(plan: Plan, small: Plan) -> Iterator[Change]:
+    """Yields all differences; equal values are left out."""
+    pairs = [*_machine(plan, small), *_degree_pairs(plan, small), *_model_pairs(plan, small), *_run_pairs(plan, small)]
+    for what, one, other, untested in pairs:
+        if one != other:
+            yield Change(what=what, plan=one, dry_run=other, untested=untested)
+
+
+Pair = tuple[str, str, str, str]
+
+
+def _machine(plan: Plan, small: Plan) -> Iterator[Pair]:
+    one, other = (f"{p.cluster.nodes} × {p.cluster.devices_per_node} {p.cluster.device}" for p in (plan, small))
+    yield "devices", one, other, "kernels, memory and speed of the devices, their links, NCCL, the launcher"
+
+
+def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    for field, name, untested in DEGREES:
+        one, other = (str(getattr(p.layout, field)) for p in (plan, small))
+        yield name, one, other, untested
+
+
+def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    def named(each: Plan) -> str:
+        return f"{each.model.parameters:,} parameters"
+
+    yield "model", named(plan), named(small), "that its full size fits, and how its numbers behave"
+    yield "layers", f"{plan.model.layers}", f"{small.model.layers}", "depth"
+    if plan.model.experts:
+        one, other = (f"{p.model.experts}, {p.model.experts_per_token} a token" for p in (plan, small))
+        yield "experts", one, other, "how the load spreads among many"
+    model = plan.recipe.model
+    yield "attention", model.attention_kernel, small.recipe.model.attention_kernel, "that kernel"
+    one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
+    yield "kernels", one, other, "these kernels"
+    yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
+    if model.pretrained:
+        yield "weights", model.pretrained, "random", "that these are found and fit the model"
+
+
+def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
+    one, other = plan.recipe, small.recipe
+    yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
+    yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
+    yield "batch", triangle(plan), triangle(small), "larger sums"
+    yield "steps", f"{one.train.max_steps:,}", f"{other.train.max_steps}", "that it learns; the learning rate's course"
+    yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale, and what overflows"
+    for field, name in PLACES.items():
+        places = (getattr(one.parallel, field), getattr(other.parallel, field))
+        yield f"{name} in", *places, "reading from disks and writing to them"

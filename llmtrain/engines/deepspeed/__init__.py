@@ -1,0 +1,1 @@
+"""The DeepSpeed engine, and one part for each axis of parallelism."""

@@ -1,0 +1,110 @@
+"""The interface between an axis of parallelism and the DeepSpeed engine.
+
+There is a single engine (`engine.py`). Each axis is a part of it and has one file: `tensor`, `expert`, `sequence` and
+`pipeline`, which includes the slices of its stages. Without any axis, the engine still has data parallelism and ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.state.pieces import Region
+from llmtrain.plan import Plan
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The part of a weight that this rank holds if an axis divides the weight, before ZeRO shards it."""
+
+    region: Region
+    """Its location in the whole weight."""
+    holders: dist.ProcessGroup
+    """The ranks that hold the portions of this weight, this rank included."""
+    replicas: dist.ProcessGroup | None
+    """The ranks that hold this portion, over which ZeRO shards it; None for all ranks."""
+
+
+class Axis:
+    """An axis of parallelism. All ranks call every method; the methods of this class change nothing."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+
+    # These methods are called while the engine is built, in this order.
+
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Makes process groups. Raises RecipeError for a model that cannot be divided, before the model is built."""
+
+    def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
+        """Returns the module that DeepSpeed trains; None if it is the whole model, built as without this axis."""
+        return None
+
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the parameter groups for DeepSpeed's optimizer."""
+        return groups
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Changes the engine after `deepspeed.initialize`."""
+
+    # These methods are called in each step.
+
+    def active(self) -> AbstractContextManager[None]:
+        """Returns the context of forward and backward passes."""
+        return nullcontext()
+
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """Returns this rank's part of a micro-batch."""
+        return batch
+
+    def before_backward(self) -> None:
+        """Runs before the backward pass of each micro-batch."""
+
+    # These methods describe which rank holds what.
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model; None if this axis does not determine them."""
+        return None
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks of a replica that hold equal copies of what this axis does not divide; None for this rank alone."""
+        return None
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """Returns this rank's portion of a parameter or buffer of the model; None if this axis does not divide it."""
+        return None
+
+    def tied_copy(self, name: str) -> tuple[int, int]:
+        """Returns (index, number of copies) of a parameter that several stages hold."""
+        return 0, 1
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Returns the whole weight, assembled from what the ranks hold; `own` is this rank's part."""
+        return own
+
+    def sum_squares(self, square: Tensor) -> None:
+        """Adds the squared norms of gradients that other ranks hold, in place."""
+
+    def hugging_face_name(self, name: str) -> str:
+        """Returns the Hugging Face name of a parameter or buffer of the engine's model."""
+        return name
+
+    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]] | None:
+        """Returns an iterator over every whole weight by its Hugging Face name.
+
+        Returns None if the model's own parameters have these names already.
+        """
+        return None

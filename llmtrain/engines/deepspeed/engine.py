@@ -1,0 +1,458 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, offload, every precision; the parts of `axis.py` divide the model further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
+from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis
+from llmtrain.engines.engine import StepResult
+from llmtrain.engines.forward import check_kernels, documents_known, forward, use_kernels
+from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
+from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, squared_norm
+from llmtrain.engines.overrides.deepspeed import NormWithLoss, no_host_checks, reduce_among_several
+from llmtrain.engines.state.held import held, weights_changed
+from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.save_load import (
+    PROGRESS_FILE,
+    Place,
+    load_state,
+    multiplied,
+    pieces_of,
+    resume_schedule,
+    save_state,
+    shape_of,
+    untrained_pieces,
+)
+from llmtrain.engines.state.writer import Writer
+from llmtrain.engines.step import take_step
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.precision import weight_dtype
+from llmtrain.models.stages import decoder_layers
+from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Attributes of DeepSpeed's engine."""
+
+
+def progress(engine: _Engine) -> dict[str, Any]:
+    """Returns the counters as JSON values, equal on all ranks."""
+    return {
+        "schedule": engine.lr_scheduler.last_epoch,
+        "deepspeed": {name: getattr(engine, name) for name in COUNTERS},
+        "loss_scale": _loss_scale(engine),
+    }
+
+
+def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
+    """Restores the model's weights and the counters after the optimizer's tensors have been loaded.
+
+    All ranks call it. Counters that only DeepSpeed keeps are missing if another engine wrote the checkpoint.
+    Raises CheckpointError if the saved loss scaler has other fields than this one.
+    """
+    weights_changed(engine.optimizer)
+    resume_schedule(engine.lr_scheduler, progress["schedule"])
+    for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
+        setattr(engine, name, value)
+    saved, scalers, own = progress.get("loss_scale", {}), _scalers(engine), _loss_scale(engine)
+    for name in saved.keys() & scalers.keys():
+        if saved[name].keys() != own[name].keys():
+            message = f"of '{name}' it has {', '.join(sorted(saved[name]))}, and not {', '.join(sorted(own[name]))}"
+            raise CheckpointError(Problem("checkpoint.progress", PROGRESS_FILE, message))
+        if name == "loss_scaler":
+            vars(scalers[name]).update(saved[name])
+        else:
+            scalers[name].load_state_dict(saved[name])
+
+
+def _scalers(engine: _Engine) -> dict[str, Any]:
+    """Returns DeepSpeed's scaler for fp16 and torch's for autocast_fp16, which DeepSpeed keeps in one of two places."""
+    autocast = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    found = {"loss_scaler": getattr(engine.optimizer, "loss_scaler", None), "gradscaler": autocast}
+    return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+def _loss_scale(engine: _Engine) -> dict[str, dict[str, Any]]:
+    scalers = _scalers(engine)
+    found = {}
+    if "loss_scaler" in scalers:
+        values = vars(scalers["loss_scaler"])
+        found["loss_scaler"] = {key: value for key, value in values.items() if isinstance(value, int | float)}
+    if "gradscaler" in scalers:
+        found["gradscaler"] = scalers["gradscaler"].state_dict()
+    return found
+
+
+class DeepSpeedEngine:
+    """`deepspeed.initialize` on a causal LM that `axes` divide; ZeRO replicates or shards the parts over the rest."""
+
+    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, axes: Sequence[Axis] = ()) -> None:
+        """axes: those of a degree above 1. Raises RecipeError for a model that one of them cannot divide."""
+        self.plan = plan
+        self.device = device
+        self.axes = axes
+        self.pipeline = next((axis for axis in axes if isinstance(axis, PipelineAxis)), None)
+        recipe = plan.recipe
+        check_kernels(model_configuration(recipe), plan)  # on all ranks, so that all of them raise the error
+        for axis in axes:
+            axis.prepare(ds_config)
+        self.module = self._build(ds_config)
+        stage = self.module.stage if self.pipeline else None
+        self.model: PreTrainedModel = stage.model if stage else self.module
+        if recipe.parallel.activation_checkpointing == "full":
+            # Checkpoints each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it
+            # sees no other layers.
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
+        if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
+            # A layer compiled as one graph has no modules left between which ZeRO-3 could gather and release
+            # parameters, so ZeRO-3 gathers the layer as a whole, with hooks around it.
+            for layer in decoder_layers(self.model)[1]:
+                set_z3_leaf_module(layer, True)
+        self._own_norm: Tensor | None = None
+        self.engine = self._initialise(ds_config)
+        reduce_among_several(self.engine)
+        if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
+            # DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
+            self.engine.clip_fp32_gradients = self._clip
+        self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
+        for axis in axes:
+            axis.attach(self)
+        self.guard = Guard(recipe.guard, device)
+        self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
+        self.guard.watch(self.engine.basic_optimizer)
+
+    def _build(self, ds_config: dict[str, Any]) -> Any:
+        """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of its stages."""
+        for axis in self.axes:
+            if (built := axis.build(ds_config)) is not None:
+                return built
+        recipe = self.plan.recipe
+        dtype = weight_dtype(recipe.parallel.precision)
+        if self.plan.layout.zero_stage == 3:
+            return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
+        return build_model(recipe, dtype, self.device)
+
+    def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
+        """Passes the model, its parameter groups and its schedule to `deepspeed.initialize`."""
+        recipe = self.plan.recipe
+        groups = parameter_groups(self.module, recipe.optim.weight_decay)
+        for axis in self.axes:
+            groups = axis.parameter_groups(groups)
+        engine: _Engine = deepspeed.initialize(
+            model=self.module,
+            model_parameters=groups,
+            lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
+            config=ds_config,
+        )[0]
+        return engine
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's replica. Tensor parallel ranks are adjacent, then sequence parallel ones."""
+        layout = self.plan.layout
+        return dist.get_rank() // (layout.tp * layout.sp) % layout.dp
+
+    @property
+    def averaged_ranks(self) -> int:
+        """Number of ranks with different tokens, over which DeepSpeed averages gradients."""
+        return self.plan.layout.dp * self.plan.layout.sp
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Accumulates this rank's micro-batches and updates once."""
+        with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
+            return self.pipeline.train_step(batch) if self.pipeline else take_step(self, batch)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        rate: float = self.engine.get_lr()[0]
+        return rate
+
+    def start(self) -> None:
+        """Puts the model in training mode."""
+        if not self.model.training:  # visiting every module costs as much as a small update
+            self.engine.train()
+
+    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Returns the context of a micro-batch's passes; DeepSpeed itself knows which micro-batch is the last."""
+        return nullcontext()
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns this rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        with documents_known(micro_batch):
+            return forward(self.engine, self.model, self.slice(micro_batch), self.device)
+
+    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+        """Scales a rank's loss by the number of ranks, because DeepSpeed averages gradients over ranks."""
+        return loss_sum * (self.averaged_ranks / target_tokens)
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Accumulates the gradients of a micro-batch."""
+        for axis in self.axes:
+            axis.before_backward()
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not is_last:
+            self._step()
+
+    def finish(self, loss: Tensor) -> Measured:
+        """Runs the DeepSpeed step, which computes the norm and updates the weights."""
+        self._own_norm = self._replicated_grad_norm()
+        return self.judged(lambda: loss, self._step)
+
+    def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
+        """Runs a step of DeepSpeed. The verdict is taken within it, when DeepSpeed's optimizer begins.
+
+        loss: returns this rank's share of the loss; called once the norm is known.
+        """
+        self._loss = loss
+        self._measured: Measured | None = None
+        if self._norm_with_loss is not None:
+            self._norm_with_loss.share = loss
+        step()
+        if self._measured is None:  # a loss scaler has dropped the update, which is not a fault of the run
+            self._judge(torch.ones((), device=self.device))
+        assert self._measured is not None
+        return self._measured
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Takes the verdict once per step, although with ZeRO the optimizer begins more than once."""
+        if self._measured is None:
+            scaled = hasattr(optimizer, "grad_scale")  # set by torch's scaler, which has checked for overflow itself
+            self._judge(optimizer.found_inf if scaled else None)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _judge(self, overflowed: Tensor | None) -> None:
+        measured = self._measure(self._loss())
+        self.guard.judge(measured, overflowed)
+        self._measured = measured
+
+    def _step(self) -> None:
+        self.engine.step()
+
+    @torch.no_grad()
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Returns the mean cross-entropy over the target tokens of all ranks."""
+        with self._active():
+            total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
+        return self._sum_over_replicas(total) / batch.target_tokens
+
+    def _evaluate(self, batch: StepBatch) -> Tensor:
+        """Returns this rank's sum of cross-entropies."""
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for micro_batch in batch.micro_batches:
+            total += self.forward(micro_batch)[0]
+        return total
+
+    def save(self, writer: Writer) -> None:
+        """Writes this rank's share of the pieces."""
+        save_state(self, writer)
+
+    def load(self, folder: Path) -> None:
+        """Loads a checkpoint, which any engine may have written."""
+        load_state(self, folder)
+
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
+        frozen = [one for one in names if not one.requires_grad]
+        with gather(frozen) if frozen and self.plan.layout.zero_stage == 3 else nullcontext():
+            equal = multiplied(_place_in(self._replicas), self._copies)
+            yield untrained_pieces(self.model, equal, self._hugging_face_name, self._untrained_portion)
+
+    def progress(self) -> dict[str, Any]:
+        """Returns DeepSpeed's counters."""
+        return progress(self.engine)
+
+    def resumed(self, progress: dict[str, Any]) -> None:
+        """Restores the counters after the pieces have been loaded."""
+        resumed(self.engine, progress)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
+        given = (axis.named_weights(self._whole) for axis in self.axes)
+        named = next((weights for weights in given if weights is not None), None)
+        for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
+            yield name, weight.cpu()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
+        stage = {"stage": self.module.stage_id} if self.pipeline else {}
+        return {
+            "engine": f"deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
+            **stage,
+            "optimizer": type(self.engine.optimizer).__name__,
+            "basic_optimizer": type(self.engine.basic_optimizer).__name__,
+            "device": str(self.device),
+            "backend": dist.get_backend(),
+        }
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for axis in self.axes:
+                stack.enter_context(axis.active())
+            yield
+
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """Returns this rank's part of a micro-batch of its replica."""
+        for axis in self.axes:
+            batch = axis.slice(batch)
+        return batch
+
+    def _measure(self, loss: Tensor) -> Measured:
+        """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
+        if self.pipeline and self.plan.layout.zero_stage == 0:
+            self._own_norm = self._gradient_norm()
+        norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
+        if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
+            return Measured(known, finite_or_infinite(norm))
+        return over_ranks(loss, norm, copies=self.plan.layout.tp)
+
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
+        """Sums what all ranks have computed for a batch; tensor parallel ranks have computed the same."""
+        if self.pipeline:  # the last stages have the value; the others have zero
+            dist.all_reduce(value)
+            return value / self.plan.layout.tp
+        if self.averaged_ranks > 1:
+            dist.all_reduce(value, group=self._replicas)
+        return value
+
+    def _replicated_grad_norm(self) -> Tensor | None:
+        """Returns the norm in the case in which DeepSpeed keeps none: fp32 weights at ZeRO-0. Otherwise returns None.
+
+        In that case every rank holds the whole gradients, and they are already averaged between `backward` and `step`
+        of the last micro-batch.
+        """
+        if self.plan.layout.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
+            return None
+        norm = self._gradient_norm()
+        scaler = self.engine.torch_autocast_z0_gradscaler
+        return norm / scaler.get_scale() if scaler else norm
+
+    def _clip(self) -> None:
+        """Clips by the norm taken just before; called if DeepSpeed keeps no norm and the limit is above 0."""
+        assert self._own_norm is not None, "an update without its norm"
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.engine.gradient_clipping(), self._own_norm)
+
+    def _gradient_norm(self) -> Tensor:
+        """Returns the 2-norm of the gradients on this rank and on the other holders of divided weights."""
+        held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+        for name, parameter in self.model.named_parameters():
+            if getattr(parameter, "ds_pipe_replicated", False):  # a tied weight that another stage counts
+                continue
+            portion = self._portion(name, parameter)
+            # A rank without a gradient still takes part in the sum.
+            held.setdefault(portion.holders if portion else None, []).extend(gradients_of([parameter]))
+        squares = {group: squared_norm(found, self.device) for group, found in held.items()}
+        for group, square in squares.items():
+            if group is not None:
+                dist.all_reduce(square, group=group)
+        total = torch.stack(list(squares.values())).sum()
+        for axis in self.axes:
+            axis.sum_squares(total)
+        return total.sqrt().float()
+
+    def _engine_grad_norm(self) -> Tensor:
+        # The engine's own copy has the previous step's norm until this step is over.
+        norm = self.engine.optimizer._global_grad_norm
+        return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part of the model as this one; None for all ranks."""
+        return next((axis.replicas for axis in self.axes if axis.replicas is not None), None)
+
+    @property
+    def _copies(self) -> tuple[int, int]:
+        """(index, number) of this rank among the ranks of its replica that hold equal copies of undivided weights."""
+        group = next((axis.copies for axis in self.axes if axis.copies is not None), None)
+        return (0, 1) if group is None else _place_in(group)
+
+    def _portion(self, name: str, tensor: Tensor) -> Portion | None:
+        found = (axis.portion(name, tensor) for axis in self.axes)
+        return next((portion for portion in found if portion is not None), None)
+
+    def _untrained_portion(self, name: str, tensor: Tensor) -> tuple[Region, tuple[int, int]] | None:
+        portion = self._portion(name, tensor)
+        return None if portion is None else (portion.region, _place_in(portion.replicas))
+
+    def _place(self, name: str, parameter: nn.Parameter) -> Place:
+        portion, copy = self._portion(name, parameter), (0, 1)
+        if self.plan.layout.zero_stage == 0:  # ZeRO's shards are not copies of each other
+            copy = _place_in(portion.replicas if portion else self._replicas)
+        for axis in self.axes:
+            copy = multiplied(copy, axis.tied_copy(name))
+        if portion is None:
+            return self._hugging_face_name(name), Region.whole(shape_of(parameter)), multiplied(copy, self._copies)
+        return self._hugging_face_name(name), portion.region, copy
+
+    def _hugging_face_name(self, name: str) -> str:
+        for axis in self.axes:
+            name = axis.hugging_face_name(name)
+        return name
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """Returns a copy of a whole weight, of which this rank may hold a portion or a ZeRO-3 shard.
+
+        All holders of the weight call it.
+        """
+        partitioned = self.plan.layout.zero_stage == 3
+        with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+            weight = parameter.detach().clone()
+        for axis in self.axes:
+            weight = axis.whole(parameter, weight)
+        return weight
+
+
+def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Returns this rank's index in a group, and the group's size; None is the group of all ranks."""
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def build_partitioned(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    replicas: dist.ProcessGroup | None = None,
+) -> PreTrainedModel:
+    """Returns the model, which ZeRO-3 partitions over `replicas`, or over all ranks, while it is made."""
+
+    def partitioned() -> AbstractContextManager[object]:
+        # Overrides only the device. The parameters have the right dtype already, and forcing it on every new tensor
+        # would round the fp32 frequencies of rotary embeddings. `Init(dtype=...)` is no alternative: DeepSpeed 0.19.8
+        # replaces it by bf16 wherever fp16 is not supported.
+        context: AbstractContextManager[object] = deepspeed.zero.Init(
+            data_parallel_group=replicas,
+            config_dict_or_path=ds_config,
+            tensor_overrides=[DeepSpeedTensorOverride.device],
+        )
+        return context
+
+    is_reader = dist.get_rank(replicas) == 0
+    return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather, is_reader=is_reader)
+
+
+def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
+    """Gathers parameters that ZeRO-3 has partitioned; what the first replica writes is broadcast to the others."""
+    context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return context

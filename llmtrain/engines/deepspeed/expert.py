@@ -1,0 +1,147 @@
+"""Expert parallelism by DeepSpeed's AutoEP: a model's experts are distributed over groups of ranks, at any ZeRO stage.
+
+Each rank reads its own samples. A token is sent to the rank that holds its expert and back; none is dropped
+(`deepspeed/module_inject/auto_ep_layer.py`). With tensor parallelism, the ranks of a replica share the heads. In a
+block of experts, each of them sends its part of the replica's tokens to the experts, which are distributed over
+adjacent ranks of any replica, and gathers the results. DeepSpeed calls this folding
+(`deepspeed/moe/ep_tp_dispatch.py`).
+
+`transformers` keeps the experts of a layer in two tensors, with gate and up projections joined:
+`gate_up_proj` [experts, 2·inner, width] and `down_proj` [experts, width, inner]. DeepSpeed has three:
+`w1` (gate) and `w3` (up) [experts, inner, width], and `w2` (down) (`deepspeed/moe/ep_repack.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset
+from deepspeed.module_inject.auto_ep_presets.registry import get_preset
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.overrides.deepspeed import count_all_experts, forget_folded_gradients
+from llmtrain.engines.state.pieces import Box, Region
+from llmtrain.engines.state.save_load import shape_of
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+
+
+GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
+
+
+def hugging_face_weights(
+    names: Iterable[str], blocks: Mapping[str, str], weight: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every weight of `names` by its Hugging Face name, with gate and up projections joined and without aliases.
+
+    blocks: the path of each of DeepSpeed's blocks, and its preset. weight: returns a whole tensor by DeepSpeed's name.
+    """
+    for name in names:
+        path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+        if path is None:
+            yield name, weight(name)
+            continue
+        part, preset = name.removeprefix(f"{path}."), get_preset(blocks[path])
+        # DeepSpeed also registers the router under the replaced router's name, one level too deep.
+        if part == UP or part.startswith(f"{preset.router_pattern}."):
+            continue
+        whole = weight(name)
+        if part == GATE:
+            whole = torch.cat([whole, weight(f"{path}.{UP}")], dim=1)
+        yield f"{path}.{_own_name(part, preset)}", whole
+
+
+def own_name(name: str, blocks: Mapping[str, str]) -> str:
+    """Returns the Hugging Face name of a DeepSpeed weight; gate and up projections share a name."""
+    path = next((path for path in blocks if name.startswith(f"{path}.")), None)
+    return name if path is None else f"{path}.{_own_name(name.removeprefix(f'{path}.'), get_preset(blocks[path]))}"
+
+
+def region_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> Region:
+    """Returns the location of a tensor of experts in the Hugging Face block's tensor.
+
+    local: its shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
+    """
+    experts, rows, columns = local
+    first = (rank * experts, rows if name.endswith(UP) else 0, 0)
+    height = rows if name.endswith(DOWN) else 2 * rows
+    return Region((ranks * experts, height, columns), (Box(first, (experts, rows, columns)),))
+
+
+def _own_name(part: str, preset: MoEModelPreset) -> str:
+    """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's."""
+    prefixes = {
+        GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
+        UP: f"{preset.experts_pattern}.{preset.expert_w1}",
+        DOWN: f"{preset.experts_pattern}.{preset.expert_w2}",
+        "router.gate.": f"{preset.router_pattern}.",
+        "router.": f"{preset.router_pattern}.",
+        "shared_experts_gate.": f"{preset.shared_experts_gate_pattern}.",
+        "shared_experts.": f"{preset.shared_experts_pattern}.",
+    }
+    theirs, own = next((theirs, own) for theirs, own in prefixes.items() if part.startswith(theirs))
+    return own + part.removeprefix(theirs)
+
+
+class ExpertAxis(Axis):
+    """Experts divided among ranks that have tokens of their own."""
+
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Names each group, because DeepSpeed requires a name to move the experts of a group into one of their own."""
+        return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Reads the groups and blocks of experts, which DeepSpeed has made by now."""
+        self._engine = engine
+        self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.layout.ep}")
+        self._blocks = {
+            path: module.model_family
+            for path, module in engine.model.named_modules()
+            if isinstance(module, AutoEPMoELayer)
+        }
+        if self.plan.layout.tp > 1:
+            count_all_experts(engine.engine.optimizer, self.device)
+
+    def before_backward(self) -> None:
+        """Clears the marks that folding left on gradients in the previous micro-batch."""
+        if self.plan.layout.tp > 1:
+            forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """Returns this rank's experts.
+
+        For experts, the ranks of a tensor parallel group are ordinary ranks and not copies.
+        """
+        if not is_expert(tensor):
+            return None
+        region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.layout.ep)
+        return Portion(region, self._group, groups._get_expert_data_parallel_group(tensor.group_name))  # type: ignore[attr-defined]
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Gathers the experts of all ranks; returns other weights unchanged."""
+        if not is_expert(parameter):
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.plan.layout.ep)]
+        dist.all_gather(parts, own, group=self._group)
+        return torch.cat(parts)
+
+    def hugging_face_name(self, name: str) -> str:
+        """Returns the name before DeepSpeed replaced the blocks of experts."""
+        return own_name(name, self._blocks)
+
+    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights with gate and up projections joined."""
+        parameters = dict(self._engine.model.named_parameters())
+        return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Returns whether DeepSpeed has distributed a parameter, which it marks as one that not all ranks reduce."""
+    return not getattr(parameter, "allreduce", True)

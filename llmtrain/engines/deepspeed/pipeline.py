@@ -1,0 +1,279 @@
+"""Pipeline parallelism through DeepSpeed's engine (1F1B) × ZeRO-1, on stages of the model's own forward.
+
+Tensor parallel ranks may share each stage, through llmtrain's own slices (`llmtrain.models.tensor`) on DeepSpeed's
+three-dimensional topology, because DeepSpeed's AutoTP cannot be combined with its pipelines. To DeepSpeed, ranks that
+share sequences (`llmtrain.engines.deepspeed.sequence`) are data parallel ranks, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.engine import StepResult
+from llmtrain.engines.forward import bounds_for, documents_known
+from llmtrain.engines.state.pieces import Region
+from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names, target_loss_sum
+from llmtrain.models.build import StageBuilder
+from llmtrain.models.precision import weight_dtype
+from llmtrain.models.stages import Stage
+from llmtrain.models.tensor import GroupRanks, Shard, shard_of
+from llmtrain.plan import Layout
+from llmtrain.runtime.alone import is_alone
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+
+Micro = tuple[tuple[Tensor, Tensor], Tensor]
+"""What DeepSpeed's pipeline reads on its first and last stage: the inputs, and the labels."""
+
+
+class StageSpec(LayerSpec):  # type: ignore[misc]
+    """A stage that is built only on the ranks that run it."""
+
+    def __init__(self, make: Callable[[int], Stage], index: int) -> None:
+        super().__init__(Stage)
+        self._make = make
+        self._index = index
+
+    def build(self, log: bool = False) -> Stage:
+        """Returns the stage, with its weights."""
+        return self._make(self._index)
+
+
+class StagePipeline(PipelineModule):  # type: ignore[misc]
+    """A pipeline of one `Stage` per rank of the pipe, or per group of tensor parallel ranks.
+
+    Ranks are numbered with the tensor groups innermost, so the ranks of such a group are adjacent and on one node.
+
+    DeepSpeed would split a list of layers. Here the model is split before, so that each rank builds its own part and
+    nothing else. Weights that several stages hold (tied ones) are found by their names in the whole model, because
+    DeepSpeed's own tied layers would tie a whole stage.
+    """
+
+    def __init__(
+        self,
+        build: StageBuilder,
+        layout: Layout,
+        loss: Callable[[Any, Tensor], Tensor],
+        stage_names: Callable[[], list[list[str]]],
+    ) -> None:
+        """stage_names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
+        self._stage_names = stage_names
+
+        def make(index: int) -> Stage:
+            # The groups exist by now, because DeepSpeed makes them before it builds layers.
+            return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
+
+        super().__init__(
+            layers=[StageSpec(make, index) for index in range(layout.pp)],
+            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.sp),
+            loss_fn=loss,
+            partition_method="uniform",
+        )
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of this rank."""
+        stage: Stage = self.forward_funcs[0]
+        return stage
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
+        return [(self.stage.get_parameter(tied["weight_attr"][0]), tied["group"]) for tied in self.tied_comms.values()]
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
+
+        Also marks every copy but the first, so that the norm of the gradients counts each weight once.
+        """
+        own = {whole: path for path, whole in self.stage.hf_names().items()}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        if is_alone():
+            names = self._stage_names()
+            by_rank = [names[self._topo.get_coord(rank).pipe] for rank in range(len(by_rank))]
+        else:
+            dist.all_gather_object(by_rank, sorted(own))
+        tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
+        comms = {}
+        for name in tied:
+            # The slices of a tensor group are separate weights, each tied along its own pipe.
+            for pipe in self._grid.pipe_groups:
+                ranks = [rank for rank in pipe if name in by_rank[rank]]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stage}
+                    weight: Any = self.stage.get_parameter(own[name])
+                    weight.ds_pipe_replicated = self.global_rank != ranks[0]
+        return comms
+
+    def _stages_with(self, name: str, by_rank: list[list[str]]) -> int:
+        return sum(name in by_rank[rank] for rank in self._grid.pp_group)
+
+
+class PipelineAxis(Axis):
+    """Stages of consecutive layers, one for each rank of a pipe; DeepSpeed interleaves their passes (1F1B)."""
+
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Splits the model. Raises RecipeError if it has no valid split, or if tensor ranks cannot share its stages."""
+        recipe, layout = self.plan.recipe, self.plan.layout
+        dtype = weight_dtype(recipe.parallel.precision)
+        self._stages = stage_builder(recipe, layout.pp, dtype, self.device, tensor=layout.tp)
+
+    def build(self, ds_config: dict[str, Any]) -> StagePipeline:
+        """Returns the pipeline with this rank's stage, or with its slice of the stage."""
+        names = partial(stage_names, self.plan.recipe, self.plan.layout.pp)
+        self._pipeline = StagePipeline(self._stages, self.plan.layout, self._loss, names)
+        return self._pipeline
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Makes each forward pass of the stage use the documents of its micro-batch."""
+        self._engine = engine
+        self._names = self._stage.hf_names()
+        self._awaited: Iterator[MicroBatch] = iter(())
+        self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Runs one schedule over this replica's micro-batches, with one update."""
+        lr = self._engine.learning_rate
+        self._start(batch)
+        measured = self._engine.judged(
+            lambda: self._total / batch.target_tokens,
+            lambda: self._engine.engine.train_batch(self._micro_batches(batch)),
+        )
+        return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
+
+    def evaluate(self, batch: StepBatch) -> Tensor:
+        """Returns this replica's sum of cross-entropies on the last stage, and zero on the others."""
+        self._start(batch)
+        self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
+        return self._total
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the same stage."""
+        group: dist.ProcessGroup = self._grid.get_data_parallel_group()
+        return group
+
+    @property
+    def copies(self) -> dist.ProcessGroup:
+        """The ranks that share a stage."""
+        group: dist.ProcessGroup = self._grid.get_slice_parallel_group()
+        return group
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """Returns this rank's slice of a weight that the ranks of a stage share."""
+        shard = shard_of(tensor)
+        if shard is None:
+            return None
+        rank, ranks = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        return Portion(region_of(shard, tensor.shape, rank, ranks), self.copies, self.replicas)
+
+    def tied_copy(self, name: str) -> tuple[int, int]:
+        """Returns (index, number) of this stage among those that hold the weight."""
+        tied = self._pipeline.tied_comms.get(self.hugging_face_name(name))
+        return (0, 1) if tied is None else (tied["ranks"].index(dist.get_rank()), len(tied["ranks"]))
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Joins the slices."""
+        shard = shard_of(parameter)
+        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))
+
+    def sum_squares(self, square: Tensor) -> None:
+        """Sums over the stages."""
+        dist.all_reduce(square, group=self._grid.get_pipe_parallel_group())
+
+    def hugging_face_name(self, name: str) -> str:
+        """Returns the name in the whole model; a tied weight has the name of its first occurrence."""
+        return self._names.get(f"model.{name}", name)
+
+    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
+        seen: set[str] = set()
+        group = self._grid.get_pipe_parallel_group()
+        own = {name: self._stage.get_parameter(path) for path, name in self._names.items()}
+        for owner in self._grid.pp_group:
+            names = [list(own)]
+            dist.broadcast_object_list(names, src=owner, group=group)
+            for name in names[0]:
+                if name in seen:
+                    continue
+                weight = whole(own[name]) if dist.get_rank() == owner else None
+                yield name, _broadcast(weight, owner, group, self.device)
+            seen.update(names[0])
+
+    @property
+    def _stage(self) -> Stage:
+        return self._pipeline.stage
+
+    @property
+    def _grid(self) -> Any:
+        return self._pipeline._grid
+
+    def _start(self, batch: StepBatch) -> None:
+        """Prepares a pass over a batch.
+
+        DeepSpeed averages over micro-batches and ranks. Each loss is therefore multiplied by their numbers, so that
+        the result is the sum divided by the target tokens.
+        """
+        self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.target_tokens
+        self._total = torch.zeros((), device=self.device)
+        self._awaited = iter(batch.micro_batches)
+
+    def _tell_documents(self) -> None:
+        """Sets the documents of the next micro-batch, whose positions all ranks of the replica have.
+
+        Every stage runs the micro-batches of its replica in order.
+        """
+        batch = next(self._awaited)
+        self._stage.context = documents_known(batch)
+        self._stage.bounds = bounds_for(self._stage.model, batch, self.device)
+
+    def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
+        for one in batch.micro_batches:
+            own = self._engine.slice(one)
+            labels = own.labels
+            if chunked_loss(self._stage.model):
+                # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
+                labels = self._stage.targets = labels.to(self.device, non_blocking=True)
+            yield (own.input_ids, own.position_ids), labels
+
+    def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """Returns the scaled loss of a micro-batch, on the last stage; adds the router's loss, as `forward` does.
+
+        output: logits, or the sum of the losses if the stage's model computes it.
+        """
+        result, auxiliary = (output, None) if isinstance(output, Tensor) else output
+        loss_sum = result if chunked_loss(self._stage.model) else target_loss_sum(result, labels)
+        self._total += loss_sum.detach()
+        loss: Tensor = loss_sum * self._scale
+        if auxiliary is None:
+            return loss
+        return loss + router_loss_weight(self._stage.model.config) * auxiliary
+
+
+def region_of(shard: Shard, local: torch.Size, rank: int, ranks: int) -> Region:
+    """Returns the location of a rank's slice of shape `local` in the whole weight."""
+    width = local[shard.dim] // shard.blocks
+    shape = (*local[: shard.dim], local[shard.dim] * ranks, *local[shard.dim + 1 :])
+    return Region.ranges(shape, shard.dim, [((block * ranks + rank) * width, width) for block in range(shard.blocks)])
+
+
+def _broadcast(weight: Tensor | None, owner: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Returns the owner's weight on every rank of the group, on the CPU."""
+    shape: list[Any] = [None if weight is None else (weight.shape, weight.dtype)]
+    dist.broadcast_object_list(shape, src=owner, group=group)
+    if weight is None:
+        weight = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+    weight = weight.to(device).contiguous()
+    dist.broadcast(weight, src=owner, group=group)
+    return weight.cpu().clone()

@@ -1,0 +1,66 @@
+"""Sequence parallelism (Ulysses, arXiv 2309.14509) × ZeRO 0 to 3 × data parallelism, and every other axis.
+
+Adjacent ranks read the same samples, and each takes its slice of every sequence. To DeepSpeed they are data parallel
+ranks: it averages gradients, takes the norm and shards states over them. DeepSpeed is given no sequence groups, because
+it would keep them for the life of the process.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed as dist
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed.axis import Axis
+from llmtrain.engines.deepspeed.sequence_check import check_sequence
+from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
+from llmtrain.models import model_configuration
+from llmtrain.plan import Layout
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+
+
+class SequenceAxis(Axis):
+    """Slices of sequences. While attention runs, the heads that a rank holds are divided among the sequence ranks."""
+
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Raises SequenceRefused for a model that computes something else on slices."""
+        recipe = self.plan.recipe
+        check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
+        self.ulysses = Ulysses(engine.model, sequence_group(self.plan.layout))
+        if self.plan.layout.pp > 1:
+            # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
+            engine.module.stage.register_forward_pre_hook(lambda _, inputs: self.ulysses.receive(inputs[0][1]))
+
+    def active(self) -> AbstractContextManager[None]:
+        """Returns the context of both passes; with activation checkpointing the backward pass calls attention again."""
+        return self.ulysses.active()
+
+    def slice(self, batch: MicroBatch) -> MicroBatch:
+        """Returns this rank's slice of each sequence."""
+        return self.ulysses.slice(batch)
+
+
+def sequence_group(layout: Layout) -> Group:
+    """Returns the ranks with this rank's samples and the same part of the model; they are `layout.tp` apart."""
+    return _strided_group(layout.sp, layout.tp)
+
+
+@cache
+def _strided_group(size: int, stride: int) -> Group:
+    """Returns the group of `size` ranks, `stride` apart, that contains this rank; made once per process."""
+    own = dist.GroupMember.NON_GROUP_MEMBER
+    for block in range(0, dist.get_world_size(), size * stride):
+        for first in range(block, block + stride):
+            ranks = list(range(first, block + size * stride, stride))
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                own = group
+    return own

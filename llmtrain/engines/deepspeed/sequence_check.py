@@ -1,0 +1,168 @@
+"""Checks on a tiny copy of a model that slices of a sequence compute what the whole sequence computes.
+
+A model may mix tokens outside its attention (by a convolution, a recurrence, or positions that it counts itself); its
+slices then compute something else. No assumptions are made about a family: models whose results differ are rejected.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from torch import distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
+from llmtrain.engines.forward import documents_known
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import target_loss_sum
+from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import shrink
+from llmtrain.runtime.alone import is_alone
+
+GRADIENT_TOLERANCE = 1e-4
+"""Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
+ROUNDING = 2.0**-22
+"""The same, relative to the largest entry of all gradients. A gradient that is zero because its terms cancel consists
+of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
+WAIT = timedelta(seconds=60)
+"""How long a rank waits for another rank whose model has failed."""
+
+
+class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
+    """The family computes something else from slices of a sequence."""
+
+    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
+        self.reason = reason
+        message = f"sequences of {config.model_type} cannot be cut into slices: {reason}"
+        super().__init__(Problem("sequence.family", "parallel.sequence", message, "--set parallel.sequence=1"))
+
+
+def check_sequence(config: PreTrainedConfig, attention: str) -> None:
+    """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
+
+    Two slices represent any number, because all boundaries between slices are treated alike. The check runs on the CPU,
+    in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises SequenceRefused, on
+    every rank, if logits, auxiliary loss or gradients differ.
+    """
+    if is_alone():
+        return  # no other rank to compare with, and nothing is computed
+    reason = ""
+    group = pair()
+    if dist.get_rank() < 2:
+        with torch.random.fork_rng(devices=[]):
+            reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    found = told(reasons)
+    if found:
+        raise SequenceRefused(config, found)
+
+
+def told(reasons: Sequence[str]) -> str:
+    """Returns the reason of the last rank that has one, because the first slice has all tokens that it depends on."""
+    return next(filter(None, reversed(reasons)), "")
+
+
+@cache
+def pair() -> Group:
+    """Returns the group of ranks 0 and 1, over gloo, because tiny copies are compared on the CPU."""
+    return dist.new_group([0, 1], timeout=WAIT, backend="gloo")
+
+
+def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:
+    try:
+        tiny = shrink(config)
+    except (*STUMBLES, StrictDataclassError) as error:
+        return f"no tiny copy can be made to compare with ({error})"
+    return compare(tiny, attention, group)
+
+
+def compare(config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None) -> str:
+    """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
+
+    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
+    """
+    try:
+        whole = reference(config, attention).train()
+        batch = batch or _packed_batch(config)
+        split = copy.deepcopy(whole)
+        with documents_known(batch):
+            expected = _forward(whole, batch)
+        _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
+    except STUMBLES as error:
+        return f"its tiny copy does not run ({type(error).__name__}: {error})"
+    try:
+        with documents_known(batch):
+            return _deviation(split, whole, expected, batch, Ulysses(split, group))
+    except STUMBLES as error:
+        # Any error that a family's forward raises for a slice is a reason to reject the family.
+        return f"its forward fails on a slice ({type(error).__name__}: {error})"
+
+
+def _deviation(
+    split: PreTrainedModel, whole: PreTrainedModel, expected: tuple[Tensor, ...], batch: MicroBatch, ulysses: Ulysses
+) -> str:
+    with ulysses.active():
+        own = ulysses.slice(batch)
+        result = _forward(split, own)
+        # Each rank has the whole auxiliary loss, and contributes its share.
+        _loss((result[0], *(loss / ulysses.size for loss in result[1:])), own, batch).backward()  # type: ignore[no-untyped-call]
+    wrong = _wrong_gradients(split, whole, ulysses.group)  # first, because every rank has to take part
+    if not _close(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank], TOLERANCE):
+        return "the logits of a slice deviate from those of the whole sequence"
+    if not all(_close(*losses, TOLERANCE) for losses in zip(result[1:], expected[1:], strict=True)):
+        return "the auxiliary loss of slices deviates from that of the whole sequence"
+    return f"gradients of {len(wrong)} parameters deviate, {wrong[0]} among them" if wrong else ""
+
+
+def _wrong_gradients(split: PreTrainedModel, whole: PreTrainedModel, group: Group) -> list[str]:
+    """Returns the parameters whose gradients, summed over the slices, differ from those of the whole sequence."""
+    mine, theirs = _gradients(split), _gradients(whole)
+    together = torch.cat([gradient.flatten() for gradient in mine.values()])
+    dist.all_reduce(together, group=group)
+    rounding = ROUNDING * max(float(gradient.abs().max()) for gradient in theirs.values())
+    summed = torch.split_with_sizes(together, [gradient.numel() for gradient in mine.values()])
+    return [
+        name
+        for gradient, (name, expected) in zip(summed, theirs.items(), strict=True)
+        if not _close(gradient.view_as(expected), expected, GRADIENT_TOLERANCE, rounding)
+    ]
+
+
+def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Returns gradients by name; a parameter without a gradient has a zero one."""
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+
+
+def _packed_batch(config: PreTrainedConfig) -> MicroBatch:
+    tokens, positions = packed_input(config)
+    return MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))
+
+
+def _forward(model: PreTrainedModel, batch: MicroBatch) -> tuple[Tensor, ...]:
+    """Returns the logits, and the auxiliary loss of the routers if there is one."""
+    output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+    auxiliary = getattr(output, "aux_loss", None)
+    return (output.logits,) if auxiliary is None else (output.logits, auxiliary)
+
+
+def _loss(result: tuple[Tensor, ...], own: MicroBatch, whole: MicroBatch | None = None) -> Tensor:
+    logits, *auxiliary = result
+    return sum(auxiliary, target_loss_sum(logits, own.labels) / (whole or own).labels.numel())
+
+
+def _close(ours: Tensor, theirs: Tensor, tolerance: float, floor: float = 0.0) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    return bool((ours - theirs).abs().max() <= max(tolerance * float(theirs.abs().max()), floor))

@@ -1,0 +1,77 @@
+"""Tensor parallelism by DeepSpeed's AutoTP, at every ZeRO stage; a model's own `tp_plan` says how layers are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.tensor_check import check_split
+from llmtrain.engines.overrides.deepspeed import data_group, make_tensor_groups, tensor_group
+from llmtrain.engines.state.shards import gather_whole, split_of
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.precision import weight_dtype
+from llmtrain.runtime.alone import is_alone
+
+
+class TensorAxis(Axis):
+    """Consecutive ranks that share the layers of one replica."""
+
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Makes DeepSpeed's groups. Raises CannotSplit for a family that computes something else if it is split."""
+        make_tensor_groups(self.plan.layout.tp)
+        if not is_alone():  # a rank alone has no other to compare with, and computes nothing
+            recipe = self.plan.recipe
+            attention = recipe.model.attention_kernel
+            check_split(model_configuration(recipe), ds_config["tensor_parallel"], attention, self.device)
+
+    def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
+        """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.
+
+        The whole model may not fit on the device. Returns None at ZeRO-3, which partitions the model while it is made.
+        """
+        recipe = self.plan.recipe
+        if self.plan.layout.zero_stage == 3:
+            return None
+        dtype = weight_dtype(recipe.parallel.precision)
+        model: nn.Module = build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
+        return model
+
+    @contextmanager
+    def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Moves parameters to the device within the context, whose generator draws other numbers than the host's."""
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.device)
+        yield
+        for parameter in parameters:
+            parameter.data = parameter.data.cpu()
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same shards.
+
+        DeepSpeed would partition over all ranks the weights that it does not split, and the shards over these ranks.
+        Weights would then be averaged and counted in two ways; with this group there is only one.
+        """
+        return data_group()
+
+    @property
+    def copies(self) -> dist.ProcessGroup:
+        """The ranks of a replica."""
+        return tensor_group()
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """Returns this rank's shard of a layer that AutoTP has split."""
+        split = split_of(tensor)
+        if split is None:
+            return None
+        return Portion(split.region(dist.get_rank(tensor_group())), tensor_group(), data_group())
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Joins the shards."""
+        return gather_whole(own, split_of(parameter), tensor_group())

@@ -1,0 +1,159 @@
+"""Checks on a tiny copy that a family computes the same if AutoTP splits it.
+
+AutoTP splits what a family's `tp_plan` names, or else what its modules' names suggest, and does not check whether the
+result is the same. Therefore every family is compared: its logits, one step's gradients, and the weights when joined
+again. A family whose results differ is rejected.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import deepspeed
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch import distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.engines.overrides.deepspeed import tensor_group
+from llmtrain.engines.state.shards import gather_whole, split_of
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.models.proof.tiny import SIZES, shrink
+
+TOLERANCE = 1e-4
+"""Largest deviation of a logit or a gradient, relative to the largest entry of its tensor.
+
+A row-parallel product adds its parts in another order, which changes an fp32 result by about 1e-6; a wrongly split
+layer is off by about 1.
+"""
+NOISE = 1e-2
+"""Gradients below this fraction of the model's largest one are compared relative to that fraction. The true gradient of
+some weights, such as a bias of attention's keys, is zero, and the computed one consists of rounding errors.
+"""
+_STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
+"""Errors that AutoTP, or a family's own code, raises if something is not as it expects."""
+_SHARED = (
+    *("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_key_value_heads", "num_kv_heads"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "num_query_groups"),
+)
+"""Numbers that must be divisible among the ranks of a group."""
+
+
+class CannotSplit(RecipeError):  # noqa: N818 - a verdict
+    """The family cannot be split by AutoTP without computing something else."""
+
+    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
+        self.reason = reason
+        message = f"{config.model_type} cannot be trained tensor parallel: {reason}"
+        super().__init__(Problem("tensor.family", "parallel.tensor", message, "--set parallel.tensor=1"))
+
+
+def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
+    """Compares a tiny copy of the model of `config`, split over this rank's tensor parallel group, with a whole one.
+
+    block: `tensor_parallel` of the DeepSpeed configuration. Called by all ranks, after their groups were made. Leaves
+    the random state unchanged. Raises CannotSplit, on every rank, if the copies differ or the split fails.
+    """
+    degree = dist.get_world_size(tensor_group())
+    try:
+        values = config.to_dict()
+        # The sizes of a tiny copy are divisible by two.
+        heads = {name: SIZES[name] * max(degree // 2, 1) for name in _SHARED if values.get(name)}
+        tiny = shrink(config, **heads)
+    except (*_STUMBLES, StrictDataclassError) as error:
+        raise CannotSplit(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        compare_split(tiny, block, attention if attention in ("eager", "sdpa") else "eager", device)
+
+
+def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> float:
+    """Does what `check_split` does, on the model of `config` itself; returns the fraction of split weights."""
+    try:
+        whole = reference(config, attention).eval().to(device)
+        inputs = tuple(value.to(device) for value in packed_input(config))
+        parts = _split(copy.deepcopy(whole), block)
+        expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
+        reason = _agree(_first_difference(whole, parts, expected, logits))
+    except _STUMBLES as error:
+        raise CannotSplit(config, f"AutoTP, or what it makes of the model, fails ({_short(error)})") from error
+    if reason:
+        raise CannotSplit(config, reason)
+    return _share_cut(parts)
+
+
+def _split(model: PreTrainedModel, block: dict[str, Any]) -> PreTrainedModel:
+    """Lets DeepSpeed split a model, in place, exactly as it will split the trained one."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 0},
+        "tensor_parallel": dict(block),
+    }
+    deepspeed.initialize(model=model, config=config)
+    return model
+
+
+def _forward_and_backward(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Returns the logits; leaves the gradients of a loss in the model."""
+    logits: Tensor = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits
+    targets = torch.arange(logits[..., 0].numel(), device=logits.device) % logits.shape[-1]
+    torch.autograd.backward(nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets))
+    return logits.detach()
+
+
+def _first_difference(whole: PreTrainedModel, parts: PreTrainedModel, expected: Tensor, logits: Tensor) -> str:
+    """Returns what differs on this rank; empty if nothing does."""
+    cut = dict(parts.named_parameters())
+    if cut.keys() != dict(whole.named_parameters()).keys():
+        return "AutoTP renames its weights"
+    if not _share_cut(parts):
+        return "AutoTP finds nothing in its layers to cut"
+    found = [] if _close(expected, logits) else ["its logits differ from the whole model's"]
+    floor = NOISE * max(_gradient(parameter).abs().max() for parameter in whole.parameters())
+    for name, parameter in whole.named_parameters():
+        part = cut[name]
+        split = split_of(part)
+        gradient = _gradient(part)
+        # Every rank has to gather every weight, even after it has found a difference.
+        if not torch.equal(gather_whole(part.detach(), split, tensor_group()), parameter):
+            found.append(f"{name} does not become whole again")
+        if not _close(_gradient(parameter), gather_whole(gradient, split, tensor_group()), floor):
+            found.append(f"the gradient of {name} differs from the whole model's")
+    return found[0] if found else ""
+
+
+def _share_cut(model: PreTrainedModel) -> float:
+    """Returns the fraction of this rank's weights between embedding and head that are split among ranks."""
+    ends = [module.weight for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    total = cut = 0
+    for parameter in model.parameters():
+        if not any(parameter is end for end in ends):
+            total += parameter.numel()
+            cut += parameter.numel() if split_of(parameter) else 0
+    return cut / total
+
+
+def _agree(reason: str) -> str:
+    """Returns the first reason of any rank of the group, on all of them."""
+    reasons = [""] * dist.get_world_size(tensor_group())
+    dist.all_gather_object(reasons, reason, group=tensor_group())
+    return next(filter(None, reasons), "")
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
+
+def _close(expected: Tensor, other: Tensor, floor: Tensor | float = 0.0) -> bool:
+    """Returns whether two tensors are equal up to rounding; `floor`: lower bound of the scale, the largest entry."""
+    if expected.shape != other.shape:
+        return False
+    return bool((expected - other).abs().max() <= TOLERANCE * max(expected.abs().max(), floor))
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text.split('. ')[0][:160]}"

@@ -1,0 +1,60 @@
+"""The interface between the training loop and the engines.
+
+Its unit is a whole optimizer step, because a pipeline engine offers no smaller one: it interleaves the forward and
+backward passes of several micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from llmtrain.data import StepBatch
+from llmtrain.engines.guard import Guard
+from llmtrain.engines.state.writer import Writer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
+
+    loss: Tensor
+    """Mean cross-entropy over the target tokens of the global batch, in nats; a scalar, equal on all ranks."""
+    grad_norm: Tensor
+    """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
+    lr: float
+    """Learning rate of the step."""
+
+
+class Engine(Protocol):
+    """Runs the optimizer steps of a plan. All ranks call every method together."""
+
+    @property
+    def guard(self) -> Guard:
+        """The guard, which knows the skipped updates."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's replica, which determines the samples that the rank reads."""
+
+    def train_step(self, batch: StepBatch) -> StepResult:
+        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
+
+    def eval_step(self, batch: StepBatch) -> Tensor:
+        """Returns the mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""
+
+    def save(self, writer: Writer) -> None:
+        """Passes this rank's part of weights, optimizer and schedule to `writer`."""
+
+    def load(self, folder: Path) -> None:
+        """Loads what `save` of any engine wrote, under any plan of the same model."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the engine actually runs with, for the run's record."""

@@ -1,0 +1,177 @@
+"""The files that hold the pieces of a run: a sequence of safetensors files for each rank, written in parts.
+
+`engine/rank_NNNNN.0.safetensors` holds the first list of a rank's pieces, and so on. The files contain tensors only, no
+pickle. The file's header describes each tensor, so that tensors are found without reading the rest. The library's own
+writer needs all bytes of a file at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
+from torch import Tensor
+
+from llmtrain.engines.state.pieces import Piece, Region
+from llmtrain.engines.state.writer import Part, Writer, on_host, size_of
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.system.piece_heads import read_head
+from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names (https://github.com/huggingface/safetensors) for the dtypes that a model may have."""
+
+
+def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file, which the tensors follow in their order.
+
+    tensors: only their shapes and dtypes are used, so they may be on the meta device.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = size_of(tensor)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
+    """Writes a file in the form that `transformers` uses, requesting one tensor after the other.
+
+    like: by name, a tensor of the same shape and dtype without memory. Tensors with wide elements come first, so that
+    all are aligned. Raises ValueError if a tensor has another shape or dtype.
+    """
+    ordered = {name: like[name] for name in sorted(like, key=lambda name: -like[name].element_size())}
+    stream.write(head(ordered, {"format": "pt"}))
+    for name, expected in ordered.items():
+        value = tensor(name)
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(f"'{name}' is {value.dtype} {list(value.shape)}, and was to be {expected}")
+        stream.write(on_host(value.contiguous().view(-1)))
+
+
+def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a small file. Raises CheckpointError if it cannot be read, or lacks one of `like`.
+
+    like: by name, a tensor of the same dtype and shape; only the first dimension may have another length.
+    """
+    try:
+        tensors: dict[str, Tensor] = load(read_bytes(path))
+        for name, expected in like.items():
+            if name not in tensors:
+                raise ValueError(f"has no tensor '{name}'")
+            found = tensors[name]
+            if (found.dtype, found.ndim, found.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
+                told = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+                raise ValueError(f"'{name}' is {told}")
+        return tensors
+    except (*UNREADABLE, SafetensorError) as error:
+        raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None
+
+
+FOLDER = "engine"
+"""Folder of these files in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A piece in a file."""
+
+    file: Path
+    index: int
+    """Index of the piece in its file."""
+    name: str
+    region: Region
+    start: int
+    numel: int
+    kinds: tuple[str, ...]
+    steps: float | None
+
+
+class Files:
+    """Open files of pieces; each header is parsed once."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+
+    def read(self, stored: Stored, kind: str, first: int, last: int) -> Tensor:
+        """Returns elements `first` to `last` of the flat region; the piece must contain them."""
+        if stored.file not in self._open:
+            with utf8_name(stored.file.parent) as folder:
+                self._open[stored.file] = safe_open(folder / stored.file.name, framework="pt")
+        part = self._open[stored.file].get_slice(_key(stored.index, kind))
+        tensor: Tensor = part[first - stored.start : last - stored.start]
+        return tensor
+
+
+def write(writer: Writer, rank: int, lists: Iterable[list[Piece]]) -> None:
+    """Writes this rank's share of each piece, in one file per list."""
+    for number, pieces in enumerate(lists):
+        shares = [share for piece in pieces if (share := piece.share()).numel]
+        if not shares:
+            continue
+        # If ranks hold copies, each saves a part of them, so all of these ranks read all parts.
+        private = all(piece.copy == (0, 1) for piece in pieces)
+        writer.file(f"{FOLDER}/rank_{rank:05d}.{number}.safetensors", _content(shares), private)
+
+
+def read_index(folder: Path, rank: int | None = None) -> Iterator[Stored]:
+    """Yields every piece in the files of a checkpoint, or of one rank. Raises CheckpointError for an invalid header."""
+    whose = "*" if rank is None else f"{rank:05d}"
+    for file in sorted((folder / FOLDER).glob(f"rank_{whose}.*.safetensors")):
+        yield from _read_header(file)
+
+
+def _read_header(file: Path) -> Iterator[Stored]:
+    try:
+        pieces = read_head(file)
+    except UNREADABLE as error:
+        raise CheckpointError(Problem("checkpoint.head", str(file), why(error))) from None
+    for index, piece in enumerate(pieces):
+        region = Region.from_json(piece.region.model_dump())
+        yield Stored(file, index, piece.name, region, piece.start, piece.numel, piece.kinds, piece.steps)
+
+
+def _key(index: int, kind: str) -> str:
+    return f"{index}.{kind}"
+
+
+def _content(pieces: list[Piece]) -> list[Part]:
+    """Returns the parts of a safetensors file. The library's own writer would copy all tensors."""
+    tensors = {
+        _key(index, kind): tensor.detach()
+        for index, piece in enumerate(pieces)
+        for kind, tensor in piece.tensors.items()
+    }
+    return [head(tensors, {"pieces": json.dumps([_described(piece) for piece in pieces])}), *tensors.values()]
+
+
+def _described(piece: Piece) -> dict[str, Any]:
+    return {
+        "name": piece.name,
+        "region": piece.region.to_json(),
+        "start": piece.start,
+        "numel": piece.numel,
+        "kinds": list(piece.tensors),
+        "steps": None if piece.steps is None else piece.steps.item(),
+    }

@@ -1,0 +1,164 @@
+"""Kubernetes: renders a plan as a JobSet, for `kubectl apply -f -`; pure. Not yet tried on a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, StringConstraints, field_validator
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.launch.jobs.slurm import parse_site
+from llmtrain.launch.jobs.templating import render_template
+from llmtrain.launch.tools import PORT
+from llmtrain.recipe import Part
+from llmtrain.run_dir import SECRET
+
+RULE = "kubernetes.option"
+LONGEST_NAME = 40
+"""Longest name of a job: pods and their host names append to it, and have at most 63 characters."""
+LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+"""RFC 1035, which names of services and pods must match."""
+Label = Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=63)]
+Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$")]
+
+
+class KubernetesOptions(Part):
+    """What a cluster needs to know about a job beyond the plan. Given by `--kubernetes KEY=VALUE`."""
+
+    model_config = ConfigDict(strict=False)
+
+    image: Annotated[str, StringConstraints(pattern=r"^[\w][\w./:@-]*$")]
+    """Container image with llmtrain and the recipe in it."""
+    pvc: Label
+    """Claim of a volume that all nodes can write to, for runs and prepared data."""
+    mount: str = "/data"
+    """Where the volume is mounted."""
+    workdir: str = "/workspace"
+    """Working directory in the image; a recipe's path is relative to it."""
+    name: Annotated[str, StringConstraints(pattern=rf"^{LABEL}$", max_length=LONGEST_NAME)] | None = None
+    """Name of the job; default: that of the recipe."""
+    namespace: Label | None = None
+    """Namespace; default: that of kubectl."""
+    cpu: Quantity | None = None
+    """CPU cores of each pod."""
+    memory: Quantity | None = None
+    """Host memory of each pod, such as `900Gi`."""
+    shm: Quantity = "16Gi"
+    """Shared memory of each pod, for NCCL and data loaders; it counts as memory."""
+    gpu_resource: Annotated[str, StringConstraints(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] | None = None
+    """Resource name of a GPU; default: `nvidia.com/gpu`, or `amd.com/gpu`."""
+    grace_s: int = Field(300, ge=30)
+    """Seconds from SIGTERM to SIGKILL: enough for a step, a save and an upload."""
+    max_restarts: int = Field(20, ge=0)
+    """How many times the job is restarted after a failure; evictions are not counted."""
+    secret: tuple[Label, ...] = ()
+    """Secrets whose keys become environment variables of the workers."""
+    env: tuple[str, ...] = ()
+    """Environment variables of the workers, NAME=VALUE; not for secrets."""
+    node_selector: tuple[str, ...] = ()
+    """Labels of the nodes, KEY=VALUE."""
+    service_account: Label | None = None
+    """Service account of the pods."""
+    queue: Label | None = None
+    """Name of the Kueue queue."""
+
+    @field_validator("mount", "workdir")
+    @classmethod
+    def _absolute(cls, path: str) -> str:
+        if not path.startswith("/") or not path.isprintable() or ":" in path:
+            raise ValueError(f"{path!r} is not an absolute path")
+        return path
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, env: tuple[str, ...]) -> tuple[str, ...]:
+        for name, equals, _ in (one.partition("=") for one in env):
+            if not equals or re.fullmatch(r"[A-Za-z_]\w*", name) is None:
+                raise ValueError(f"'{name}' is not NAME=VALUE")
+            if SECRET.search(name):
+                raise ValueError(f"{name} looks like a secret, but anyone can read a manifest; use secret=NAME")
+        return env
+
+    @field_validator("node_selector")
+    @classmethod
+    def _labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        for label in labels:
+            if re.fullmatch(r"[\w./-]+=[\w.-]*", label) is None:
+                raise ValueError(f"'{label}' is not KEY=VALUE")
+        return labels
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A run of llmtrain as a JobSet."""
+
+    name: str
+    """Name of the recipe."""
+    cluster: Cluster
+    script: tuple[str, ...]
+    """The recipe's path in the image, and its arguments."""
+    run_dir: PurePosixPath
+    """The run directory, as the pods see it."""
+    options: KubernetesOptions
+
+
+def parse_options(assignments: Sequence[str]) -> KubernetesOptions:
+    """Parses the options of `--kubernetes KEY=VALUE…`. Raises RecipeError with everything that is wrong with them."""
+    return parse_site(KubernetesOptions, "--kubernetes", RULE, assignments)
+
+
+def render_manifest(manifest: Manifest) -> str:
+    """Renders the JobSet of a run as YAML.
+
+    Raises RecipeError if the recipe's name cannot be turned into a Kubernetes name, or the run directory is not on the
+    volume.
+    """
+    options, cluster = manifest.options, manifest.cluster
+    name, mount = options.name or _name_of(manifest.name), PurePosixPath(options.mount)
+    if not manifest.run_dir.is_relative_to(mount) or ".." in manifest.run_dir.parts:
+        message = f"{manifest.run_dir} is not on the volume, which is mounted at {mount}"
+        raise RecipeError(Problem("kubernetes.run_dir", "--run-dir", message, f"--run-dir {mount / 'runs' / name}"))
+    pairs = (one.partition("=") for one in options.env)
+    labels = (one.partition("=") for one in options.node_selector)
+    torchrun = [
+        *("python", "-m", "llmtrain.launch.torchrun", "--nnodes", cluster.nodes),
+        *("--nproc-per-node", cluster.devices_per_node, "--node-rank", "$(JOB_COMPLETION_INDEX)"),
+        *("--master-addr", f"{name}-workers-0-0.{name}", "--master-port", PORT),
+    ]
+    return render_template(
+        "jobset.yaml.j2",
+        name=name,
+        options=options,
+        nodes=cluster.nodes,
+        summary=f"{manifest.name}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
+        port=PORT,
+        resources=_resources(options, cluster),
+        # Kubernetes expands `$(NAME)` to a variable and `$$` to a dollar.
+        command=[*map(str, torchrun), *(word.replace("$", "$$") for word in manifest.script)],
+        env={key: value.replace("$", "$$") for key, _, value in pairs},
+        node_selector={key: value for key, _, value in labels},
+        cache=str(mount / "cache"),
+    )
+
+
+def _name_of(recipe: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-")
+    if re.fullmatch(LABEL, name) is None or len(name) > LONGEST_NAME:
+        message = f"cannot be derived from the recipe's name '{recipe}'"
+        raise RecipeError(Problem(RULE, "--kubernetes name", message, "--kubernetes name=NAME"))
+    return name
+
+
+def _resources(options: KubernetesOptions, cluster: Cluster) -> dict[str, dict[str, str]]:
+    """Returns the resources of each pod. Memory is limited to the request; unused CPU time may be taken beyond it."""
+    requests = {key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value}
+    limits = {"memory": options.memory} if options.memory else {}
+    if not cluster.spec.on_cpu:
+        vendor = "amd.com/gpu" if cluster.device.startswith("mi") else "nvidia.com/gpu"
+        limits[options.gpu_resource or vendor] = str(cluster.devices_per_node)
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}

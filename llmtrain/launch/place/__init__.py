@@ -1,0 +1,1 @@
+"""Determines which worker a process is, and which network its ranks use; pure."""

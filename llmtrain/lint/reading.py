@@ -1,0 +1,182 @@
+"""Parses a configuration as DeepSpeed does (JSON, else Hjson with comments), with the positions of its keys.
+
+Parsing ends for every input, in time linear in its length: every token of the scanner matches where it starts, so
+nothing is scanned twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from llmtrain.lint.document import Document, Unreadable, Where
+from llmtrain.system.untrusted import read_bytes, why
+
+LARGEST_FILE = 2**20
+"""Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
+DEEPEST = 64
+"""Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
+
+
+def read_file(path: Path, world_size: int | None = None) -> Document:
+    """Reads the configuration in a file.
+
+    Raises: Unreadable.
+    """
+    try:
+        text = read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise Unreadable(
+                f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration"
+            ) from None
+        raise Unreadable(f"cannot be read: {why(error)}") from None
+    except UnicodeDecodeError as error:
+        raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
+    return read_text(text, world_size)
+
+
+def read_text(text: str, world_size: int | None = None) -> Document:
+    """Parses the configuration in a text.
+
+    Raises: Unreadable.
+    """
+    places = _key_places(text)
+    try:
+        values = _parse(text)
+    except RecursionError:
+        raise Unreadable("is nested too deeply") from None
+    except ValueError as error:  # json and hjson both raise it
+        line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
+        raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
+    if not isinstance(values, _Object):
+        raise Unreadable("contains no JSON object")
+    return Document(values, places, tuple(_repeated(values)), world_size)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that records which of its keys occur twice."""
+
+    repeated: tuple[str, ...] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    made = _Object(pairs)
+    if len(made) != len(pairs):
+        made.repeated = tuple(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+    return made
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number)
+    except (json.JSONDecodeError, _Constant):
+        return _parse_hjson(text)
+
+
+def _parse_hjson(text: str) -> Any:
+    """Parses comments, unquoted words and missing commas, as DeepSpeed does; json parses plain JSON faster."""
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_object)
+    except (IndexError, OverflowError):  # bugs of hjson: on ''' at the start of a text, and on 1e999
+        raise ValueError("Hjson cannot parse it") from None
+
+
+def _number(digits: str) -> float:
+    """Converts a number with a fraction or an exponent as Hjson does: 1e3 is an integer."""
+    value = float(digits)
+    if abs(value) == float("inf"):
+        raise ValueError(f"the number {digits[:40]} is too large")
+    return int(value) if value.is_integer() and abs(value) < 1e10 else value
+
+
+class _Constant(Exception):  # noqa: N818  (it only leaves the parser)
+    """NaN or Infinity, which Python's json parses as numbers, and Hjson as text up to the end of the line."""
+
+
+def _no_number(name: str) -> None:
+    raise _Constant(name)
+
+
+def _repeated(values: _Object) -> list[Where]:
+    """Returns the paths of keys that occur twice in one object; objects in a list have the path of the list."""
+    found: list[Where] = []
+    open_: list[tuple[Where, Any]] = [((), values)]
+    while open_:
+        where, value = open_.pop()
+        if isinstance(value, _Object):
+            found.extend((*where, key) for key in value.repeated)
+            open_.extend(((*where, key), inner) for key, inner in value.items())
+        elif isinstance(value, list):
+            open_.extend((where, inner) for inner in value)
+    return found
+
+
+_TOKEN = re.compile(
+    r"""(?P<comment>//[^\n]*+|\#[^\n]*+|/\*.*?(?:\*/|\Z))
+      |(?P<block>'''.*?(?:'''|\Z))
+      |(?P<name>"(?:[^"\\\n]|\\.)*+"?|'(?:[^'\\\n]|\\.)*+'?|\w[\w.-]*+)
+      |(?P<bracket>[{}\[\]])""",
+    re.VERBOSE | re.DOTALL,
+)
+_COLON = re.compile(r"\s*+:")
+
+
+def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
+    """Returns the line and column of every key by its path; a key that occurs twice has two positions.
+
+    Raises: Unreadable if brackets are nested too deeply.
+    """
+    places: dict[Where, list[tuple[int, int]]] = {}
+    path: list[str] = []  # the keys whose values are the open brackets
+    key, line, line_start, done = "", 1, 0, 0
+    for token in _TOKEN.finditer(text):
+        start = token.start()
+        line += text.count("\n", done, start)
+        line_start = text.rfind("\n", done, start) + 1 or line_start
+        done = start
+        if token["name"] and _COLON.match(text, token.end()):
+            key = _unquoted(token["name"])
+            outer = path[1:] if path[:1] == [""] else path  # in Hjson the outermost braces are optional
+            places.setdefault((*outer, key), []).append((line, start - line_start + 1))
+        elif token["bracket"] in ("{", "["):
+            path.append(key)
+            if len(path) > DEEPEST:
+                raise Unreadable(f"is nested deeper than {DEEPEST} levels", line, start - line_start + 1)
+        elif token["bracket"] and path:
+            path.pop()
+    return places
+
+
+_WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}\]]*+)")
+
+
+def _swallowed(text: str) -> str:
+    """Explains the first unquoted text that contains a bracket: Hjson reads it up to the end of the line."""
+    end = 0
+    for token in _TOKEN.finditer(text):
+        colon = _COLON.match(text, token.end()) if token["name"] and token.start() >= end else None
+        word = _WORD.match(text, colon.end()) if colon else None
+        if word is None:
+            continue
+        end = text.find("\n", word.end()) % (len(text) + 1)
+        if any(bracket in text[word.end() : end] for bracket in "}]"):
+            line = text.count("\n", 0, word.start(1)) + 1
+            told = "an unquoted text extends to the end of its line, including brackets and commas"
+            return f'line {line}: {told}; write "{word[1].strip()}"'
+    return ""
+
+
+def _unquoted(name: str) -> str:
+    if name[0] == '"' and "\\" in name:
+        try:
+            return str(json.loads(name))
+        except ValueError:
+            return name
+    return name.strip("\"'")

@@ -1,0 +1,15 @@
+"""The lint rules, in the order in which `docs/reference/lint.md` lists them."""
+
+from __future__ import annotations
+
+from llmtrain.lint.rules import batch, features, optimizer, precision, structure, zero
+from llmtrain.lint.rules.rule import Rule
+
+RULES: tuple[Rule, ...] = (
+    *structure.RULES,
+    *batch.RULES,
+    *zero.RULES,
+    *precision.RULES,
+    *optimizer.RULES,
+    *features.RULES,
+)

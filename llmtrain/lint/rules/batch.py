@@ -1,0 +1,123 @@
+"""Rules for the three batch sizes: train = micro × accumulation × data parallel ranks."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+
+from llmtrain.lint.document import LARGEST_NUMBER, Document
+from llmtrain.lint.rules.rule import Fault, error, warning
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_KEYS = (TRAIN, MICRO, STEPS)
+
+
+def _sizes(document: Document) -> tuple[int | None, int | None, int | None]:
+    return document.count(TRAIN), document.count(MICRO), document.count(STEPS)
+
+
+def _tensor_ranks(document: Document) -> int:
+    return document.count("tensor_parallel", "autotp_size") or 1
+
+
+@error("batch_value", "A batch size that is not a positive integer.")
+def batch_value(document: Document) -> Iterator[Fault]:
+    """Reports batch sizes that are not positive integers."""
+    for key in _KEYS:
+        value = document.at(key)
+        if value is not None and value != "auto" and not (type(value) is int and 0 < value < LARGEST_NUMBER):
+            yield (key,), f"{reprlib.repr(value)} was given: must be a positive integer", ""
+
+
+@error("batch_missing", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")
+def batch_missing(document: Document) -> Iterator[Fault]:
+    """Reports a missing batch size."""
+    if document.at(TRAIN) is None and document.at(MICRO) is None:
+        yield (TRAIN,), "is missing: DeepSpeed needs it or train_micro_batch_size_per_gpu", ""
+
+
+@error(
+    "batch_triangle", "train = micro × accumulation × data parallel ranks, which DeepSpeed asserts after the launch."
+)
+def batch_triangle(document: Document) -> Iterator[Fault]:
+    """Checks the equation, as far as it is determined with or without a world size."""
+    total, micro, steps = _sizes(document)
+    if total is None or any(document.at(key) == "auto" for key in _KEYS) or _tensor_ranks(document) > 1:
+        return
+    ranks = _data_ranks(document)
+    per_step = (micro or 1) * (steps or 1) * (ranks or 1)
+    complete = bool(micro and steps and ranks)
+    if total != per_step if complete else total % per_step:
+        known = f"{micro or 'micro'} × {steps or 'accumulation'} × {ranks or 'data parallel'} data parallel ranks"
+        fix = str(per_step) if complete else f"a multiple of {per_step}"
+        yield (TRAIN,), f"{total} ≠ {known.replace('data parallel data', 'data')}", fix
+
+
+def _data_ranks(document: Document) -> int | None:
+    """Returns the number of ranks with samples of their own, or None if it is unknown."""
+    shared = document.count("sequence_parallel_size") or 1
+    world = document.world_size
+    return world // shared if world and world % shared == 0 else None
+
+
+@error(
+    "batch_tensor",
+    "DeepSpeed counts tensor parallel ranks as data parallel, so train_batch_size is not the real batch size.",
+)
+def batch_tensor(document: Document) -> Iterator[Fault]:
+    """Reports train_batch_size under AutoTP (DeepSpeed issue 7298)."""
+    tensor = _tensor_ranks(document)
+    if tensor == 1 or document.at(TRAIN) in (None, "auto"):
+        return
+    _, micro, steps = _sizes(document)
+    message = f"DeepSpeed counts the {tensor} tensor parallel ranks as data parallel: "
+    message += f"it requires {tensor} times the real batch size"
+    if micro and steps and document.world_size and document.world_size % tensor == 0:
+        message += f", which is {micro} × {steps} × {document.world_size // tensor} = "
+        message += str(micro * steps * document.world_size // tensor)
+    yield (TRAIN,), message, f"leave it out, and set {MICRO} and {STEPS}"
+
+
+_DEGREES = (
+    (("sequence_parallel_size",), "sequence parallel"),
+    (("data_parallel_size",), "data parallel"),
+    (("tensor_parallel", "autotp_size"), "tensor parallel"),
+    (("expert_parallel", "autoep_size"), "expert parallel"),
+    (("zero_optimization", "zero_hpz_partition_size"), "hpZ"),
+)
+
+
+@error("world_divides", "A degree of parallelism that does not divide the number of ranks.")
+def world_divides(document: Document) -> Iterator[Fault]:
+    """Checks the degrees against the world size."""
+    world = document.world_size
+    for where, name in _DEGREES if world else ():
+        degree = document.count(*where)
+        if degree and world and world % degree:
+            yield where, f"{degree} {name} ranks do not divide {world}", ""
+
+
+@error("mesh", "data_parallel_size × sequence_parallel_size must be the number of ranks.")
+def mesh(document: Document) -> Iterator[Fault]:
+    """Checks the mesh of data and sequence parallelism."""
+    data, sequence = document.count("data_parallel_size"), document.count("sequence_parallel_size")
+    world = document.world_size
+    if data and not sequence:
+        message = "is only read together with sequence_parallel_size, and has no effect"
+        yield ("data_parallel_size",), message, "remove it, or set sequence_parallel_size"
+    elif data and sequence and world and data * sequence != world:
+        yield ("data_parallel_size",), f"{data} × {sequence} sequence parallel ranks ≠ {world}", ""
+
+
+@warning(
+    "sequence_path",
+    "sequence_parallel_size is read from a configuration object, but not from a file whose path is given to DeepSpeed.",
+)
+def sequence_path(document: Document) -> Iterator[Fault]:
+    """Warns about sequence_parallel_size in a file."""
+    if (document.count("sequence_parallel_size") or 1) > 1:
+        message = "has no effect if the path of this file is given to deepspeed.initialize"
+        yield ("sequence_parallel_size",), message, "load the file, and pass the object"
+
+
+RULES = (batch_value, batch_missing, batch_triangle, batch_tensor, world_divides, mesh, sequence_path)

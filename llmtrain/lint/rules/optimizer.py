@@ -1,0 +1,216 @@
+"""Rules for optimizers, learning rate schedules and clipping."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+
+from llmtrain.errors import nearest
+from llmtrain.lint.document import Document, Where
+from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain.lint.schema import REMOVED_OPTIMIZERS, schema
+
+_PARAMS: Where = ("optimizer", "params")
+_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+_MU = ("muadam", "muadamw", "musgd")
+_WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
+
+def _optimizer(document: Document) -> str:
+    """Returns the optimizer's name as DeepSpeed reads it: its own in any case, torch's exactly."""
+    name = document.word("optimizer", "type")
+    own = (name.lower() in schema().optimizers and name.lower().islower()) or name.lower() in _MU
+    return name.lower() if own else name
+
+
+@error("optimizer", "An optimizer or a schedule that neither DeepSpeed nor torch provides.")
+def unknown_type(document: Document) -> Iterator[Fault]:
+    """Reports unknown and removed optimizers and schedules."""
+    known = schema()
+    name, schedule = _optimizer(document), document.word("scheduler", "type")
+    if name.lower() in REMOVED_OPTIMIZERS:
+        yield ("optimizer", "type"), f"{name} was removed from DeepSpeed", "AdamW; ZeRO++ compresses communication"
+    elif name and name != "auto" and name not in known.optimizers and name not in _MU:
+        hint = nearest(name[:80], (*known.optimizers, *_MU))
+        yield ("optimizer", "type"), f"{reprlib.repr(name)} is not an optimizer of DeepSpeed or torch{hint}", ""
+    if schedule and schedule != "auto" and schedule not in known.schedulers:
+        hint = nearest(schedule[:80], known.schedulers)
+        yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is not a schedule of DeepSpeed or torch{hint}", ""
+
+
+@error("type_missing", "Without `type`, the optimizer or scheduler block is silently ignored.")
+def type_missing(document: Document) -> Iterator[Fault]:
+    """Reports blocks without a type."""
+    for key in ("optimizer", "scheduler"):
+        if document.block(key) and not document.has(key, "type"):
+            yield (key, "type"), f"is missing: DeepSpeed silently ignores the {key} block", ""
+
+
+@error(
+    "optimizer_params",
+    "An argument that the optimizer or the schedule does not accept, or a required one that is missing.",
+)
+def arguments(document: Document) -> Iterator[Fault]:
+    """Checks arguments against those of the constructor."""
+    known = schema()
+    for block, name, taken in (
+        ("optimizer", _optimizer(document), known.optimizers),
+        ("scheduler", document.word("scheduler", "type"), known.schedulers),
+    ):
+        for key in document.block(block, "params") if name in taken else ():
+            if key == "max_grad_norm" and block == "optimizer":
+                continue
+            if key not in taken[name]:
+                yield (block, "params", key), f"{name} accepts no such argument{nearest(key[:80], taken[name])}", ""
+
+
+@error("max_grad_norm", "Clipping is not an argument of the optimizer, and DeepSpeed rejects it.")
+def max_grad_norm(document: Document) -> Iterator[Fault]:
+    """Reports optimizer.params.max_grad_norm."""
+    if document.has(*_PARAMS, "max_grad_norm"):
+        yield (*_PARAMS, "max_grad_norm"), "is rejected as an argument of the optimizer", "use gradient_clipping"
+
+
+_RANGES = {
+    "lr": (0.0, 1e3),
+    "muon_lr": (0.0, 1e3),
+    "adam_lr": (0.0, 1e3),
+    "eps": (0.0, 1.0),
+    "weight_decay": (0.0, 1e3),
+}
+
+
+@error("optimizer_value", "Arguments of the optimizer that are not numbers, or out of range.")
+def values(document: Document) -> Iterator[Fault]:
+    """Checks lr, eps, weight_decay and betas."""
+    for key, (low, high) in _RANGES.items():
+        value = document.at(*_PARAMS, key)
+        if value is None or value == "auto":
+            continue
+        number = document.number(*_PARAMS, key)
+        if number is None or not low <= number <= high:
+            yield (*_PARAMS, key), f"{reprlib.repr(value)} was given: must be a number ≥ 0", ""
+    betas = document.at(*_PARAMS, "betas")
+    if betas is not None and betas != "auto" and not _are_betas(betas):
+        yield (*_PARAMS, "betas"), f"{reprlib.repr(betas)} was given: must be two numbers in [0, 1)", "[0.9, 0.95]"
+
+
+def _are_betas(betas: object) -> bool:
+    return (
+        isinstance(betas, list) and len(betas) in (2, 3) and all(type(b) in (int, float) and 0 <= b < 1 for b in betas)
+    )
+
+
+@warning("adam_is_adamw", 'DeepSpeed\'s "Adam" is AdamW, with decoupled weight decay, unless adam_w_mode is false.')
+def adam_is_adamw(document: Document) -> Iterator[Fault]:
+    """Warns about Adam with weight decay."""
+    decay = document.at(*_PARAMS, "weight_decay")
+    if _optimizer(document) == "adam" and decay not in (None, 0) and not document.has(*_PARAMS, "adam_w_mode"):
+        message = "'Adam' is AdamW here: the weight decay is decoupled"
+        yield ("optimizer", "type"), message, '"AdamW", or "adam_w_mode": false for L2 decay'
+
+
+@error("adamw_mode", "adam_w_mode false is ignored for AdamW, and the fused kernels do not support amsgrad.")
+def adamw_mode(document: Document) -> Iterator[Fault]:
+    """Reports switches of Adam that have no effect."""
+    name = _optimizer(document)
+    if name == "adamw" and document.off(*_PARAMS, "adam_w_mode"):
+        yield (*_PARAMS, "adam_w_mode"), "false is silently ignored for AdamW", '"type": "Adam"'
+    fused = name in ("adam", "adamw") and not document.on(*_PARAMS, "torch_adam")
+    if fused and document.on(*_PARAMS, "amsgrad"):
+        yield (*_PARAMS, "amsgrad"), "is not supported by DeepSpeed's Adam", '"torch_adam": true'
+
+
+@error("muon_zero3", "Muon needs whole gradients, which ZeRO-3 only keeps without reduce_scatter.")
+def muon_zero3(document: Document) -> Iterator[Fault]:
+    """Reports Muon at stage 3."""
+    if (
+        _optimizer(document) == "muon"
+        and document.stage == 3
+        and not document.off("zero_optimization", "reduce_scatter")
+    ):
+        message = "Muon is rejected at stage 3 with reduce_scatter"
+        yield ("optimizer", "type"), message, "stage 2, or zero_optimization.reduce_scatter false"
+
+
+@error(
+    "untested_optimizer",
+    "ZeRO accepts Adam, AdamW, Adagrad, Lion and Muon, and others only with zero_allow_untested_optimizer.",
+)
+def untested_optimizer(document: Document) -> Iterator[Fault]:
+    """Reports optimizers that ZeRO does not accept."""
+    name = _optimizer(document)
+    known = name in schema().optimizers or name in _MU
+    if known and document.stage and name not in _TESTED and not document.on("zero_allow_untested_optimizer"):
+        message = f"{name} is rejected by ZeRO as untested"
+        yield ("optimizer", "type"), message, '"zero_allow_untested_optimizer": true'
+
+
+@error("scheduler_steps", "A schedule's numbers of steps: required ones are present, and all are positive integers.")
+def scheduler_steps(document: Document) -> Iterator[Fault]:
+    """Checks total_num_steps and warmup_num_steps."""
+    name, params = document.word("scheduler", "type"), ("scheduler", "params")
+    if name in ("WarmupDecayLR", "WarmupCosineLR") and not document.has(*params, "total_num_steps"):
+        yield (*params, "total_num_steps"), f"is missing, but required by {name}", ""
+    if name == "OneCycle":
+        for key in ("cycle_min_lr", "cycle_max_lr"):
+            if not document.has(*params, key):
+                yield (*params, key), "is missing, but required by OneCycle", ""
+    if name in schema().schedulers and document.at(*params) is None:
+        yield params, f"is missing: DeepSpeed fails on {name} without it", "{}"
+    for key in ("warmup_num_steps", "total_num_steps") if name in _WARMUPS else ():
+        value = document.at(*params, key)
+        if value is not None and value != "auto" and not (type(value) is int and value > 0):
+            yield (*params, key), f"{reprlib.repr(value)} was given: must be a positive integer", ""
+
+
+@error("warmup_type", "A warmup_type that DeepSpeed does not know is read as log.")
+def warmup_type(document: Document) -> Iterator[Fault]:
+    """Reports unknown warmup types."""
+    value = document.at("scheduler", "params", "warmup_type")
+    if value is not None and document.word("scheduler", "type") in _WARMUPS and value not in ("log", "linear"):
+        where = ("scheduler", "params", "warmup_type")
+        yield where, f"{reprlib.repr(value)} is read as 'log'", '"linear" or "log"'
+
+
+@warning(
+    "warmup_log", "Warmup is logarithmic by default: most of the learning rate is reached after a tenth of the steps."
+)
+def warmup_log(document: Document) -> Iterator[Fault]:
+    """Warns about a missing warmup_type."""
+    where = ("scheduler", "params", "warmup_type")
+    if document.word("scheduler", "type") in _WARMUPS and not document.has(*where):
+        yield where, "is missing: the warmup is logarithmic", '"linear"'
+
+
+@warning("scheduler_lr", "The schedule sets the learning rate; that of the optimizer is overwritten.")
+def scheduler_lr(document: Document) -> Iterator[Fault]:
+    """Compares the optimizer's learning rate with the schedule's."""
+    rate, peak = document.number(*_PARAMS, "lr"), document.number("scheduler", "params", "warmup_max_lr")
+    name = document.word("scheduler", "type")
+    if name == "WarmupDecayLR" and not document.has("scheduler", "params", "warmup_max_lr"):
+        peak = 0.001  # DeepSpeed's default
+    if rate is not None and peak is not None and name in _WARMUPS[:2] and rate != peak:
+        yield (*_PARAMS, "lr"), f"{rate:g} is overwritten: {name} rises to {peak:g}", "set both to the same rate"
+
+
+@warning("scheduler_order", "A warmup longer than the run.")
+def scheduler_order(document: Document) -> Iterator[Fault]:
+    """Compares warmup_num_steps with total_num_steps."""
+    params = ("scheduler", "params")
+    warmup, total = document.count(*params, "warmup_num_steps"), document.count(*params, "total_num_steps")
+    if warmup and total and warmup > total:
+        yield (*params, "warmup_num_steps"), f"{warmup} steps of warmup are more than the {total} steps of the run", ""
+
+
+@warning("clipping_default", "Gradients are clipped to norm 1.0 if gradient_clipping is missing (issue 8068).")
+def clipping_default(document: Document) -> Iterator[Fault]:
+    """Warns about a missing gradient_clipping."""
+    if not document.has("gradient_clipping"):
+        yield ("gradient_clipping",), "is missing: DeepSpeed clips to 1.0", "set it explicitly; 0 disables clipping"
+
+
+RULES = (
+    *(unknown_type, type_missing, arguments, max_grad_norm, values, adam_is_adamw, adamw_mode, muon_zero3),
+    *(untested_optimizer, scheduler_steps, warmup_type, warmup_log, scheduler_lr, scheduler_order, clipping_default),
+)

@@ -1,0 +1,44 @@
+"""Continues a text with an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.run_dir import RunDir
+from llmtrain.system.untrusted import utf8_name
+
+
+def model_folder(path: Path) -> Path:
+    """Returns the folder of a model: `path`, or the export in the run directory `path`.
+
+    Raises RecipeError if there is no model.
+    """
+    for folder in (path, RunDir(path).export):
+        if (folder / "config.json").is_file():
+            return folder
+    fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
+    raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))
+
+
+def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
+    """Returns a continuation of `prompt`, sampled from the 50 most likely tokens; temperature 0 takes the most likely.
+
+    folder: of a model, or a run directory. Raises RecipeError if it contains no model.
+    """
+    folder = model_folder(folder)
+    with utf8_name(folder) as named:
+        tokenizer = AutoTokenizer.from_pretrained(named)
+        model = AutoModelForCausalLM.from_pretrained(named)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model.to(device).eval()
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
+    continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return continuation

@@ -1,0 +1,71 @@
+"""Compares the loss and gradients of a tiny model before and after its kernels are replaced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.models.loss import target_loss_sum
+from llmtrain.models.proof.cut import packed_input
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A loss and the gradients of all trainable parameters, in their order."""
+
+    loss: Tensor
+    """Sum of the cross-entropies plus the auxiliary loss of a router."""
+    gradients: list[Tensor | None]
+    """None for a parameter that the loss does not depend on."""
+
+
+class Comparison:
+    """A tiny model on packed documents, in which each token is its own target.
+
+    The constructor computes the reference results, to which later ones are compared.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: PreTrainedConfig) -> None:
+        self._model = model
+        device = next(model.parameters()).device
+        self._tokens, self._positions = (one.to(device) for one in packed_input(config))
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._expected = self._compute(takes_targets=False)
+
+    def deviation(self, takes_targets: bool = False) -> float:
+        """Computes loss and gradients again, and returns the largest deviation from the reference.
+
+        Deviations of gradients are relative to the largest gradient. The result is infinite if a gradient is missing
+        or a value is not finite. takes_targets: whether the model computes the loss itself (`ChunkedLoss`).
+        """
+        found, expected = self._compute(takes_targets), self._expected
+        worst = _larger(0.0, abs(float(found.loss.detach()) / float(expected.loss.detach()) - 1))
+        largest = max(float(one.abs().max()) for one in expected.gradients if one is not None)
+        for one, other in zip(found.gradients, expected.gradients, strict=True):
+            if one is not None and other is not None:
+                worst = _larger(worst, float((one - other).abs().max()) / largest)
+            elif one is not None or other is not None:
+                return math.inf
+        return worst
+
+    def _compute(self, takes_targets: bool) -> Computed:
+        inputs = {"input_ids": self._tokens, "position_ids": self._positions, "use_cache": False}
+        if takes_targets:
+            output = self._model(**inputs, targets=self._tokens)
+            loss = output.loss_sum
+        else:
+            output = self._model(**inputs)
+            loss = target_loss_sum(output.logits, self._tokens)
+        auxiliary = getattr(output, "aux_loss", None)
+        if auxiliary is not None:
+            loss = loss + auxiliary
+        return Computed(loss, list(torch.autograd.grad(loss, self._trained, allow_unused=True)))
+
+
+def _larger(one: float, other: float) -> float:
+    """Returns the larger number; infinity if `other` is not finite, because Python's `max` can drop a NaN."""
+    return max(one, other) if math.isfinite(other) else math.inf

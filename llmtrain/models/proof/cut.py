@@ -1,0 +1,211 @@
+"""Finds how a family can be cut into stages, and verifies on a tiny copy that the stages compute the same.
+
+Nothing about a family is taken for granted: if the chain of stages does not give the logits of the uncut model, the
+family is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from llmtrain.models.initial import initialise
+from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
+from llmtrain.models.tensor import TensorParallel
+from llmtrain.plan.stages import StageBounds
+
+TOLERANCE = 1e-5
+"""Largest allowed deviation of a logit, relative to the largest logit.
+
+Both sides compute the same fp32 operations in the same order, so results are normally equal. The tolerance allows for
+kernels that choose a different algorithm for a different memory layout.
+"""
+CPU = torch.device("cpu")
+STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+"""Exceptions that a family's own code raises if something is not as it expects."""
+
+
+def build_stage(
+    config: PreTrainedConfig,
+    index: int,
+    bounds: Sequence[StageBounds],
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    cut: Cut | None = None,
+    tensor: TensorParallel | None = None,
+) -> Stage:
+    """Builds stage `index` of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
+
+    `initialise(stage.model, seed)` then draws exactly the weights that the whole model would have. cut: the result of
+    an earlier `check_cut`; without it, `check_cut` is called here. tensor: slices the stage among ranks; `initialise`
+    then needs `tensor.whole`. Raises Refused.
+    """
+    cut = cut or check_cut(config, bounds, attention)
+    return build_with_cut(config, index, cut, attention, dtype, device, tensor)
+
+
+def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
+    """Returns the way to cut the model of `config`, after comparing a tiny chain of stages with a tiny whole model.
+
+    Runs on the CPU, in fp32, without dropout and with packed documents. The random state is preserved. Raises Refused
+    with the reason if the logits differ or the family does not run in stages.
+    """
+    if getattr(config, "layerdrop", 0):
+        raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
+    try:
+        tiny = shrink(config)
+    except (*STUMBLES, StrictDataclassError) as error:
+        raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
+    with torch.random.fork_rng(devices=[]):
+        return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
+
+
+def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention: str = "eager") -> Cut:
+    """Does the same as `check_cut` on the model of `config` itself."""
+    try:
+        whole = reference(config, attention)
+        inputs = packed_input(config)
+        tuple_length, expected = _observe(whole, inputs)
+    except STUMBLES as error:
+        raise Refused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
+    _require_all_layers(whole, bounds)
+    everything = frozenset(name for name, _ in whole.named_parameters())
+    reason = ""
+    for sends_tokens in (False, True):
+        cut = Cut(tuple(bounds), (everything,) * len(bounds), tuple_length, sends_tokens, len(expected) == 2)
+        try:
+            cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
+            with torch.no_grad():
+                result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
+        except STUMBLES as error:
+            # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
+            reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
+            continue
+        deviation = max(_deviation(part, other) for part, other in zip(result, expected, strict=True))
+        if deviation <= TOLERANCE:
+            return cut
+        reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
+    raise Refused(config, reason)
+
+
+def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -> None:
+    layers = len(decoder_layers(model)[1])
+    starts, ends = [0, *(bound.last for bound in bounds)], [*(bound.first for bound in bounds), layers]
+    if starts != ends or any(bound.first >= bound.last for bound in bounds):
+        raise ValueError(f"stages {list(bounds)} do not divide layers 0 to {layers}")
+
+
+def reference(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Builds the whole model in fp32 with weights that expose differences: no norm is 1, and no bias or gate is 0."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    initialise(model, 0)
+    model.tie_weights()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def packed_input(config: PreTrainedConfig) -> tuple[Tensor, Tensor]:
+    """Returns two sequences of 16 tokens, which hold one and two documents, and their positions; both [2, 16]."""
+    tokens = torch.randint(3, min(config.vocab_size, 90), (2, 16))
+    positions = torch.stack([torch.arange(16), torch.arange(16) % 10])
+    return tokens, positions
+
+
+def build_chain(whole: PreTrainedModel, cut: Cut, attention: str) -> list[Stage]:
+    """Builds all stages on the CPU with the weights of `whole`."""
+    weights = dict(whole.named_parameters())
+    stages = []
+    for index in range(len(cut.bounds)):
+        stage = build_with_cut(whole.config, index, cut, attention, torch.float32, CPU).train(whole.training)
+        with torch.no_grad():
+            for own, name in stage.hf_names().items():
+                stage.get_parameter(own).copy_(weights[name])
+        stages.append(stage)
+    return stages
+
+
+def run_chain(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Returns the output of each stage as a tuple."""
+    results: list[tuple[Tensor, ...]] = []
+    for stage in stages:
+        output = stage(results[-1] if results else inputs)
+        results.append(output if isinstance(output, tuple) else (output,))
+    return results
+
+
+def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | None, tuple[Tensor, ...]]:
+    """Runs the model and returns what a layer and the model return.
+
+    The first result is the length of the tuple that a layer returns (None for a bare tensor), the second holds the
+    model's logits and, if there is one, its auxiliary loss.
+    """
+    lengths: list[int | None] = []
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        lengths.append(len(output) if isinstance(output, tuple | list) else None)
+
+    handles = [layer.register_forward_hook(note) for layer in decoder_layers(model)[1]]
+    with torch.no_grad():
+        output = model(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    if len(lengths) != len(handles):
+        raise Refused(model.config, f"{len(handles)} layers are called {len(lengths)} times")
+    auxiliary = getattr(output, "aux_loss", None)
+    return lengths[0], (output.logits,) if auxiliary is None else (output.logits, auxiliary)
+
+
+def _used_outside(stages: Sequence[Stage], inputs: tuple[Tensor, ...]) -> tuple[frozenset[str], ...]:
+    """Returns, for each stage, the names of the parameters outside the decoder layers that its result depends on.
+
+    Frozen parameters are included. Parameters that no stage depends on are assigned to the first stage, so that they
+    are saved and exported.
+    """
+    used: list[set[str]] = []
+    everything: set[str] = set()
+    received: tuple[Tensor, ...] = inputs
+    for stage in stages:
+        prefix = f"model.{decoder_layers(stage.model)[0]}."
+        names = {name: one for name, one in stage.named_parameters() if not name.startswith(prefix)}
+        with _trained(names.values()):
+            output = stage(tuple(value.detach() for value in received))
+            received = output if isinstance(output, tuple) else (output,)
+            total = torch.stack([value.sum() for value in received if value.is_floating_point()]).sum()
+            gradients = torch.autograd.grad(total, list(names.values()), allow_unused=True)
+        own = stage.hf_names()
+        used.append({own[name] for name, gradient in zip(names, gradients, strict=True) if gradient is not None})
+        everything.update(own[name] for name in names)
+    used[0] |= everything - set().union(*used)
+    return tuple(frozenset(names) for names in used)
+
+
+@contextmanager
+def _trained(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Makes frozen parameters trainable inside the context."""
+    frozen = [one for one in parameters if not one.requires_grad]
+    for one in frozen:
+        one.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_(False)
+
+
+def _deviation(part: Tensor, other: Tensor) -> float:
+    if part.shape != other.shape:
+        return float("inf")
+    return float((part - other).abs().max() / other.abs().max().clamp_min(1e-30))

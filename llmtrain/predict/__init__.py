@@ -1,0 +1,6 @@
+"""Predicts what a plan takes, by arithmetic: memory by part, traffic, time of a step. Pure."""
+
+from llmtrain.predict.memory import PlanMemory, StageMemory, lacking, memory_of
+from llmtrain.predict.parts import Parts, Shortage, State
+
+__all__ = ["Parts", "PlanMemory", "Shortage", "StageMemory", "State", "lacking", "memory_of"]

@@ -1,0 +1,240 @@
+"""Estimates by arithmetic the tensors that are kept for the backward pass, for layers of `transformers`.
+
+The method is that of arXiv 2205.05198 (section 4.1), which counts what autograd saves for each operation; its figure of
+34·s·b·h bytes is for a fused GPT layer with dropout. Here the operations are those of `transformers`: norms in fp32,
+gated feed-forward, keys and values repeated for grouped queries. A test compares the estimate with the tensors that
+autograd really saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.stages import head_parameters
+from llmtrain.plan.weights import Weight, Weights
+from llmtrain.predict.flat import sliced
+
+STATISTICS = 4
+"""Bytes per token that a norm keeps of its variance."""
+INDICES = 32
+"""Bytes per token and expert that it is routed to: sorted positions and their inverse, the weight of the expert."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per element of saved tensors, by precision."""
+
+    stream: int
+    """The residual stream."""
+    computed: int
+    """Outputs of matrix products."""
+    norm: int
+    """A norm and the input of the projections after it: fp32 copy, normalised, scaled. Autocast casts the last one
+    again for each projection: three times and twice."""
+
+
+WIDTHS = {
+    "fp32": Widths(4, 4, 12),
+    "bf16": Widths(2, 2, 8),
+    "fp16": Widths(2, 2, 8),
+    "autocast_bf16": Widths(4, 2, 13),
+    "autocast_fp16": Widths(4, 2, 13),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on a rank, for all micro-batches in flight."""
+
+    saved: int
+    logits: int
+    sent: int
+    """Tensors between pipeline stages."""
+
+
+def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, ...] | None = None) -> Activations:
+    """Returns the activations of a pipeline stage at the beginning of the last micro-batch's backward pass.
+
+    traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
+    """
+    recipe, layout = plan.recipe, plan.layout
+    widths = WIDTHS[recipe.parallel.precision]
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // layout.sp
+    layers = _layers_of(plan, stage)
+    each = _of_each(plan, weights, layers, tokens)
+    if traced:
+        each = [
+            estimate * traced[index] // _whole(plan, weights, index)
+            for estimate, index in zip(each, layers, strict=True)
+        ]
+    stream = widths.stream * plan.model.hidden_size * tokens
+    flying = in_flight(plan, stage)
+    if recipe.parallel.activation_checkpointing == "full":
+        # One layer is computed again; until the end of a forward pass, autocast holds the copies of all layers.
+        copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
+        saved = flying * stream * len(layers) + max(*each, copies)
+    else:
+        saved = flying * sum(each)
+    is_last = stage == layout.pp - 1
+    if is_last:
+        saved += widths.norm * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
+    if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
+        saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
+    kept = passed(plan) if is_last else Passed(0, 0)
+    return Activations(
+        saved=saved,
+        logits=(_loss(plan, tokens) if is_last else 0) + kept.logits,
+        # Each micro-batch's output waits for its gradient, and one gradient is received.
+        sent=kept.streams or ((flying + 1) * stream if layout.pp > 1 else 0),
+    )
+
+
+def _loss(plan: Plan, tokens: int) -> int:
+    """Returns the bytes of so many tokens' logits and of the loss's tensors at their maximum."""
+    if not chunks_loss(plan) or is_one_chunk(plan):
+        return LOGIT_BYTES * plan.model.vocab_size * tokens
+    widths = WIDTHS[plan.recipe.parallel.precision]
+    logits = LOGIT_BYTES * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+    if plan.recipe.kernels.loss == "liger":  # their gradient overwrites them
+        chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
+        logits = widths.computed * plan.model.vocab_size * chunk
+    elif recomputes_loss(plan.recipe):
+        return logits
+    head = head_parameters(plan.model) // plan.layout.tp
+    # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
+    return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Bytes that the last stage of a pipeline keeps of finished micro-batches."""
+
+    streams: int
+    """Inputs, their gradients, and a buffer."""
+    logits: int
+
+
+def passed(plan: Plan) -> Passed:
+    """Returns the bytes that the last stage keeps.
+
+    All other stages free outputs after the backward pass (`pipe/engine.py:_exec_backward_pass`). The last one keeps the
+    logits of two micro-batches, with the inputs that they were computed from. With a loss in chunks the outputs are
+    scalars.
+    """
+    if plan.layout.pp == 1:
+        return Passed(0, 0)
+    widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
+    return Passed(
+        streams=(2 * buffers + 1) * widths.stream * plan.model.hidden_size * tokens,
+        logits=0 if chunks_loss(plan) else buffers * widths.computed * plan.model.vocab_size * tokens,
+    )
+
+
+def in_flight(plan: Plan, stage: int) -> int:
+    """Returns the number of micro-batches whose activations a stage of 1F1B holds (arXiv 2104.04473, section 2.2)."""
+    return min(plan.layout.pp - stage, plan.batch.gradient_accumulation_steps)
+
+
+def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
+    """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
+    layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
+    per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
+    of_layer = lower_copies(plan, weights, layer)
+    if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
+        of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
+    return per_token * tokens + of_layer
+
+
+def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
+    """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
+    if not plan.recipe.parallel.precision.startswith("autocast"):
+        return 0
+    return 2 * sum(sliced(plan, weights, one) for one in used if one.is_matrix)
+
+
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes of the residual stream's norms.
+
+    A LayerNorm saves its input and, for the projection, its output.
+    """
+    width = plan.model.hidden_size
+    norms = sum(one.shape == (width,) and one.name.endswith("weight") and "attn" not in one.name for one in layer)
+    if any(one.name.startswith("ln_1") for one in layer):
+        return norms * ((widths.stream + widths.computed) * width + STATISTICS)
+    return norms * ((widths.norm + _unrounded(plan, widths)) * width + STATISTICS)
+
+
+def _unrounded(plan: Plan, widths: Widths) -> int:
+    """Returns the additional bytes per element that a norm saves if it is scaled in fp32 before it is rounded."""
+    return 2 if plan.model.model_type in ("gemma", "gemma2", "olmo2") and widths.stream < 4 else 0
+
+
+def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
+    facts, recipe = plan.model, plan.recipe
+    queries = facts.heads * facts.head_dim // plan.layout.tp
+    keys = max(facts.kv_heads * facts.head_dim // plan.layout.tp, 1)
+    repeated = recipe.model.attention_kernel == "eager" or (recipe.model.attention_kernel == "sdpa" and _has_mask(plan))
+    inner = queries + (2 * queries if repeated else 2 * keys) + queries
+    saved, heads = widths.computed * inner, facts.heads // plan.layout.tp
+    if any("q_norm" in one.name for one in layer):
+        normalised = 4 + widths.computed + _unrounded(plan, widths)
+        saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
+    if recipe.model.attention_kernel == "eager":
+        probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
+        return saved + probabilities * heads * recipe.data.sequence_length // plan.layout.sp
+    return saved + 4 * heads  # log-sum-exp
+
+
+def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
+    tensor, width = plan.layout.tp, plan.model.hidden_size
+    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    if experts:
+        inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
+        inner = inner or min(min(one.shape) for one in experts)
+        met = plan.model.experts_per_token
+        router = 3 * 4 * plan.model.experts
+        return met * ((2 * width + 4 * inner) * widths.computed + INDICES) + router
+    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
+    if fused:  # gelu_new, written out: its input, half of it, tanh, one more than that; and the product
+        return 5 * widths.computed * fused.elements // width // tensor
+    inner = max((max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix), default=4 * width)
+    return 4 * widths.computed * inner // tensor
+
+
+def _is_fused(experts: list[Weight]) -> bool:
+    return any(one.name.endswith("down_proj") for one in experts)
+
+
+def _has_mask(plan: Plan) -> bool:
+    """Whether a mask separates packed documents; without one, attention is causal and needs none."""
+    return plan.recipe.data.mask_documents
+
+
+def _mask(plan: Plan) -> int:
+    """Returns the elements of a mask: every query against every key, regardless of sequence parallelism."""
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
+
+
+def _of_each(plan: Plan, weights: Weights, layers: range, tokens: int) -> list[int]:
+    """Returns the bytes of some layers, computed once for equal ones."""
+    alike = {id(weights.layer(index)): index for index in layers}
+    known = {layer: layer_bytes(plan, weights, index, tokens) for layer, index in alike.items()}
+    return [known[id(weights.layer(index))] for index in layers]
+
+
+def _layers_of(plan: Plan, stage: int) -> range:
+    first, last = plan.stages[stage].layers if plan.stages else (0, plan.model.layers - 1)
+    return range(first, last + 1)
+
+
+def _whole(plan: Plan, weights: Weights, index: int) -> int:
+    """Returns the estimate of a layer without tensor or sequence parallelism, which a trace corrects."""
+    alone = plan.model_copy(update={"layout": plan.layout.model_copy(update={"tp": 1, "sp": 1})})
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
+    return layer_bytes(alone, weights, index, tokens)

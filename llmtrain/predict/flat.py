@@ -1,0 +1,191 @@
+"""The memory layout of a rank's weights in DeepSpeed: flat groups, padded and split into partitions, and buffers."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.weights import Weight, Weights
+
+MAX_LIVE_PARAMETERS = 1_000_000_000
+"""Elements that ZeRO-3 gathers at most before it waits with the next ones."""
+SUB_GROUP_SIZE = 1_000_000_000
+"""Elements that ZeRO-3 updates at once."""
+
+
+def bucket_elements(plan: Plan) -> int:
+    """Elements per reduction, the same heuristic as Megatron-LM's: max(40e6, 1e6 × dp), so that each of
+    the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
+    model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
+    """
+    share = plan.model.parameters // (plan.layout.pp * plan.layout.tp)
+    elements = min(max(40_000_000, 1_000_000 * plan.layout.dp), share)
+    return max(elements + elements % 2, 2)
+
+
+def persistence_threshold(plan: Plan) -> int:
+    """Returns the size of the largest parameter that ZeRO-3 does not shard: norms and biases are not worth messages."""
+    return 10 * plan.model.hidden_size
+
+
+@dataclass(frozen=True)
+class Group:
+    """An optimizer group: parameters of one rank that are partitioned together."""
+
+    sizes: tuple[int, ...]
+    """Elements of each parameter, in the model's order."""
+    ranks: int
+    """Ranks that hold the same parameters, and shard their states."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return sum(self.sizes)
+
+    @property
+    def padded(self) -> int:
+        """Padded size: a multiple of twice the ranks, to align each partition of a half type to 4 bytes.
+
+        See `nccl_start_alignment_factor`.
+        """
+        return -(-self.elements // (2 * self.ranks)) * 2 * self.ranks
+
+    @property
+    def partition(self) -> int:
+        """Elements of a rank's partition of the flat group (ZeRO-1 and 2)."""
+        return self.padded // self.ranks
+
+    @property
+    def by_parameter(self) -> int:
+        """Elements of a rank's share if each parameter is padded and split by itself (ZeRO-3)."""
+        return sum(-(-size // self.ranks) for size in self.sizes)
+
+    def touched(self, rank: int) -> int:
+        """Returns the sum of the elements of all parameters of which the partition of a rank contains a part."""
+        start, end = rank * self.partition, min((rank + 1) * self.partition, self.elements)
+        if start >= end:
+            return 0
+        first, last = bisect_right(self._ends, start), bisect_left(self._ends, end)
+        return self._ends[last] - (self._ends[first] - self.sizes[first])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.sizes))
+
+
+def most_touched(groups: list[Group]) -> int:
+    """Returns the maximum over the ranks of `touched`, summed over groups.
+
+    Ranks of an expert's group are further apart.
+    """
+    ranks = max(group.ranks for group in groups)
+    return max(sum(group.touched(rank * group.ranks // ranks) for group in groups) for rank in range(ranks))
+
+
+MOST_EXPERTS = 178_956_971
+"""Number of elements of experts in an optimizer group beyond which DeepSpeed starts another one
+(`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
+
+
+def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
+    """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
+    layout = plan.layout
+    ranks = layout.dp * layout.sp
+    own = list(stage_weights(plan, weights, stage))
+    kinds = {id(weight): _kind(plan, weights, weight) for weight in {id(one): one for one in own}.values()}
+    if layout.ep > 1:
+        # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
+        routers = {_router_of(weight) for weight in own if weight.is_expert}
+        own.sort(key=lambda one: one.name in routers)
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for weight in own:
+        key, sizes = kinds[id(weight)]
+        found.setdefault(key, []).extend(sizes)
+    groups = []
+    for (_, spread), all_sizes in sorted(found.items()):
+        parts = _cut(all_sizes) if spread else [all_sizes]
+        # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
+        holders = ranks * layout.tp // layout.ep if spread else ranks
+        groups += [Group(tuple(part), holders) for part in parts]
+    return groups
+
+
+def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:
+    """Returns the two properties that select a weight's group (not a matrix, distributed expert), and its sizes."""
+    spread = plan.layout.ep > 1 and weight.is_expert
+    sizes = _expert_sizes(weight, plan.layout.ep) if spread else (sliced(plan, weights, weight),)
+    return (not weight.is_matrix, spread), sizes
+
+
+def _router_of(expert: Weight) -> str:
+    return f"{expert.name.partition('.experts.')[0]}.gate.weight"
+
+
+def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
+    """Returns the sizes of one rank's part of a layer's experts.
+
+    AutoEP separates gate and up projections (`moe/ep_experts.py`).
+    """
+    own = weight.elements // ranks
+    return (own // 2, own // 2) if weight.name.endswith("gate_up_proj") else (own,)
+
+
+def _cut(sizes: list[int]) -> list[list[int]]:
+    """Joins neighbours, up to `MOST_EXPERTS` elements."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if not parts or sum(parts[-1]) + size > MOST_EXPERTS:
+            parts.append([])
+        parts[-1].append(size)
+    return parts
+
+
+def stage_weights(plan: Plan, weights: Weights, stage: int) -> Iterable[Weight]:
+    """Returns the weights of a pipeline stage, in order."""
+    if not plan.stages:
+        return weights.of_layers(0, weights.layers, first=True, last=True)
+    first, last = plan.stages[stage].layers
+    return weights.of_layers(first, last + 1, first=stage == 0, last=stage == len(plan.stages) - 1)
+
+
+SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")
+"""Projections whose outputs are split over tensor parallel ranks, with their biases."""
+SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
+"""Projections whose inputs are split over them; a bias is added once."""
+
+
+def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
+    """Returns the elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
+
+    If experts are distributed over the same ranks, these split attention only.
+    """
+    tensor = plan.layout.tp
+    if tensor == 1:
+        return weight.elements
+    if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
+        return _sliced_table(plan, weights, weight)
+    if plan.layout.ep > 1 and ".self_attn." not in f".{weight.name}":
+        return weight.elements
+    module, _, kind = weight.name.rpartition(".")
+    name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    is_split = name in SPLIT_ROWS or (name in SPLIT_COLUMNS and kind != "bias")
+    return weight.elements // tensor if is_split else weight.elements
+
+
+def _sliced_table(plan: Plan, weights: Weights, table: Weight) -> int:
+    """Returns the elements of a table that a rank holds.
+
+    Within pipeline stages, llmtrain splits embedding and head if the vocabulary is divisible; AutoTP splits an untied
+    head only, unevenly if it is not divisible.
+    """
+    rows, tensor = table.shape[0], plan.layout.tp
+    if plan.layout.pp > 1:
+        return table.elements if rows % tensor or plan.model.model_type == "gpt2" else table.elements // tensor
+    is_head = any(table is one for one in weights.head)
+    if weights.tied or not is_head or plan.layout.ep > 1:
+        return table.elements
+    return -(-rows // tensor) * table.elements // rows

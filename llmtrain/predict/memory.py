@@ -1,0 +1,172 @@
+"""Adds up the memory of a plan: state and activations of each stage, at the moments of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmtrain.plan.plan import Plan
+from llmtrain.predict.activations import activations_of, in_flight
+from llmtrain.predict.model_state import saved_bytes, state_of
+from llmtrain.predict.parts import GIB, Parts, Shortage, readable, unit_of
+from llmtrain.recipe import Part
+
+CONTEXT = GIB
+"""Assumed: a device's context, its libraries and their workspaces."""
+COMMUNICATORS = GIB
+"""Assumed: buffers of NCCL's communicators, if there is more than one rank."""
+
+MOMENTS = ("start", "forward", "backward", "update")
+
+
+class StageMemory(Part):
+    """Memory of the fullest rank of a pipeline stage."""
+
+    start: Parts
+    """While the engine is created, if that takes more than it holds afterwards."""
+    forward: Parts
+    """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
+    micro-batches."""
+    backward: Parts
+    """At its end: all gradients, no activations."""
+    update: Parts
+    """While the optimizer runs."""
+    host: int
+    """Bytes of this rank's host memory, if something is offloaded."""
+    host_copies: int
+    """Bytes of this rank's host memory for a checkpoint that is being written (`checkpoint.background`)."""
+    in_flight: int
+    """Micro-batches whose activations are held at once."""
+
+    @property
+    def moment(self) -> str:
+        """The fullest moment.
+
+        Within a backward pass activations shrink and gradients grow, so the peak is at one of its ends.
+        """
+        return max(MOMENTS, key=lambda name: getattr(self, name).total)
+
+    @property
+    def peak(self) -> Parts:
+        """Bytes by part at the fullest moment."""
+        parts: Parts = getattr(self, self.moment)
+        return parts
+
+
+class PlanMemory(Part):
+    """Memory of every stage; a single one without a pipeline."""
+
+    stages: tuple[StageMemory, ...]
+    capacity: int | None
+    """Memory of a device in bytes; None if unknown, as for a CPU."""
+    is_traced: bool = False
+    """Whether the activations were traced on the model instead of estimated."""
+
+    @property
+    def fullest(self) -> int:
+        """The stage that needs the most memory."""
+        return max(range(len(self.stages)), key=lambda stage: self.stages[stage].peak.total)
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the fullest rank."""
+        return self.stages[self.fullest].peak.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank fits; True if the capacity is unknown."""
+        return self.capacity is None or self.needed <= self.capacity
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the memory in bytes as `llmtrain plan --json` prints it."""
+        fullest = self.stages[self.fullest]
+        return {
+            "needed_bytes": self.needed,
+            "capacity_bytes": self.capacity,
+            "fits": self.fits,
+            "stage": self.fullest,
+            "moment": fullest.moment,
+            "parts": fullest.peak.by_part(),
+            "host_bytes_per_rank": max(stage.host for stage in self.stages),
+            "host_copy_bytes_per_rank": max(stage.host_copies for stage in self.stages),
+            "stages": [
+                {"needed_bytes": stage.peak.total, "moment": stage.moment, "in_flight": stage.in_flight}
+                | {"parts": stage.peak.by_part(), "host_bytes": stage.host}
+                for stage in self.stages
+            ],
+            "activations": "traced" if self.is_traced else "estimated",
+        }
+
+    def described(self) -> Iterator[str]:
+        """Yields lines for people."""
+        fullest = self.stages[self.fullest]
+        room = f" of {readable(self.capacity)}" if self.capacity else ""
+        where = f" on stage {self.fullest}" if len(self.stages) > 1 else ""
+        moment = LABELS[fullest.moment]
+        yield f"memory   {readable(self.needed)}{room} on the fullest rank{where}, at the peak ({moment})"
+        yield f"         {by_part(fullest.peak)}"
+        if len(self.stages) > 1:
+            unit, name = unit_of(self.needed)
+            each = ", ".join(f"{stage.peak.total / unit:.1f}" for stage in self.stages)
+            yield f"         {name} by stage: {each}"
+        yield f"         activations {'traced' if self.is_traced else 'estimated'}; not measured on a GPU"
+        if host := max(stage.host for stage in self.stages):
+            yield f"         {readable(host)} of host memory per rank"
+        if copies := max(stage.host_copies for stage in self.stages):
+            yield f"         {readable(copies)} of host memory per rank for a checkpoint on its way to the disk"
+
+
+LABELS = {
+    "start": "while the engine is created",
+    "forward": "as the backward pass begins",
+    "backward": "as the backward pass ends",
+    "update": "in the update",
+}
+
+
+def by_part(parts: Parts) -> str:
+    """Returns the parts, largest first, without empty ones."""
+    shown = sorted(((size, name) for name, size in parts.by_part().items() if size), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for size, name in shown)
+
+
+def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory | None:
+    """Returns the memory of a plan; None for a model that is not a chain of layers, since its activations are unknown.
+
+    traced: bytes that each layer was observed to save (`models.trace.traced_layers`).
+    """
+    weights = plan.model.weights
+    if weights is None:
+        return None
+    on_cpu = plan.cluster.spec.on_cpu
+    framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
+    stages = []
+    for stage in range(plan.layout.pp):
+        state = state_of(plan, weights, stage)
+        activations = activations_of(plan, weights, stage, traced)
+        fixed = {"communication": activations.sent, "framework": framework}
+        stages.append(
+            StageMemory(
+                start=state.start.plus(framework=framework),
+                forward=state.forward.plus(activations=activations.saved, logits=activations.logits, **fixed),
+                backward=state.backward.plus(**fixed),
+                update=state.update.plus(framework=framework),
+                host=state.host,
+                host_copies=saved_bytes(plan, weights, stage) if plan.recipe.checkpoint.background else 0,
+                in_flight=in_flight(plan, stage),
+            )
+        )
+    return PlanMemory(stages=tuple(stages), capacity=plan.cluster.spec.memory_bytes, is_traced=traced is not None)
+
+
+def lacking(plan: Plan) -> Shortage | None:
+    """Returns why a plan does not fit into its devices, or None if it does.
+
+    Also None if the memory of the devices or of the plan is unknown.
+    """
+    memory = memory_of(plan)
+    if memory is None or memory.capacity is None or memory.fits:
+        return None
+    where = f" on stage {memory.fullest}" if plan.layout.pp > 1 else ""
+    size = memory.needed - memory.capacity
+    return Shortage(size, f"does not fit by {readable(size)}{where}")

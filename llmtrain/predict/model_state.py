@@ -1,0 +1,220 @@
+"""Bytes of weights, optimizer states and gradients on each rank, as DeepSpeed 0.19.8 and torch allocate them.
+
+Each formula names its source; tests count the tensors of real engines. Scalars (a step count per parameter, norms) are
+left out.
+"""
+
+from __future__ import annotations
+
+from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.weights import Weights
+from llmtrain.predict.flat import (
+    MAX_LIVE_PARAMETERS,
+    SUB_GROUP_SIZE,
+    Group,
+    bucket_elements,
+    groups_of,
+    most_touched,
+    persistence_threshold,
+)
+from llmtrain.predict.parts import Parts, State
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STAGE0_BUCKET = 500_000_000
+"""Elements that DeepSpeed averages at once at stage 0 (`engine.py:buffered_allreduce_fallback`)."""
+HOROVOD_FUSION = 128 * 2**20
+"""Horovod's fusion buffer (`HOROVOD_FUSION_THRESHOLD`)."""
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Returns the bytes per element of the weights that the forward pass reads."""
+    return BYTES[WEIGHT_DTYPE[plan.recipe.parallel.precision]]
+
+
+def sum_bytes(plan: Plan) -> int:
+    """Returns the bytes per element of accumulated gradients."""
+    return BYTES[plan.recipe.parallel.grad_accum_dtype]
+
+
+def moments(plan: Plan) -> int:
+    """Returns the number of fp32 tensors that the optimizer keeps per parameter; SGD without momentum has none."""
+    optim = plan.recipe.optim
+    return 2 if optim.name != "sgd" else int(optim.betas[0] > 0)
+
+
+def state_of(plan: Plan, weights: Weights, stage: int) -> State:
+    """Returns the state of the fullest rank of a pipeline stage."""
+    parallel, layout = plan.recipe.parallel, plan.layout
+    if parallel.strategy == "fsdp2":
+        return _fsdp2(plan, weights)
+    groups = groups_of(plan, weights, stage)
+    if parallel.strategy != "deepspeed" or layout.zero_stage == 0:
+        state = _replicated(plan, groups)
+    elif layout.zero_stage == 3:
+        state = _zero3(plan, groups)
+    else:
+        state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
+    if layout.ep > 1 and layout.tp == 1 and layout.zero_stage < 3:
+        # AutoEP removes the experts of other ranks from a model that was built completely on the device.
+        return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
+    return state
+
+
+def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
+    """Returns the bytes that a rank of a stage saves: the fp32 weights and moments of its share, in any engine."""
+    elements = sum(-(-group.elements // group.ranks) for group in groups_of(plan, weights, stage))
+    return 4 * (1 + moments(plan)) * elements
+
+
+def has_bf16_optimizer(plan: Plan) -> bool:
+    """Whether DeepSpeed chooses `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
+    parallel = plan.recipe.parallel
+    routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.layout.zero_stage == 1
+    return routed and parallel.offload_optimizer == "none"
+
+
+def _replicated(plan: Plan, groups: list[Group]) -> State:
+    """ZeRO-0, DistributedDataParallel, Horovod and nn.DataParallel: nothing is sharded, gradients last for the step."""
+    elements = sum(group.elements for group in groups)
+    lower = weight_bytes(plan) < 4
+    strategy = plan.recipe.parallel.strategy
+    sent = {"deepspeed": 4 * min(elements, STAGE0_BUCKET), "horovod": HOROVOD_FUSION}.get(strategy, 0)
+    kept = Parts(
+        parameters=weight_bytes(plan) * elements,
+        masters=4 * elements if lower else 0,
+        optimizer=4 * moments(plan) * elements,
+    )
+    # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and exist from its first pass on.
+    gradients = 4 * elements
+    early = gradients if _accumulates(plan) or strategy == "ddp" else 0
+    # The lower gradients of one micro-batch are kept until the pass ends, then added to those of the masters.
+    backward = kept.plus(gradients=gradients + (weight_bytes(plan) * elements if lower else 0))
+    return State(
+        forward=kept.plus(gradients=early),
+        backward=backward.plus(communication=sent if plan.layout.dp * plan.layout.sp > 1 else 0),
+        update=kept.plus(gradients=gradients),
+    )
+
+
+def _zero12(plan: Plan, groups: list[Group]) -> State:
+    """ZeRO-1 and 2 (`zero/stage_1_and_2.py`), unless `BF16_Optimizer` replaces them."""
+    stage, weight, summed = plan.layout.zero_stage, weight_bytes(plan), sum_bytes(plan)
+    offloads = plan.recipe.parallel.offload_optimizer != "none"
+    elements = sum(group.elements for group in groups)
+    partition = sum(group.partition for group in groups)
+    largest = max(size for group in groups for size in group.sizes)
+    compact = weight != summed and summed == 4  # `_use_compact_grad_partition_buffer`
+    # Sums of parts of parameters, or of the parameters of which a partition contains a part.
+    reduced = 4 * partition if compact else weight * most_touched(groups)
+    # Stage 1 stages its sums in the bucket, stage 2 the gradients (`_gradient_reduction_buffer_dtype`).
+    bucket = bucket_elements(plan) * (summed if stage == 1 else weight)
+    states = 4 * partition * (1 + moments(plan))
+    kept = Parts(parameters=weight * sum(group.padded for group in groups))
+    host = 0
+    if offloads:
+        kept = kept.plus(buckets=weight * largest)  # `temp_grad_buffer_for_gpu_offload`
+        # The states, the sums that the update reads, the updated weights and a gradient in transfer.
+        host = states + 4 * partition + weight * partition + weight * largest
+        if not compact:
+            # Stage 1 sums on the device, stage 2 whole parameters in `accumulated_grads_in_cpu`.
+            host += reduced if _accumulates(plan) and stage == 2 else 0
+            reduced = 0
+    else:
+        kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition)
+    whole = summed * elements if stage == 1 else reduced
+    is_pipeline = plan.layout.pp > 1  # reduces after the last backward pass, and creates its bucket then
+    return State(
+        forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=0 if is_pipeline else bucket),
+        backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket),
+        # Of one group after the other, the sums as one flat fp32 tensor. A bucket that sums were staged in stays.
+        update=kept.plus(
+            gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
+            buckets=bucket if stage == 1 and compact and plan.layout.dp * plan.layout.sp > 1 else 0,
+        ),
+        host=host,
+    )
+
+
+def _bf16_optimizer(plan: Plan, groups: list[Group]) -> State:
+    """ZeRO-1 in bf16 with fp32 sums (`bf16_optimizer.py`): a permanent flat fp32 gradient of all weights."""
+    partition = sum(group.partition for group in groups)
+    padded = sum(group.padded for group in groups)
+    elements = sum(group.elements for group in groups)
+    kept = Parts(
+        parameters=2 * padded,
+        masters=4 * partition,
+        optimizer=4 * moments(plan) * partition,
+        gradients=4 * padded,
+    )
+    # Gradients of one micro-batch are zeroed, not freed, while others follow.
+    own = 2 * elements
+    return State(
+        forward=kept.plus(gradients=own if _accumulates(plan) else 0),
+        backward=kept.plus(gradients=own),
+        update=kept.plus(gradients=own),
+    )
+
+
+def _zero3(plan: Plan, groups: list[Group]) -> State:
+    """ZeRO-3 (`zero/stage3.py`): each parameter padded and split by itself, small ones also kept unsharded."""
+    parallel, weight, summed = plan.recipe.parallel, weight_bytes(plan), sum_bytes(plan)
+    partition = sum(group.by_parameter for group in groups)
+    threshold = persistence_threshold(plan)
+    # Weights that are complete on the device of the only rank are not copied.
+    copied = [group for group in groups if group.ranks > 1 or parallel.offload_param != "none"]
+    persistent = sum(size for group in copied for size in group.sizes if size <= threshold)
+    gathered = sum(group.elements for group in copied) - persistent
+    kept = Parts(
+        parameters=weight * persistent,
+        live_parameters=weight * min(gathered, MAX_LIVE_PARAMETERS),
+        buckets=bucket_elements(plan) * summed,
+    )
+    host = 0
+    if parallel.offload_param == "none":
+        kept = kept.plus(parameters=weight * partition)
+    elif parallel.offload_param == "cpu":
+        host += weight * partition
+    sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
+    if parallel.offload_optimizer == "none":
+        kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition, gradients=sums)
+        return State(forward=kept, backward=kept, update=kept.plus(gradients=flat), host=host)
+    host += sums + 4 * partition  # accumulated, and as the update reads them
+    if parallel.offload_optimizer == "cpu":
+        host += 4 * partition * (1 + moments(plan))
+    return State(forward=kept, backward=kept, update=kept, host=host)
+
+
+def _fsdp2(plan: Plan, weights: Weights) -> State:
+    """FSDP2 (`torch.distributed.fsdp.fully_shard`): fp32 shards, gathered by layers in the type of the computation.
+
+    The model is built completely, cast to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
+    """
+    computed = 2 if plan.recipe.parallel.precision == "bf16" else 4
+    elements, shards = weights.elements, _rows_shared(weights, plan.layout.dp)
+    layer = max(plan.model.layer_parameters, default=0)
+    # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
+    outside = elements - sum(plan.model.layer_parameters)
+    live = elements if plan.layout.zero_stage == 2 else min(elements, 2 * layer + outside)
+    kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * shards, live_parameters=computed * live)
+    # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
+    whole = 4 * elements if _accumulates(plan) else 0
+    return State(
+        start=Parts(parameters=4 * (elements + shards)),
+        forward=kept.plus(gradients=whole),
+        backward=kept.plus(gradients=4 * shards, buckets=4 * layer),
+        update=kept.plus(gradients=4 * shards),
+    )
+
+
+def _rows_shared(weights: Weights, ranks: int) -> int:
+    """Returns the elements of the first rank's shards.
+
+    Weights are split along dimension 0, which is short for experts.
+    """
+    every = weights.of_layers(0, weights.layers, first=True, last=True)
+    return sum(-(-weight.shape[0] // ranks) * (weight.elements // weight.shape[0]) for weight in every)
+
+
+def _accumulates(plan: Plan) -> bool:
+    return plan.batch.gradient_accumulation_steps > 1

@@ -1,0 +1,172 @@
+"""Predicts the time of a step by arithmetic: computation, memory traffic, communication, and the pipeline's bubble.
+
+A prediction ranks plans. It is not a measurement: `docs/guides/time.md` lists the assumptions and the errors against
+published runs.
+"""
+
+from __future__ import annotations
+
+from llmtrain.plan.draft import COMPUTE_DTYPE
+from llmtrain.plan.plan import Plan
+from llmtrain.predict.assumptions import EAGER, Assumptions
+from llmtrain.predict.links import Links
+from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
+from llmtrain.predict.work import Held, Worker, held_by
+from llmtrain.recipe import Part
+
+
+class StepTime(Part):
+    """A predicted optimizer step of the slowest pipeline stage. The parts add up to `step_s`."""
+
+    compute_s: float
+    """Seconds of its forward and backward passes, recomputation included."""
+    recompute_s: float
+    """The part of `compute_s` that activation checkpointing costs."""
+    communication_s: dict[str, float]
+    """Seconds in which it only waits for others, by kind: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`,
+    `p2p`, `host`."""
+    bubble_s: float
+    """Seconds in which it waits for the pipeline to fill and to drain."""
+    update_s: float
+    """Seconds of the optimizer's update."""
+    step_s: float
+    """Seconds of the whole step."""
+    overlapped_s: float
+    """Seconds of communication that computation hides; not part of `step_s`."""
+    bubble: float
+    """Idle share of the pipeline's time: (p − 1) / (m + p − 1) for p stages and m micro-batches."""
+    tokens_per_second: float
+    """Tokens per second of all devices."""
+    tokens_per_second_per_device: float
+    """Tokens per second of one device."""
+    mfu: float
+    """Share of the peak, with the convention of `Plan.flops_per_token`."""
+
+
+def bubble_of(stages: int, micro_batches: int) -> float:
+    """Returns the idle share of a 1F1B schedule (GPipe, arXiv 1811.06965; PipeDream-Flush, arXiv 2006.09503)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
+    """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`)."""
+    if unknown(plan):
+        return None
+    device = plan.cluster.spec
+    peak = device.peak_flops[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
+    assert device.memory_bandwidth is not None, "`unknown` has looked"
+    worker = Worker(plan, device, peak, device.memory_bandwidth, assumed)
+    groups, links = CommunicationGroups(plan), _links(plan, assumed)
+    held = set(held_by(plan.model, plan.stages))
+    slowest = max((_Stage(plan, one, worker, groups.traffic(one), links) for one in held), key=_slow)
+    return slowest.time(peak)
+
+
+def unknown(plan: Plan) -> str | None:
+    """Returns what is missing for a prediction, as a sentence, or None."""
+    device, cluster = plan.cluster.spec, plan.cluster
+    if plan.recipe.parallel.strategy == "data_parallel":
+        return "nn.DataParallel copies weights and gradients through one process, which is not modelled"
+    missing = []
+    dtype = COMPUTE_DTYPE[plan.recipe.parallel.precision]
+    if dtype not in device.peak_flops:
+        missing.append(f"peak_flops['{dtype}']")
+    wanted = {"memory_bandwidth": True, "node_bandwidth": cluster.devices_per_node > 1}
+    wanted |= {"network_bandwidth": cluster.nodes > 1, "host_bandwidth": _offloads(plan)}
+    missing += [name for name, needed in wanted.items() if needed and getattr(device, name) is None]
+    return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
+
+
+def described(time: StepTime) -> str:
+    """Formats the time as one line for people."""
+    parts = [f"compute {time.compute_s / time.step_s:.0%}"]
+    if waiting := sum(time.communication_s.values()):
+        kinds = sorted(time.communication_s.items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{kind.replace('_', '-')} {s / time.step_s:.0%}" for kind, s in kinds[:2])
+        parts.append(f"communication {waiting / time.step_s:.0%} ({shown})")
+    if time.bubble:
+        parts.append(f"bubble {time.bubble:.0%}")
+    parts.append(f"update {time.update_s / time.step_s:.0%}")
+    rate = f"{time.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {time.mfu:.0%}"
+    return f"predicted {time.step_s:.2f} s a step: {rate}; {', '.join(parts)}"
+
+
+class _Stage:
+    """The step of a stage."""
+
+    def __init__(self, plan: Plan, held: Held, worker: Worker, traffic: Traffic, links: Links) -> None:
+        self.plan, self.work = plan, worker.micro_batch(held)
+        self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
+        waited, beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
+        exposed, hidden = _exposed(beside, worker.assumed.overlap * work.seconds)
+        self.per_micro_batch = summed(waited, exposed)
+        self.slot = work.seconds + sum(self.per_micro_batch.values())
+        """Seconds between one micro-batch and the next."""
+        # DistributedDataParallel reduces during the backward pass of the last micro-batch.
+        last, hidden_last = _exposed(step_beside, worker.assumed.overlap * work.backward)
+        self.once = summed(step, last)
+        self.overlapped = hidden * self.micro_batches + hidden_last
+        self.update = _update(plan, held, worker)
+        self.fixed = sum(self.once.values()) + self.update
+
+    def time(self, peak: float) -> StepTime:
+        """peak: FLOP/s of a device."""
+        plan, m = self.plan, self.micro_batches
+        bubble = bubble_of(plan.layout.pp, m)
+        bubble_s = (plan.layout.pp - 1) * self.slot
+        step = m * self.slot + bubble_s + self.fixed
+        communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)
+        rate = plan.batch.tokens_per_step / step
+        per_device = rate / plan.cluster.world_size
+        return StepTime(
+            compute_s=m * self.work.seconds,
+            recompute_s=m * self.work.recompute,
+            communication_s=communication,
+            bubble_s=bubble_s,
+            update_s=self.update,
+            step_s=step,
+            overlapped_s=self.overlapped,
+            bubble=bubble,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=per_device,
+            mfu=per_device * plan.flops_per_token / peak,
+        )
+
+
+def _slow(stage: _Stage) -> tuple[float, float]:
+    """All stages run at the pace of the slowest slot; among equal ones the update decides."""
+    return stage.slot, stage.fixed
+
+
+def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], float]:
+    """Returns the communication that lasts longer than the window that hides it, and the hidden seconds."""
+    total = sum(part.values())
+    if total <= window:
+        return {}, total
+    rest = (total - window) / total
+    return {kind: seconds * rest for kind, seconds in part.items()}, window
+
+
+def _update(plan: Plan, held: Held, worker: Worker) -> float:
+    """Returns the time in which every rank updates its shards of the states."""
+    sharded = plan.layout.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
+    parameters = worker.own(held) / (plan.layout.dp * plan.layout.sp if sharded else 1)
+    size = parameters * worker.update_bytes()
+    where = plan.recipe.parallel.offload_optimizer
+    if where == "none":
+        return size / worker.bandwidth
+    rate = worker.assumed.host_update_bandwidth
+    return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth))
+
+
+def _links(plan: Plan, assumed: Assumptions) -> Links:
+    device = plan.cluster.spec
+    # The bandwidth of an unused link may be unknown, but it is never used.
+    rates = (device.node_bandwidth, device.network_bandwidth, device.host_bandwidth)
+    node, network, host = ((rate or float("inf")) * assumed.link for rate in rates)
+    return Links(plan.cluster.devices_per_node, node, network, host, assumed)
+
+
+def _offloads(plan: Plan) -> bool:
+    parallel = plan.recipe.parallel
+    return parallel.offload_optimizer != "none" or parallel.offload_param != "none"

@@ -1,0 +1,185 @@
+"""What the ranks of a plan send each other, per micro-batch and per step.
+
+The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
+gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`) that
+nothing overlaps; only ZeRO-3 overlaps communication. Pipelines send and wait. A test counts the bytes on the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmtrain.plan.plan import Plan
+from llmtrain.plan.stages import head_parameters
+from llmtrain.predict.links import Group, Groups, Kind, Store, sent
+from llmtrain.predict.work import DeviceShare, Held, held_by
+
+REUSE_DISTANCE = 1_000_000_000
+"""Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
+ROW_PRODUCTS = 2
+"""Products of a layer whose results tensor parallel ranks sum in the forward pass: the last products of attention and
+feed-forward."""
+COLUMN_PRODUCTS = 5
+"""Products of a layer whose input gradients are summed in the backward pass, one by one: query, key, value, gate and
+up. A family that fuses some of them sends less."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Tensors that a rank sends one after the other."""
+
+    kind: Kind
+    tensors: tuple[tuple[float, Group | Store], ...]
+    """Bytes of each tensor, and the ranks that take part or the place on the host that it is sent to."""
+    times: float = 1.0
+
+
+class Traffic(NamedTuple):
+    """The transfers of each rank of a stage."""
+
+    waited: list[Transfer]
+    """For each micro-batch; not overlapped with computation."""
+    hidden: list[Transfer]
+    """For each micro-batch; overlapped with the computation while that lasts."""
+    step: list[Transfer]
+    """Once per step; not overlapped with computation."""
+    step_hidden: list[Transfer]
+    """Once per step; overlapped with the last backward pass while that lasts."""
+
+
+def by_kind(transfers: Iterable[Transfer], amount: Callable[[Kind, float, Group | Store], float]) -> dict[str, float]:
+    """Returns the amount for each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
+    amounts: list[dict[str, float]] = [
+        {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
+    ]
+    return summed(*amounts)
+
+
+def summed(*parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of all parts for each kind; kinds with a sum of 0 are left out."""
+    total = defaultdict[str, float](float)
+    for part in parts:
+        for kind, amount in part.items():
+            total[kind] += amount
+    return {kind: amount for kind, amount in sorted(total.items()) if amount}
+
+
+def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
+    """Returns, for each pipeline stage, the bytes that one of its ranks sends in a step, by kind (`Kind`).
+
+    Empty for `nn.DataParallel`, which copies within one process.
+    """
+    if plan.recipe.parallel.strategy == "data_parallel":
+        return ()
+    groups, each, found = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps, []
+    for held in held_by(plan.model, plan.stages):
+        total = Counter[str]()
+        for transfers, times in zip(groups.traffic(held), (each, each, 1, 1), strict=True):
+            for kind, size in by_kind(transfers, sent).items():
+                total[kind] += round(size * times)
+        found.append({kind: size for kind, size in total.items() if size})
+    return tuple(found)
+
+
+class CommunicationGroups:
+    """The groups of a plan's ranks, and the transfers within each of them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan.layout)
+        self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
+        """Bytes that are passed between two layers for a micro-batch, on one device."""
+
+    def traffic(self, held: Held) -> Traffic:
+        """Returns all transfers of the ranks of a stage."""
+        found = Traffic(self._within_layers(held), [], [], [])
+        # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
+        messages = 2 if self.plan.layout.pp == 2 else 4
+        found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
+        self._tied(found)
+        strategy = self.plan.recipe.parallel.strategy
+        if strategy == "deepspeed":
+            self._zero(held, found)
+        elif strategy == "fsdp2":
+            self._fully_sharded(held, found, gathers=2 if self.plan.layout.zero_stage == 3 else 1)
+        else:
+            found.step_hidden.append(self._gradients("all_reduce", held))
+        return found
+
+    def _within_layers(self, held: Held) -> list[Transfer]:
+        """Returns the transfers of tensor, sequence and expert groups, for which every layer waits.
+
+        Activation checkpointing repeats those of the forward pass.
+        """
+        layout, facts, share, groups = self.plan.layout, self.plan.model, self.share, self.groups
+        passes = held.layers * (3 if share.checkpointing else 2)
+        found = []
+        if layout.tp > 1:
+            sums = held.layers * (ROW_PRODUCTS * (2 if share.checkpointing else 1) + COLUMN_PRODUCTS)
+            hidden_states = ((self.hidden_states, groups.tensor),)
+            found.append(Transfer("all_reduce", hidden_states, sums))
+            if held.head and not facts.tied_embeddings:
+                logits = share.tokens * facts.vocab_size * share.compute_bytes
+                found.append(Transfer("all_gather", ((logits, groups.tensor),)))
+                found.append(Transfer("all_reduce", hidden_states))
+        if layout.sp > 1:
+            # Key and value heads are repeated until they are divisible, at most to the number of query heads.
+            keys = max(facts.kv_heads, min(layout.sp * layout.tp, facts.heads))
+            width = facts.head_dim / layout.tp * share.tokens * share.compute_bytes
+            tensors = ((facts.heads * width, groups.sequence), (keys * width, groups.sequence))
+            found.append(Transfer("all_to_all", tensors, passes * 2))
+        if layout.ep > 1:
+            dispatched = self.hidden_states * max(facts.experts_per_token, 1)
+            found.append(Transfer("all_to_all", ((dispatched, groups.expert),), 2 * passes))
+        return found
+
+    def _tied(self, found: Traffic) -> None:
+        """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
+        if self.plan.layout.pp > 1 and self.plan.model.tied_embeddings:
+            size = head_parameters(self.plan.model) / self.plan.layout.tp * self.share.gradient_bytes
+            pipe = self.groups.pipeline
+            ends = Group(2, pipe.stride * (pipe.size - 1))
+            found.step.append(Transfer("all_reduce", ((size, ends),)))
+
+    def _zero(self, held: Held, found: Traffic) -> None:
+        """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
+        stage, parallel, share = self.plan.layout.zero_stage, self.plan.recipe.parallel, self.share
+        if stage == 3:
+            # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
+            own = share.own(held)
+            again = max(0.0, own - REUSE_DISTANCE / 2) / own
+            self._fully_sharded(held, found, gathers=1 + again)
+        else:
+            (found.waited if stage == 2 else found.step).append(self._gradients("all_reduce", held))
+            if stage:
+                found.step.append(self._weights(held))
+        shard = share.own(held) / self.groups.replicas.size
+        if parallel.offload_optimizer != "none":
+            # Gradients are sent to the host as soon as they are reduced; updated weights come back.
+            gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
+            (found.waited if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
+            found.step.append(Transfer("host", ((weights, "cpu"),)))
+        if parallel.offload_param != "none":
+            found.hidden.append(Transfer("host", ((2 * shard * share.weight_bytes, parallel.offload_param),)))
+
+    def _fully_sharded(self, held: Held, found: Traffic, gathers: float) -> None:
+        """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
+        found.hidden.append(self._weights(held, gathers))
+        found.hidden.append(self._gradients("reduce_scatter", held))
+
+    def _weights(self, held: Held, times: float = 1.0) -> Transfer:
+        """Returns the all-gathers of a device's weights."""
+        return Transfer("all_gather", self._among_replicas(held, self.share.weight_bytes), times)
+
+    def _gradients(self, kind: Kind, held: Held) -> Transfer:
+        """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
+        return Transfer(kind, self._among_replicas(held, self.share.gradient_bytes))
+
+    def _among_replicas(self, held: Held, size: int) -> tuple[tuple[float, Group], ...]:
+        dense, experts = self.share.shares(held)
+        return (
+            (dense * size, self.groups.replicas),
+            *([(experts * size, self.groups.expert_replicas)] if experts else []),
+        )

@@ -1,0 +1,167 @@
+"""Computation time of a device: seconds per micro-batch of a pipeline stage, and of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llmtrain.cluster import Device
+from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
+from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
+from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
+from llmtrain.plan.stages import head_parameters
+from llmtrain.predict.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BACKWARD = 2.0
+"""Matrix products of a backward pass for each one of the forward pass; the same holds for passes over memory."""
+ATTENTION_BACKWARD = 2.5
+"""The same for a fused attention kernel, which computes the scores again (FlashAttention, arXiv 2205.14135)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters on the ranks of a stage, before tensor or expert parallelism splits them."""
+
+    layers: int
+    active: int
+    """Parameters of its layers that a token uses."""
+    parameters: int
+    """All parameters, embedding and head included."""
+    experts: int
+    """Those of `parameters` that expert parallelism distributes."""
+    head: bool
+    """Whether it has the output projection."""
+
+
+@lru_cache(maxsize=4096)
+def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[Held, ...]:
+    """Returns every stage in turn, or the whole model if there are none."""
+    if not stages:
+        outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
+        experts = _experts(facts, 0, facts.layers)
+        return (Held(facts.layers, facts.active_parameters - outside, facts.parameters, experts, head=True),)
+    found = []
+    for number, stage in enumerate(stages):
+        first, last = stage.layers[0], stage.layers[1] + 1
+        active = sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last])
+        experts = _experts(facts, first, last)
+        found.append(Held(last - first, active, stage.parameters, experts, head=number == len(stages) - 1))
+    return tuple(found)
+
+
+def _experts(facts: ModelFacts, first: int, last: int) -> int:
+    """Returns the parameters of experts in some layers: those that a token is not routed to, and its share."""
+    idle = sum(facts.layer_idle_parameters[first:last])
+    missed = facts.experts - facts.experts_per_token
+    return idle * facts.experts // missed if missed else 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a device for a micro-batch."""
+
+    forward: float
+    recompute: float
+    """Seconds of computing again: the layers' forward pass under activation checkpointing, and the head's for a loss in
+    chunks."""
+    backward: float
+
+    @property
+    def seconds(self) -> float:
+        """Sum of all parts."""
+        return self.forward + self.recompute + self.backward
+
+
+class DeviceShare:
+    """The tokens and weights of one device of a plan, independent of the device's speed."""
+
+    def __init__(self, plan: Plan) -> None:
+        recipe, layout = plan.recipe, plan.layout
+        self.facts, self.layout = plan.model, layout
+        self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / layout.sp
+        """Tokens of a micro-batch."""
+        self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
+        self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
+        self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
+        self.checkpointing = recipe.parallel.activation_checkpointing == "full"
+
+    def own(self, held: Held) -> float:
+        """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
+        return sum(self.shares(held))
+
+    def shares(self, held: Held) -> tuple[float, float]:
+        """Returns the part of `own` that all replicas hold, and the part of experts.
+
+        AutoTP does not split a tied table.
+        """
+        layout, facts = self.layout, self.facts
+        whole = head_parameters(facts) if layout.pp == 1 and facts.tied_embeddings else 0
+        dense = (held.parameters - held.experts - whole) / layout.tp + whole
+        return dense, held.experts / layout.ep / layout.tp
+
+
+class Worker(DeviceShare):
+    """A device of a plan, and the time that it needs for its share."""
+
+    def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
+        """peak: FLOP/s, and bandwidth: bytes per second, from the datasheet."""
+        super().__init__(plan)
+        self.assumed = assumed
+        self.length = plan.recipe.data.sequence_length
+        reached = REACHED.get(device.name, REACHED_ELSEWHERE)
+        self.product_rate = peak * reached.matmul
+        """FLOP/s of matrix products."""
+        self.bandwidth = bandwidth * assumed.memory
+        self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
+        self.attention_share, attention_reached = _attention(plan, assumed, reached)
+        self.attention_rate = peak * attention_reached
+        self.optimizer = plan.recipe.optim.name
+        self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
+
+    def micro_batch(self, held: Held) -> Work:
+        """Returns the time of one forward and one backward pass."""
+        facts, tp = self.facts, self.layout.tp
+        products = 2 * held.active / tp * self.tokens / self.product_rate
+        scores = 4 * held.layers * facts.heads * facts.head_dim / tp * self.length * self.attention_share
+        attention = scores * self.tokens / self.attention_rate
+        passes = self.assumed.residual_passes * held.layers * facts.hidden_size
+        passes += self.assumed.width_passes * held.active / facts.hidden_size / tp
+        memory = passes * self.tokens * self.compute_bytes / self.bandwidth
+        weights = self.own(held) * self.weight_bytes / self.bandwidth
+        floor = held.layers * self.floor
+        layers = max(products + attention + memory + weights, floor)
+        head_product, head_memory = self._head() if held.head else (0.0, 0.0)
+        # A gradient is written in the type of the weights, then added to the accumulated one.
+        accumulation = self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes) / self.bandwidth
+        backward = BACKWARD * (products + memory + weights) + ATTENTION_BACKWARD * attention
+        return Work(
+            forward=layers + head_product + head_memory / 2,
+            recompute=(layers if self.checkpointing else 0.0) + (head_product if self.loss_twice else 0.0),
+            backward=max(backward, floor) + BACKWARD * head_product + head_memory / 2 + accumulation,
+        )
+
+    def _head(self) -> tuple[float, float]:
+        """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
+        facts = self.facts
+        # Tensor parallel ranks do not split a tied table; logits are gathered, so each rank computes the whole loss.
+        split = 1 if facts.tied_embeddings else self.layout.tp
+        product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
+        return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
+
+    def update_bytes(self) -> float:
+        """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
+        moments = 1 if self.optimizer == "sgd" else 2
+        copy = self.weight_bytes if self.weight_bytes < 4 else 0
+        return 4 + 8 + 8 * moments + copy  # gradient read; master weight and moments read and written
+
+
+def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[float, float]:
+    """Returns the computed share of the T × T scores, and the share of the peak that is reached.
+
+    A causal kernel skips half. A mask of documents, which `sdpa` needs, prevents it from skipping.
+    """
+    kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.mask_documents
+    if kind == "eager":
+        return 1.0, assumed.attention_eager
+    return (1.0 if kind == "sdpa" and masks else 0.5), reached.attention

@@ -1,0 +1,61 @@
+"""The table of all rules of legality."""
+
+from collections.abc import Sequence
+
+from llmtrain.errors import Problem
+from llmtrain.plan.draft import Draft
+from llmtrain.rules import (
+    backends,
+    checkpoint,
+    expert,
+    kernels,
+    layout,
+    memory,
+    model,
+    pipeline,
+    precision,
+    tensor,
+    zero,
+)
+from llmtrain.rules.rule import ENGINE, Fault, Rule
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    *precision.RULES,
+    *zero.RULES,
+    *pipeline.RULES,
+    *tensor.RULES,
+    *expert.RULES,
+)
+"""Rules for plans that DeepSpeed does not run correctly; other engines have rules of their own."""
+
+LEGALITY: tuple[Rule, ...] = (
+    *model.RULES,
+    *kernels.RULES,
+    *layout.RULES,
+    *checkpoint.RULES,
+    *DEEPSPEED_RULES,
+    *backends.RULES,
+)
+"""Rules that do not depend on the amount of memory."""
+
+RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
+
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken"]
+
+
+def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
+    """Returns what a draft breaks: refusals, and notes on what is legal but worth knowing."""
+    asked = _asked(draft, rules)
+    refusals = [problem for rule in asked if rule.refuses for problem in rule.problems(draft)]
+    notes = [problem for rule in asked if not rule.refuses for problem in rule.problems(draft)]
+    return refusals, notes
+
+
+def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
+    """Whether no rule refuses a draft. Stops at the first refusal, since searches ask this of many drafts."""
+    return not any(rule.refuses and any(rule.check(draft)) for rule in _asked(draft, rules))
+
+
+def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
+    """Returns the rules that apply to the draft's backend."""
+    return [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]

@@ -1,0 +1,109 @@
+"""Rules for checkpoints and the evaluation: options without effect are refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.recipe import DataConfig
+from llmtrain.rules.rule import Fault, assignment, rule
+
+
+@rule(
+    "checkpoint.keeps_all",
+    "Without `keep_last`, all checkpoints are kept, so the other options have no effect.",
+    "arithmetic",
+)
+def keeps_all(draft: Draft) -> Iterator[Fault]:
+    """Refuses to keep some checkpoints longer than others if all are kept."""
+    policy = draft.recipe.checkpoint
+    if policy.keep_last is not None:
+        return
+    for field in ("keep_every_steps", "keep_best"):
+        value = getattr(policy, field)
+        if value is not None:
+            message = f"{field}={value} has no effect, since all checkpoints are kept"
+            yield Fault(f"checkpoint.{field}", message, assignment(checkpoint__keep_last=3))
+
+
+@rule(
+    "checkpoint.never_saved",
+    "Only steps after which a checkpoint is written can be kept: the multiples of `every_steps`, and the last one.",
+    "arithmetic",
+)
+def never_saved(draft: Draft) -> Iterator[Fault]:
+    """Refuses a `keep_every_steps` whose multiples are not all steps with a checkpoint."""
+    policy = draft.recipe.checkpoint
+    keep, every = policy.keep_every_steps, policy.every_steps
+    if keep is None or (every and keep % every == 0):
+        return
+    what = (
+        f"is not a multiple of every_steps={every}"
+        if every
+        else "needs every_steps, which is 0: only the last checkpoint is written"
+    )
+    fix = assignment(checkpoint__keep_every_steps=math.ceil(keep / every) * every) if every else ""
+    yield Fault("checkpoint.keep_every_steps", f"{keep} {what}", fix)
+
+
+@rule(
+    "checkpoint.never_evaluated",
+    "A checkpoint can only rank among the best if its own weights were evaluated, right after "
+    "the step of the checkpoint.",
+    "arithmetic",
+)
+def never_evaluated(draft: Draft) -> Iterator[Fault]:
+    """Refuses `keep_best` if no checkpoint but the last one coincides with an evaluation."""
+    recipe = draft.recipe
+    saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
+    if recipe.checkpoint.keep_best is None:
+        return
+    if not (saved and evaluated) or math.lcm(saved, evaluated) > recipe.train.max_steps:
+        message = (
+            f"keep_best={recipe.checkpoint.keep_best}, but no step before the last has both a checkpoint "
+            f"(every_steps={saved}) and an evaluation (evaluation.every_steps={evaluated})"
+        )
+        fix = assignment(evaluation__every_steps=saved) if saved else ""
+        yield Fault("checkpoint.keep_best", message, fix)
+
+
+DEFAULT_FRACTION = DataConfig.model_fields["eval_fraction"].default
+
+
+@rule("evaluation.never", "With `every_steps` 0, nothing is ever evaluated.", "arithmetic")
+def never(draft: Draft) -> Iterator[Fault]:
+    """Refuses evaluation options if there is no evaluation."""
+    evaluation = draft.recipe.evaluation
+    if evaluation.every_steps:
+        return
+    fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps)
+    if evaluation.sources:
+        yield Fault(
+            "evaluation.sources", "sources were given, but evaluation.every_steps is 0: there is no evaluation", fix
+        )
+    if evaluation.at_start:
+        yield Fault(
+            "evaluation.at_start", "true was given, but evaluation.every_steps is 0: there is no evaluation", fix
+        )
+
+
+@rule("evaluation.fraction", "If `evaluation.sources` are given, no training data are held out.", "arithmetic")
+def fraction(draft: Draft) -> Iterator[Fault]:
+    """Refuses a held-out fraction together with separate evaluation sources."""
+    given = draft.recipe.data.eval_fraction
+    if draft.recipe.evaluation.sources and given not in (0, DEFAULT_FRACTION):
+        message = f"{given} was given together with evaluation.sources, with which no training data are held out"
+        yield Fault("data.eval_fraction", message, assignment(data__eval_fraction=0))
+
+
+@rule("evaluation.weight", "An evaluation reads each source separately, so weights have no effect.", "arithmetic")
+def weight(draft: Draft) -> Iterator[Fault]:
+    """Refuses weights of sources that are only evaluated on."""
+    for number, source in enumerate(draft.recipe.evaluation.sources):
+        if source.weight != 1:
+            message = f"{source.weight} was given, but weights only mix the training data"
+            yield Fault(f"evaluation.sources.{number}.weight", message, "leave it out")
+
+
+RULES = (keeps_all, never_saved, never_evaluated, never, fraction, weight)

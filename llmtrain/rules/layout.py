@@ -1,0 +1,176 @@
+"""Rules for the batch and for degrees of parallelism: what they must divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.cluster import Device
+from llmtrain.plan.draft import Draft, divisors
+from llmtrain.plan.families import EXPERT_PRESETS
+from llmtrain.rules.rule import Fault, assignment, rule
+
+
+def divisors_near(number: int, value: int) -> list[int]:
+    """Returns the largest divisor of `number` up to `value` and the smallest one from `value` on."""
+    value = min(max(value, 1), number)
+    found = divisors(number)
+    return sorted({max(d for d in found if d <= value), min(d for d in found if d >= value)})
+
+
+def _nearest(number: int, value: int) -> str:
+    return " or ".join(str(divisor) for divisor in divisors_near(number, value))
+
+
+@rule(
+    "layout.world",
+    "pp × tp × sp ranks share one replica, so their product must divide the number of devices.",
+    "arithmetic",
+)
+def world(draft: Draft) -> Iterator[Fault]:
+    """Refuses degrees that do not divide the number of devices."""
+    if draft.dp:
+        return
+    parallel, cluster = draft.parallel, draft.cluster
+    equation = f"{parallel.pipeline} × {parallel.tensor} × {parallel.sequence} = {draft.model_parallel}"
+    message = (
+        f"pipeline × tensor × sequence = {equation} does not divide {cluster.nodes} × "
+        f"{cluster.devices_per_node} = {cluster.world_size} devices"
+    )
+    # Suggest changing the largest degree and keeping the others.
+    name = max(("pipeline", "tensor", "sequence"), key=lambda degree: getattr(parallel, degree))
+    rest = draft.model_parallel // getattr(parallel, name)
+    fix = f"use a multiple of {draft.model_parallel} devices"
+    if cluster.world_size % rest == 0:
+        best = divisors_near(cluster.world_size // rest, getattr(parallel, name))[0]
+        fix += f", or {assignment(**{f'parallel__{name}': best})}"
+    yield Fault(f"parallel.{name}", message, fix)
+
+
+@rule(
+    "layout.tensor_divides",
+    "A tensor parallel rank holds whole heads. If the degree does not divide the heads, AutoTP "
+    "gives some ranks more heads than others, or none at all, and all ranks wait for the slowest.",
+    "arithmetic",
+)
+def tensor_divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses a degree that does not divide the numbers of heads."""
+    degree, facts = draft.parallel.tensor, draft.facts
+    if facts is None or degree == 1:
+        return
+    for name, number in (("query heads", facts.heads), ("key and value heads", facts.kv_heads)):
+        if number % degree:
+            message = f"{degree} was given: it does not divide the model's {number} {name}"
+            yield Fault("parallel.tensor", message, f"use {_nearest(number, degree)}")
+
+
+@rule(
+    "layout.sequence_divides", "Ulysses splits the sequence across ranks, and within attention the heads.", "arithmetic"
+)
+def sequence_divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses a degree that does not divide the sequence length and the number of heads (arXiv 2309.14509)."""
+    degree, facts, length = draft.parallel.sequence, draft.facts, draft.recipe.data.sequence_length
+    if degree == 1:
+        return
+    if length % degree:
+        message = f"{degree} was given: it does not divide a sequence of {length} tokens"
+        yield Fault("parallel.sequence", message, f"use {_nearest(length, degree)}")
+    heads = facts.heads // draft.parallel.tensor if facts else 0
+    if heads % degree:
+        owners = "a tensor parallel rank's" if draft.parallel.tensor > 1 else "the model's"
+        message = f"{degree} was given: it does not divide {owners} {heads} heads"
+        yield Fault("parallel.sequence", message, f"use {_nearest(heads, degree)}")
+
+
+@rule("layout.expert", "Experts are distributed over all ranks that hold the same layers.", "arithmetic")
+def expert(draft: Draft) -> Iterator[Fault]:
+    """Refuses expert parallelism of a dense model, and degrees that divide neither experts nor ranks."""
+    degree, facts = draft.parallel.expert, draft.facts
+    if degree == 1:
+        return
+    ranks = (draft.dp or 0) * draft.parallel.tensor * draft.parallel.sequence
+    if ranks % degree:
+        message = f"{degree} was given: it does not divide data × tensor × sequence = {ranks} ranks"
+        yield Fault("parallel.expert", message, f"use {_nearest(ranks, degree)}")
+    if facts is None:
+        return
+    if not facts.experts:
+        message = f"{degree} was given, but '{facts.model_type}' has no experts"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+    elif facts.experts % degree:
+        message = f"{degree} was given: it does not divide {facts.experts} experts"
+        yield Fault("parallel.expert", message, f"use {_nearest(facts.experts, degree)}")
+    elif facts.model_type not in EXPERT_PRESETS:
+        message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+@rule("layout.tensor_node", "A tensor parallel group communicates in every layer.", "arithmetic", refuses=False)
+def tensor_node(draft: Draft) -> Iterator[Fault]:
+    """Notes tensor parallel groups that span nodes."""
+    parallel, cluster = draft.parallel, draft.cluster
+    if parallel.tensor > 1 and cluster.devices_per_node % parallel.tensor and cluster.nodes > 1:
+        message = (
+            f"groups of {parallel.tensor} devices span nodes of {cluster.devices_per_node} devices: "
+            "every layer waits for "
+        )
+        message += _links(cluster.spec)
+        fix = assignment(parallel__tensor=divisors_near(cluster.devices_per_node, parallel.tensor)[0])
+        yield Fault("parallel.tensor", message, fix)
+
+
+def _links(device: Device) -> str:
+    """Describes the links between nodes, compared with those within a node if both are known."""
+    node, network = device.node_bandwidth, device.network_bandwidth
+    if node is None or network is None:
+        return "the network"
+    return (
+        f"{network / 1e9:g} GB/s between nodes, where a node has {node / 1e9:g} GB/s ({node / network:.0f} times that)"
+    )
+
+
+@rule(
+    "batch.divides",
+    "Every replica runs the same number of equal micro-batches; a rounded accumulation trains another batch size.",
+    "arithmetic",
+)
+def divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses remainders, and suggests the nearest global and micro batch sizes that leave none."""
+    total, micro, dp = draft.recipe.batch.global_batch_size, draft.recipe.batch.micro_batch_size, draft.dp
+    if dp is None or draft.accumulation is not None:
+        return
+    per_pass = micro * dp
+    below = total // per_pass * per_pass
+    totals = [size for size in (below, below + per_pass) if size]
+    message = (
+        f"global_batch_size = micro_batch_size × accumulation × dp has no whole solution: "
+        f"{total} = {micro} × {total / per_pass:g} × {dp}; nearest global batch sizes: {_or(totals)}"
+    )
+    fixes = [assignment(batch__global_batch_size=min(totals, key=lambda size: abs(size - total)))]
+    micros = _nearest_micro(total, micro, dp)
+    if micros:
+        message += f"; or at {total}, micro batch sizes: {_or(micros)}"
+        fixes.append(assignment(batch__micro_batch_size=min(micros, key=lambda size: abs(size - micro))))
+    yield Fault("batch.global_batch_size", message, ", or ".join(fixes))
+
+
+def _nearest_micro(total: int, micro: int, dp: int) -> list[int]:
+    """Returns the nearest divisors of a replica's batch: the largest up to `micro` and the smallest from it on."""
+    if total % dp:
+        return []
+    share = total // dp
+    sizes = divisors(share)
+    return [*[size for size in sizes if size <= micro][-1:], *[size for size in sizes if size >= micro][:1]]
+
+
+def _or(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)
+
+
+RULES = (
+    world,
+    tensor_divides,
+    sequence_divides,
+    expert,
+    tensor_node,
+    divides,
+)

@@ -1,0 +1,224 @@
+"""Rules for the sizes of the model, compared with the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import COMPUTE_DTYPE, Draft
+from llmtrain.plan.kernels import needs_whole_loss
+from llmtrain.recipe import TrainedTokenizer
+from llmtrain.rules.rule import Fault, assignment, rule
+
+MIXES_DOCUMENTS = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "biogpt",
+        "cpmant",
+        "deepseek_v4",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "inkling_text",
+        "jamba",
+        "kimi_linear",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "openai-gpt",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "qwen4_exp_text",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
+"""Families that let packed documents influence each other (`docs/reference/families_documents.md`).
+
+Their recurrences, convolutions or custom masks do.
+"""
+NAMED = 3
+"""The number of parameters that a message lists."""
+EXPERT_ROW_BYTES = 16
+"""Rows of the experts' matrices must be multiples of this many bytes."""
+
+
+@rule("model.vocabulary", "A token without a row in the embedding is an index out of range.", "arithmetic")
+def vocabulary(draft: Draft) -> Iterator[Fault]:
+    """Refuses an embedding smaller than the tokenizer that the recipe trains."""
+    tokenizer, facts = draft.recipe.data.tokenizer, draft.facts
+    if facts is None or not isinstance(tokenizer, TrainedTokenizer) or facts.vocab_size >= tokenizer.vocab_size:
+        return
+    message = f"the model has {facts.vocab_size} embedding rows for a tokenizer of {tokenizer.vocab_size} tokens"
+    fix = assignment(data__tokenizer__vocab_size=facts.vocab_size)
+    yield Fault("data.tokenizer.vocab_size", message, fix)
+
+
+@rule(
+    "model.pretrained_tokenizer",
+    "Pretrained weights only work with the token ids of their own tokenizer.",
+    "arithmetic",
+)
+def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
+    """Refuses to train a new tokenizer for pretrained weights."""
+    model, tokenizer = draft.recipe.model, draft.recipe.data.tokenizer
+    if model.pretrained is not None and isinstance(tokenizer, TrainedTokenizer):
+        message = "a tokenizer would be trained, but pretrained weights need the one they were trained with"
+        yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
+
+
+@rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
+def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
+    """Refuses a chunked loss if the engine needs all logits."""
+    loss = draft.recipe.kernels.loss
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
+        yield Fault("kernels.loss", f"{loss} was given, but {why}", assignment(kernels__loss="whole"))
+
+
+@rule("model.positions", "A table of learned positions has no row beyond its end.", "arithmetic")
+def positions(draft: Draft) -> Iterator[Fault]:
+    """Refuses sequences longer than the table of learned positions."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = f"{length} was given, but '{facts.model_type}' has {facts.max_positions} positions"
+        yield Fault("data.sequence_length", message, assignment(data__sequence_length=facts.max_positions))
+
+
+@rule("model.rotary_length", "A checkpoint declares the length that it was trained for.", "arithmetic", refuses=False)
+def rotary_length(draft: Draft) -> Iterator[Fault]:
+    """Notes sequences longer than the configuration declares; rotary positions continue beyond it."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
+        message = f"{length} exceeds max_position_embeddings = {facts.max_positions}, which the export will declare"
+        yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
+
+
+@rule(
+    "model.rotary_follows",
+    "The frequencies depend on the longest position of each forward pass, so a run would depend on its micro-batches.",
+    "run",
+)
+def rotary_follows(draft: Draft) -> Iterator[Fault]:
+    """Refuses `dynamic` rotary embeddings beyond the declared length, and `longrope` beyond its original length."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is None or facts.rotary_follows is None or length <= facts.rotary_follows[1]:
+        return
+    kind, fixed = facts.rotary_follows
+    message = (
+        f"{length} was given: beyond {fixed} positions the frequencies of rope_type '{kind}' depend "
+        "on the longest document of each forward pass, so every micro-batch would train another model"
+    )
+    fixes = [assignment(data__sequence_length=fixed)] if fixed else []
+    if "dynamic" in kind:
+        fixes.append(assignment(model__config__max_position_embeddings=length))
+    fixes.append("a rope_type with fixed frequencies, such as 'yarn', 'linear' or 'llama3'")
+    yield Fault("data.sequence_length", message, ", or ".join(fixes))
+
+
+@rule(
+    "model.without_gradient",
+    "Plain PyTorch leaves a parameter without a gradient as it is. ZeRO and pipelines reduce "
+    "zeros for it and apply weight decay; DistributedDataParallel waits for its gradient.",
+    "run",
+)
+def without_gradient(draft: Draft) -> Iterator[Fault]:
+    """Refuses trainable parameters of a custom model that the loss does not depend on."""
+    names = draft.facts.without_gradient if draft.facts is not None else ()
+    if names and draft.parallel.backend != "data_parallel":
+        named = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+        message = (
+            f"the loss does not depend on {named}: strategies would disagree on whether weight decay applies to them"
+        )
+        yield Fault(
+            "model.pretrained", message, "remove them, or call requires_grad_(False) on them in the model's code"
+        )
+
+
+@rule(
+    "data.documents_mixed",
+    "A recurrence or a convolution carries state from one packed document to the next, whatever the attention mask.",
+    "run",
+    refuses=False,
+)
+def documents_mixed(draft: Draft) -> Iterator[Fault]:
+    """Notes families in which documents influence each other although `data.mask_documents` is set."""
+    facts = draft.facts
+    if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.mask_documents:
+        message = (
+            f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask"
+        )
+        yield Fault("data.mask_documents", message, assignment(data__mask_documents="false"))
+
+
+@rule(
+    "model.attention_device",
+    "Flash attention kernels need a GPU, and torch has no backward pass of FlexAttention for CPUs.",
+    "run",
+)
+def attention_device(draft: Draft) -> Iterator[Fault]:
+    """Refuses GPU kernels on a CPU."""
+    attention = draft.recipe.model.attention_kernel
+    if draft.cluster.spec.on_cpu and attention.startswith("fl"):
+        fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
+        yield Fault("model.attention", f"'{attention}' was given, which does not train on CPUs", fix)
+
+
+@rule("model.attention_precision", "The kernels compute in 16 bits only; autocast is enough.", "read")
+def attention_precision(draft: Draft) -> Iterator[Fault]:
+    """Refuses fp32 for kernels without fp32. On a CPU `varlen` computes document by document, in any data type."""
+    attention, computed = draft.recipe.model.attention_kernel, COMPUTE_DTYPE[draft.parallel.precision]
+    takes_less = attention == "varlen" or attention.startswith("flash")
+    if takes_less and computed == "fp32" and not draft.cluster.spec.on_cpu:
+        message = (
+            f"'{attention}' was given with {draft.parallel.precision}, but its kernel computes in bf16 or fp16 only"
+        )
+        fix = f"{assignment(parallel__precision='bf16')}, or {assignment(model__attention='sdpa')}"
+        yield Fault("model.attention", message, fix)
+
+
+@rule(
+    "model.experts_aligned",
+    "torch's grouped matrix products, which compute the experts, need rows that are multiples of 16 bytes.",
+    "run",
+)
+def experts_aligned(draft: Draft) -> Iterator[Fault]:
+    """Refuses experts whose width is not a multiple of 16 bytes on each rank (`torch._grouped_mm`)."""
+    facts, parallel = draft.facts, draft.parallel
+    if facts is None or facts.weights is None:
+        return
+    step = EXPERT_ROW_BYTES // (4 if draft.weight_dtype == "fp32" else 2)
+    # Tensor parallel ranks only share the experts' widths within pipeline stages.
+    ranks = parallel.tensor if parallel.pipeline > 1 else 1
+    weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
+    widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
+    uneven = sorted(width for width in widths if width % step)
+    if uneven:
+        told = " and ".join(str(width) for width in uneven)
+        message = (
+            f"experts of width {told} are not a multiple of {step} {draft.weight_dtype} numbers "
+            f"({EXPERT_ROW_BYTES} bytes)"
+        )
+        yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")
+
+
+RULES = (
+    vocabulary,
+    pretrained_tokenizer,
+    positions,
+    rotary_length,
+    rotary_follows,
+    without_gradient,
+    documents_mixed,
+    attention_device,
+    attention_precision,
+    experts_aligned,
+    loss_in_chunks,
+)

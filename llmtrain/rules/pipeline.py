@@ -1,0 +1,122 @@
+"""Rules for what the pipeline engine does not support, or silently computes wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft, divisors
+from llmtrain.rules.rule import Fault, assignment, rule
+
+
+@rule(
+    "pipeline.zero_stage",
+    "The pipeline engine asserts ZeRO stage 0 or 1, after launch; at stage 0 it clips by the "
+    "norm of the first pipeline stage alone.",
+    "run",
+)
+def zero_stage(draft: Draft) -> Iterator[Fault]:
+    """Refuses ZeRO 2 and 3 under pipelines, and ZeRO 0 in fp32 with clipping, which would not use the whole norm."""
+    parallel, clip = draft.parallel, draft.recipe.optim.clip_grad_norm
+    if parallel.pipeline == 1:
+        return
+    if parallel.zero_stage >= 2:
+        message = f"{parallel.zero_stage} was given: pipeline stages keep whole gradients, so at most ZeRO 1 works"
+        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
+    if parallel.zero_stage == 0 and clip:
+        message = (
+            f"0 was given with clip_grad_norm = {clip:g}: it would clip by the norm of the first pipeline stage alone"
+        )
+        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=1))
+
+
+@rule("pipeline.layers", "A stage without a layer has nothing to run.", "arithmetic")
+def layers(draft: Draft) -> Iterator[Fault]:
+    """Refuses more stages than layers."""
+    degree, facts = draft.parallel.pipeline, draft.facts
+    if facts is not None and degree > facts.layers:
+        message = f"{degree} was given: the model has {facts.layers} layers"
+        yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=facts.layers))
+
+
+@rule("pipeline.chain", "A stage is a part of one sequence of decoder layers.", "arithmetic")
+def chain(draft: Draft) -> Iterator[Fault]:
+    """Refuses models without a single list of decoder layers."""
+    if draft.parallel.pipeline > 1 and draft.facts is not None and not draft.facts.layer_parameters:
+        message = (
+            f"{draft.parallel.pipeline} was given, but '{draft.facts.model_type}' has no single list of decoder layers"
+        )
+        yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=1))
+
+
+@rule(
+    "pipeline.autocast_fp16",
+    "The backward pass of the pipeline engine does not apply autocast's loss scale, and the "
+    "scaler fails at the first step.",
+    "run",
+)
+def autocast_fp16(draft: Draft) -> Iterator[Fault]:
+    """Refuses fp16 autocast under pipelines."""
+    if draft.parallel.pipeline > 1 and draft.parallel.precision == "autocast_fp16":
+        message = "'autocast_fp16' was given, whose loss scale the pipeline engine does not apply"
+        yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
+
+
+@rule(
+    "pipeline.tied_accumulation",
+    "Gradients that are accumulated in separate buffers skip the reduction of tied weights: the copies drift apart.",
+    "run",
+)
+def tied_accumulation(draft: Draft) -> Iterator[Fault]:
+    """Refuses tied embeddings with gradients in another data type, unless the bf16 optimizer reduces them."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.pipeline == 1 or facts is None or not facts.tied_embeddings:
+        return
+    if draft.weight_dtype == parallel.grad_accum_dtype:
+        return
+    takes_them = parallel.precision == "bf16" and parallel.zero_stage == 1 and parallel.offload_optimizer == "none"
+    if not takes_them:
+        message = (
+            f"'{parallel.grad_accum_dtype}' was given for {parallel.precision} weights: the copies of the tied "
+            "embedding on the first and the last stage would drift apart"
+        )
+        yield Fault("parallel.grad_accum_dtype", message, assignment(parallel__grad_accum_dtype=draft.weight_dtype))
+
+
+MOST_IDLE = 0.2
+"""Fraction of the time that a pipeline may idle without a note."""
+
+
+@rule("pipeline.bubble", "1F1B idles (p−1)/(m+p−1) of the time.", "arithmetic", refuses=False)
+def bubble(draft: Draft) -> Iterator[Fault]:
+    """Notes pipelines that idle more than `MOST_IDLE` of the time. With one micro-batch, one stage works at a time."""
+    stages, micro_batches = draft.parallel.pipeline, draft.accumulation
+    if stages == 1 or micro_batches is None:
+        return
+    idle = (stages - 1) / (micro_batches + stages - 1)
+    if idle <= MOST_IDLE:
+        return
+    one = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    message = (
+        f"{one} per step in {stages} stages: each stage idles ({stages} − 1) / ({micro_batches} + "
+        f"{stages} − 1) = {idle:.0%} of the time"
+    )
+    if micro_batches == 1:
+        message += ", since only one stage works at a time"
+    yield Fault("parallel.pipeline", message, _less_idle(draft))
+
+
+def _less_idle(draft: Draft) -> str:
+    """Suggests the largest micro-batch size that keeps the idle time within `MOST_IDLE`, else a global batch size."""
+    assert draft.dp is not None, "there are micro-batches"
+    stages, batch = draft.parallel.pipeline, draft.recipe.batch
+    needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
+    share = batch.global_batch_size // draft.dp
+    smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
+    if smaller is not None:
+        return f"{assignment(batch__micro_batch_size=smaller)} gives {share // smaller} micro-batches"
+    larger = assignment(batch__global_batch_size=needed * draft.dp, batch__micro_batch_size=1)
+    return f"{needed} micro-batches need {larger}, or use fewer stages"
+
+
+RULES = (zero_stage, layers, chain, autocast_fp16, tied_accumulation, bubble)

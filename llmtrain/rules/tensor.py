@@ -1,0 +1,107 @@
+"""Rules for tensor parallelism: the families that DeepSpeed's AutoTP splits correctly, and those that llmtrain splits
+within pipeline stages, by the plan that a family of `transformers` declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.rules.rule import Fault, assignment, rule
+
+_SLICED = (
+    "afmoe arcee aria_text axk1 axk2 bailing_hybrid beam cohere cohere2 cohere2_moe cohere_compass_text cwm "
+    "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
+    "flint gemma gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa "
+    "gpt_neox granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
+    "hunyuan_v1_moe hy_v3 hy_v4 hyperclovax jais2 jamba kimi_linear kolibri1 laguna lfm2_moe llama mellum "
+    "mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat "
+    "nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 "
+    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text seed_oss smollm3 solar_open starcoder2 "
+    "vaultgemma youtu"
+)
+SLICED_FAMILIES = frozenset(_SLICED.split())
+"""Model types that give correct results on two ranks: those in `docs/reference/families_slices.md`."""
+
+
+@rule(
+    "pipeline.tensor_family",
+    "Within stages, modules are split by the family's own tp_plan; without one, or with one "
+    "that loses a gradient, the model would compute something else.",
+    "run",
+)
+def sliced_family(draft: Draft) -> Iterator[Fault]:
+    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_slices.md`)."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
+        return
+    if facts.model_type not in SLICED_FAMILIES:
+        message = (
+            f"{parallel.tensor} was given, but '{facts.model_type}' cannot be split correctly within pipeline stages"
+        )
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+
+
+@rule(
+    "pipeline.tensor_divides",
+    "Within stages, each tensor parallel rank holds an equal part of every split weight; the "
+    "engine's own AutoTP, without stages, supports uneven parts.",
+    "run",
+)
+def divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses feed-forward layers and experts whose width is not a multiple of the degree."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None or facts.weights is None:
+        return
+    rows = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
+    uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
+    if uneven:
+        widths = " and ".join(str(width) for width in uneven)
+        message = f"{parallel.tensor} was given: it does not divide the width {widths} of feed-forward layers"
+        yield Fault(
+            "parallel.tensor", message, f"{assignment(parallel__tensor=1)}, or {assignment(parallel__pipeline=1)}"
+        )
+
+
+_WORK = (
+    "arcee biogpt cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
+    "gemma4_unified_text gpt_neo gpt_neox gpt_neox_japanese gptj granite helium hrm_text hyperclovax jais2 llama "
+    "ministral ministral3 mistral nanochat nemotron olmo opt phi qwen2 qwen3 qwen3_5_text seed_oss smollm3 stablelm "
+    "starcoder2 vaultgemma xglm youtu"
+)
+TENSOR_FAMILIES = frozenset(_WORK.split())
+"""Model types that give correct results when split in two: those that work in `docs/reference/families_tensor.md`."""
+
+EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
+"""Mixtures of experts whose attention is split correctly by the names of its projections while experts are distributed.
+"""
+
+
+@rule(
+    "tensor.family",
+    "AutoTP splits what a family's tp_plan or the names of its modules suggest; for most "
+    "families it fails, or the model computes something else.",
+    "run",
+)
+def family(draft: Draft) -> Iterator[Fault]:
+    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_tensor.md`)."""
+    degree, facts = draft.parallel.tensor, draft.facts
+    if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages, llmtrain splits the model itself
+        return
+    if draft.parallel.expert > 1:
+        if facts.experts and facts.model_type not in EXPERT_TENSOR_FAMILIES:
+            message = (
+                f"{degree} was given, but the attention of '{facts.model_type}' has projections other than "
+                "q, k, v and o"
+            )
+            yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+    elif facts.model_type not in TENSOR_FAMILIES:
+        message = f"{degree} was given, but the engine cannot split '{facts.model_type}' correctly"
+        fix = assignment(parallel__tensor=1)
+        if facts.model_type in SLICED_FAMILIES:
+            message += "; within pipeline stages llmtrain splits it itself, correctly"
+            fix += f", or {assignment(parallel__pipeline=2)}"
+        yield Fault("parallel.tensor", message, fix)
+
+
+RULES = (family, sliced_family, divides)

@@ -1,0 +1,75 @@
+"""Rules for ZeRO stages and offload. The engine silently ignores what a stage does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmtrain.plan.draft import Draft
+from llmtrain.rules.rule import Fault, assignment, rule
+
+
+@rule("zero.offload_optimizer_stage", "Without ZeRO nothing is sharded, and offload is ignored.", "run")
+def offload_optimizer_stage(draft: Draft) -> Iterator[Fault]:
+    """Refuses optimizer offload at ZeRO 0."""
+    parallel = draft.parallel
+    if parallel.offload_optimizer != "none" and parallel.zero_stage == 0:
+        message = f"'{parallel.offload_optimizer}' was given, but at ZeRO 0 the optimizer states stay on the device"
+        yield Fault("parallel.offload_optimizer", message, assignment(parallel__zero_stage=1))
+
+
+@rule("zero.offload_param_stage", "Only ZeRO 3 shards parameters; at other stages parameter offload is ignored.", "run")
+def offload_param_stage(draft: Draft) -> Iterator[Fault]:
+    """Refuses parameter offload below ZeRO 3."""
+    parallel = draft.parallel
+    if parallel.offload_param != "none" and parallel.zero_stage < 3:
+        message = (
+            f"'{parallel.offload_param}' was given, but at ZeRO {parallel.zero_stage} parameters stay on the device"
+        )
+        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_param='none')}"
+        yield Fault("parallel.offload_param", message, fix)
+
+
+@rule("zero.nvme_stage", "Only ZeRO 3 offloads to disk; stages 1 and 2 silently use host memory instead.", "run")
+def nvme_stage(draft: Draft) -> Iterator[Fault]:
+    """Refuses NVMe offload of the optimizer at ZeRO 1 and 2."""
+    parallel = draft.parallel
+    if parallel.offload_optimizer == "nvme" and parallel.zero_stage in (1, 2):
+        message = f"'nvme' was given, but ZeRO {parallel.zero_stage} would keep the states in host memory instead"
+        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_optimizer='cpu')}"
+        yield Fault("parallel.offload_optimizer", message, fix)
+
+
+@rule("zero.nvme_path", "A folder without NVMe offload, or NVMe offload without a folder, is a mistake.", "run")
+def nvme_path(draft: Draft) -> Iterator[Fault]:
+    """Refuses NVMe offload without its folder, and the folder without NVMe offload."""
+    parallel = draft.parallel
+    wanted = "nvme" in (parallel.offload_optimizer, parallel.offload_param)
+    if wanted and not parallel.nvme_path:
+        message = "is required for nvme offload: name a folder on a local disk of each node"
+        yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="/local_nvme"))
+    if parallel.nvme_path and not wanted:
+        message = f"'{parallel.nvme_path}' was given, but nothing is offloaded to nvme"
+        yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
+
+
+@rule(
+    "zero.expert",
+    "Only the engine for whole models distributes experts, and it refuses offload together with tensor parallelism.",
+    "run",
+)
+def expert(draft: Draft) -> Iterator[Fault]:
+    """Refuses what expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`)."""
+    parallel = draft.parallel
+    if parallel.expert == 1:
+        return
+    offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    if parallel.tensor > 1 and offloads:
+        message = f"{parallel.expert} was given: with tensor parallelism the engine's experts support no offload"
+        fix = f"{assignment(parallel__tensor=1)}, or no offload"
+        yield Fault("parallel.expert", message, fix)
+    if parallel.pipeline > 1:
+        message = f"{parallel.expert} was given: the pipeline engine has no expert groups"
+        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
+
+
+RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert)

@@ -1,0 +1,1 @@
+"""The ranks of a run: their devices, process groups, collectives and host memory."""

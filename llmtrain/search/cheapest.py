@@ -1,0 +1,93 @@
+"""The cheapest ways to make a run fit, by predicted speed; the refusal of a plan that is too large suggests them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.predict import lacking, memory_of
+from llmtrain.predict.parts import readable
+from llmtrain.predict.time import StepTime
+from llmtrain.recipe import Recipe
+from llmtrain.search.nearest import MOST, as_arguments
+from llmtrain.search.room import Room
+from llmtrain.search.search import changes_of, timed_plans
+from llmtrain.search.variants import Fields
+
+EQUAL = 0.05
+"""Predicted speeds that differ by less count as equal, and the plan with fewer changes is preferred: predictions are
+not more accurate than this (`docs/guides/time.md`)."""
+MOST_DEVICES = 1024
+"""With more devices the search takes longer than a user should wait for a refusal."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan that fits."""
+
+    changes: Fields
+    """The changed fields of the recipe."""
+    plan: Plan
+    time: StepTime
+
+    @property
+    def arguments(self) -> str:
+        """Returns the `--set` arguments to paste."""
+        return as_arguments(self.changes)
+
+    @property
+    def figures(self) -> str:
+        """Returns the predicted speed and memory of the plan."""
+        memory, said = memory_of(self.plan), f"{self.time.tokens_per_second:,.0f} tokens/s predicted"
+        if memory is None:
+            return said
+        host = max(stage.host for stage in memory.stages)
+        on_host = f" and {readable(host)} of host memory per rank" if host else ""
+        return f"{said}, {readable(memory.needed)}{on_host}"
+
+
+def cheapest_ways(recipe: Recipe, cluster: Cluster, facts: ModelFacts, most: int = MOST) -> list[Way]:
+    """Returns the fastest legal plans that fit; if possible, no two change the same fields.
+
+    The model, the data and the global batch stay. Empty if nothing fits, if the devices' speed is unknown, and for very
+    large clusters.
+    """
+    if cluster.world_size > MOST_DEVICES:
+        return []
+    ranked = [
+        (Way(changes_of(recipe, fields), assemble(draft), time), draft)
+        for time, fields, draft in timed_plans(recipe, cluster, facts)
+    ]
+    room, found = Room(lacking), list[Way]()
+    for like in (_changes_the_same, _goes_further, Way.__eq__):  # each further way has fewer conditions to meet
+        for fastest, draft in ranked:
+            if len(found) == most:
+                break
+            if fastest.changes and not any(like(fastest, one) for one in found) and room.has(draft):
+                others = [one for one in ranked if not any(like(one[0], known) for known in found)]
+                found.append(_simplest(fastest, others, room))
+    return sorted(found, key=lambda way: -way.time.tokens_per_second)
+
+
+def _simplest(fastest: Way, others: list[tuple[Way, Draft]], room: Room) -> Way:
+    """Returns the way with the fewest changes among those that are as fast as `fastest`."""
+    enough = (1 - EQUAL) * fastest.time.tokens_per_second
+    simpler = [
+        one
+        for one in others
+        if one[0].time.tokens_per_second >= enough and 0 < len(one[0].changes) < len(fastest.changes)
+    ]
+    simpler.sort(key=lambda one: len(one[0].changes))
+    return next((way for way, draft in simpler if room.has(draft)), fastest)
+
+
+def _changes_the_same(way: Way, known: Way) -> bool:
+    """Whether a way changes all the fields that another one changes, which is equally fast, or nearly."""
+    return known.changes.keys() <= way.changes.keys()
+
+
+def _goes_further(way: Way, known: Way) -> bool:
+    """Whether a way is another one with additional changes."""
+    return known.changes.items() <= way.changes.items()

@@ -1,0 +1,127 @@
+"""Enumerates all ways to split a recipe's work over a few devices: those that run here, and the refused ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.draft import divisors
+from llmtrain.plan.installed import check_runnable, is_installed
+from llmtrain.plan.plan import Plan
+from llmtrain.recipe import Recipe
+from llmtrain.rules.resolve import resolve
+from llmtrain.search.variants import (
+    DEGREES,
+    MICRO_BATCH,
+    NVME_PATH,
+    OFFLOADS,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    ZERO_STAGE,
+    Fields,
+    changed,
+    degrees,
+    micro_batches,
+    offload_name,
+    stores,
+)
+
+SHORT = dict(zip(DEGREES, ("pp", "tp", "sp", "ep"), strict=True))
+"""Degree → its abbreviation in a candidate's name."""
+BACKENDS = {
+    "ddp": ("accelerate", "ddp", 0),
+    "fsdp2": ("accelerate", "fsdp2", 3),
+    "fsdp2-zero2": ("accelerate", "fsdp2", 2),
+    **{f"accelerate-zero{stage}": ("accelerate", "deepspeed", stage) for stage in range(4)},
+    "horovod": ("horovod", "ddp", 0),
+    "data_parallel": ("data_parallel", "ddp", 0),
+}
+"""Part of a candidate's name → backend, strategy of accelerate, and ZeRO stage."""
+
+
+@dataclass(frozen=True)
+class NamedPlan:
+    """A candidate that runs."""
+
+    name: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that does not run, and the first rule that it breaks."""
+
+    name: str
+    problem: Problem
+
+
+def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tuple[str, Recipe, Cluster]]:
+    """Yields every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
+
+    World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
+    with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
+    stage supports it; so are the other backends, if they are installed. Examples of names: `dp2-zero1-acc4-offload`,
+    `dp2-fsdp2-acc4`.
+    """
+    recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
+    for world in divisors(nproc):
+        cluster = Cluster(devices_per_node=world, device=device)
+        for split, stored in itertools.product(degrees(world), stores(recipe)):
+            dp = world // (split[PIPELINE] * split[TENSOR] * split[SEQUENCE])
+            offload = offload_name(*(stored[field] for field in OFFLOADS))
+            if offload and max(split.values()) > 1:
+                continue
+            for micro in _micro_batches(recipe, dp):
+                accumulation = recipe.batch.global_batch_size // (dp * micro)
+                name = _name(dp, split, stored[ZERO_STAGE], accumulation, offload)
+                yield name, recipe.with_(**split, **stored, **{MICRO_BATCH: micro}), cluster
+        for name, candidate in _replicated(recipe, world):
+            yield name, candidate, cluster
+
+
+def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[Refused]]:
+    """Returns the candidates that this version can train, and the others."""
+    plans, refused = [], []
+    for name, candidate, cluster in candidates(recipe, nproc, device):
+        try:
+            plan = resolve(candidate, cluster)
+            check_runnable(plan)
+        except RecipeError as error:
+            refused.append(Refused(name, error.problems[0]))
+        else:
+            plans.append(NamedPlan(name, plan))
+    return plans, refused
+
+
+def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
+    """Yields data parallelism over all devices with the other backends that are installed."""
+    whole = dict.fromkeys(DEGREES, 1) | dict.fromkeys(OFFLOADS, "none")
+    for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
+        if not is_installed(backend):
+            continue
+        fields = whole | {
+            "parallel.backend": backend,
+            "parallel.accelerate": strategy,
+            ZERO_STAGE: stage,
+            MICRO_BATCH: micro,
+        }
+        yield f"dp{world}-{name}-acc{recipe.batch.global_batch_size // (world * micro)}", recipe.with_(**fields)
+
+
+def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
+    """Returns a replica's whole share, and a smaller size: the recipe's if it divides the share, else 1.
+
+    One smaller size is enough. The whole share makes one micro-batch per step.
+    """
+    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
+    several = own if own in sizes[:-1] else 1
+    return sorted({several, *sizes[-1:]} & {*sizes}, reverse=True)
+
+
+def _name(dp: int, split: Fields, stage: int, accumulation: int, suffix: str) -> str:
+    parts = [f"dp{dp}", *(f"{SHORT[field]}{degree}" for field, degree in split.items() if degree > 1)]
+    return "-".join(filter(None, [*parts, f"zero{stage}", f"acc{accumulation}", suffix]))

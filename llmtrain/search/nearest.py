@@ -1,0 +1,183 @@
+"""The legal plans nearest to a refused one: the same run on the same devices, with another layout or storage."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan.draft import Draft, divisors
+from llmtrain.plan.installed import check_runnable
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.plan import ModelFacts
+from llmtrain.recipe import Recipe
+from llmtrain.rules import broken
+from llmtrain.rules.resolve import assemble, resolve
+from llmtrain.search.variants import DEGREES, MICRO_BATCH, Fields, changed, choices, value_of
+
+MOST = 3
+"""Number of suggestions."""
+TRIALS = 1_500
+"""Variants that are tried, about 50 µs each."""
+PATIENCE_S = 1.5
+"""Seconds after which no further variant is tried: a model with thousands of layers takes long for each."""
+
+WIDTH = 8
+"""Values of one field that are tried."""
+
+WEIGHTS = {
+    # Changes of the layout only come first, then those that cost time, then those that change the results.
+    MICRO_BATCH: 0.5,
+    "parallel.zero_stage": 0.75,
+    **dict.fromkeys(DEGREES, 1.0),
+    "parallel.activation_checkpointing": 1.0,
+    "parallel.nvme_path": 0.5,
+    "parallel.offload_optimizer": 1.5,
+    "parallel.offload_param": 1.5,
+    "parallel.grad_accum_dtype": 2.0,
+    "parallel.precision": 3.0,
+    "parallel.backend": 3.0,
+}
+"""Fields that may be changed → distance of one change."""
+RELATED = {
+    # Fields that lower the memory of a rank.
+    "parallel": (
+        MICRO_BATCH,
+        "parallel.zero_stage",
+        "parallel.activation_checkpointing",
+        *DEGREES,
+        "parallel.offload_optimizer",
+        "parallel.offload_param",
+    ),
+    "batch.global_batch_size": (MICRO_BATCH, *DEGREES[:3]),
+    "parallel.grad_accum_dtype": ("parallel.precision", "parallel.offload_optimizer"),
+    "parallel.nvme_path": ("parallel.offload_optimizer", "parallel.offload_param"),
+}
+"""Fields that a rule reports → other fields that it depends on."""
+
+
+def nearest_plans(
+    recipe: Recipe, cluster: Cluster, forced: Mapping[str, Any] | None = None, most: int = MOST
+) -> tuple[str, ...]:
+    """Returns changes that make a refused recipe legal on its cluster, nearest first, as `--set` arguments to paste.
+
+    The model, the data and the global batch stay. forced: changes that every suggestion has to make. Empty if no layout
+    helps, or if the recipe has none.
+    """
+    try:
+        facts = model_facts(recipe.model, recipe.vocab_size)
+    except RecipeError:
+        return ()
+    return tuple(as_arguments(fields) for fields in search(recipe, cluster, facts, dict(forced or {}), most))
+
+
+def search(recipe: Recipe, cluster: Cluster, facts: ModelFacts, forced: Fields, most: int = MOST) -> list[Fields]:
+    """Returns the changes themselves, by increasing distance.
+
+    A legal plan differs in at least one field that a broken rule depends on. A variant is thus changed further only in
+    the fields of one of its broken rules: the one with the fewest possible changes.
+    """
+    values = _values(recipe, cluster)
+    order = itertools.count()  # among equally distant variants the earlier one goes first
+    queue: list[tuple[float, int, Fields]] = [(0.0, next(order), forced)]
+    seen: set[frozenset[tuple[str, Any]]] = set()
+    found: list[Fields] = []
+    deadline = time.monotonic() + PATIENCE_S
+    for _ in range(TRIALS):
+        if not queue or len(found) == most or time.monotonic() > deadline:
+            break
+        distance, _, changes = heapq.heappop(queue)
+        if any(one.items() <= changes.items() for one in found):
+            continue  # a legal plan with needless further changes
+        draft = Draft(changed(recipe, changes), cluster, facts)
+        named = _named(draft)
+        if not named and changes and _resolves(recipe, cluster, facts, changes):
+            found.append(changes)
+        ways = ([*_ways(draft, field, values, changes)] for field in named)
+        for field, value in min(ways, key=len, default=[]):
+            further = {**changes, field: value}
+            key = frozenset(further.items())
+            if key not in seen:
+                seen.add(key)
+                far = distance + _distance(field, value_of(recipe, field), value)
+                heapq.heappush(queue, (far, next(order), further))
+    return found
+
+
+def _named(draft: Draft) -> list[str]:
+    """Returns the fields that broken rules report, each once; without any, those that this version cannot train."""
+    problems = broken(draft)[0]
+    if not problems:
+        try:
+            check_runnable(assemble(draft))
+        except RecipeError as error:
+            problems = list(error.problems)
+    return list(dict.fromkeys(problem.field for problem in problems))
+
+
+def _ways(
+    draft: Draft, named: str, values: Mapping[str, tuple[Any, ...]], changes: Fields
+) -> Iterator[tuple[str, Any]]:
+    """Yields changes that may satisfy a rule which reports a field: of it, and of those that most rules depend on."""
+    fields = [named] if named in WEIGHTS else []
+    fields += [
+        *RELATED.get(named, ()),
+        "parallel.zero_stage",
+        *(field for field in DEGREES if value_of(draft.recipe, field) > 1),
+    ]
+    for field in dict.fromkeys(fields):
+        if field not in changes:
+            present = value_of(draft.recipe, field)
+            others = [value for value in values[field] if value != present]
+            others.sort(key=lambda value: _distance(field, present, value))
+            # Distant values are left out, except for a degree of 1.
+            near = others[:WIDTH] if 1 in others[:WIDTH] or field not in DEGREES else [*others[:WIDTH], 1]
+            yield from ((field, value) for value in near if value != present)
+
+
+def _values(recipe: Recipe, cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+    """Returns the values that each field may have."""
+    sizes = {
+        **dict.fromkeys(DEGREES, divisors(cluster.world_size)),
+        MICRO_BATCH: divisors(recipe.batch.global_batch_size),
+    }
+    return {field: sizes[field] if field in sizes else choices(recipe)[field] for field in WEIGHTS}
+
+
+def _distance(field: str, present: Any, value: Any) -> float:
+    """Returns the distance of two values: for numbers by their ratio, for ZeRO stages by their difference."""
+    steps = 1.0
+    if field == "parallel.zero_stage":
+        steps = abs(value - present)
+    elif isinstance(value, int):
+        steps += abs(math.log2(value / present))
+    return WEIGHTS[field] * steps
+
+
+def _resolves(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields) -> bool:
+    """Whether a suggestion resolves to a plan when a user pastes it."""
+    try:
+        resolve(recipe.with_(**fields), cluster, facts)
+    except RecipeError:
+        return False
+    return True
+
+
+def as_arguments(fields: Fields) -> str:
+    """Formats changes as `--set` arguments to paste."""
+    return " ".join(f"--set {field}={_text(value)}" for field, value in _sorted(fields))
+
+
+def _sorted(fields: Fields) -> Iterator[tuple[str, Any]]:
+    order = list(WEIGHTS)
+    return iter(sorted(fields.items(), key=lambda item: order.index(item[0]) if item[0] in WEIGHTS else len(order)))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

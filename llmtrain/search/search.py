@@ -1,0 +1,231 @@
+"""Ranks all legal plans of a recipe on a cluster by predicted tokens per second.
+
+The run stays the same: the model, the data, the global batch, the precision and the backend. The search varies how it
+is split and stored: degrees, ZeRO stage, micro-batch, activation checkpointing, offload.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.predict import Shortage
+from llmtrain.predict.time import StepTime, predict, unknown
+from llmtrain.recipe import Recipe
+from llmtrain.rules import LEGALITY, allowed, backends, broken, layout, pipeline, precision, zero
+from llmtrain.search.nearest import as_arguments
+from llmtrain.search.room import Fits, Room
+from llmtrain.search.variants import (
+    CHECKPOINTING,
+    DEGREES,
+    MICRO_BATCH,
+    ZERO_STAGE,
+    Fields,
+    changed,
+    choices,
+    degrees,
+    micro_batches,
+    stores,
+    value_of,
+)
+
+MOST = 10
+"""Number of best plans that are shown."""
+MOST_MISSES = 16
+"""Number of slower plans that are shown."""
+MOST_TOO_LARGE = 6
+"""Number of plans that do not fit which are shown."""
+MOST_ASKED = 1000
+"""Plans whose shortage is computed, which takes a millisecond each; beyond, plans that cannot fit are skipped."""
+MOST_SIZES = 16
+"""Micro-batch sizes that are tried: the smallest ones, and the recipe's own."""
+WHATEVER_BATCH = (*zero.RULES, *pipeline.RULES, *precision.RULES, *backends.RULES)
+"""Rules that do not depend on the batch: a layout that they refuse is refused with every micro-batch."""
+
+Timed = tuple[StepTime, Fields, Draft]
+"""A legal plan: its predicted time, its changes to the recipe, and its draft."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan of the search."""
+
+    arguments: str
+    """The `--set` arguments that create it from the recipe; empty for the recipe as it is."""
+    plan: Plan
+    time: StepTime
+    why: str = ""
+    """Why it is slower; empty for one of the best."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    best: tuple[Found, ...]
+    """The best plans, the fastest first."""
+    too_large: tuple[Found, ...]
+    """Plans that are faster than the first of `best` but do not fit; the smallest shortage first. Empty if memory is
+    not known."""
+    slower: tuple[Found, ...]
+    """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
+    legal: int
+    """Number of plans that were compared."""
+    memory_known: bool
+    """Whether the memory of the plans was checked."""
+
+
+def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> SearchResult:
+    """Returns the fastest legal plans, and near misses.
+
+    fits: is called for the fastest plans only, one by one, so it may take milliseconds; None if memory is not known,
+    and then no plan is excluded for it. Raises RecipeError if the model's configuration is wrong, if the devices'
+    datasheet is unknown, and if no plan is legal or none fits.
+    """
+    facts = model_facts(recipe.model, recipe.vocab_size)
+    timed = timed_plans(recipe, cluster, facts)
+    if not timed:
+        raise RecipeError(_nothing(recipe, cluster, facts))
+    room = Room(fits) if fits else None
+    best: list[Found] = []
+    too_large: list[tuple[Shortage, Timed]] = []
+    slower: list[Found] = []
+    for time, fields, draft in timed:
+        if len(best) == MOST and len(slower) == MOST_MISSES:
+            break
+        shown = best if len(best) < MOST else slower
+        known = _saves_in_vain if shown is best else _alike
+        if any(known(draft, one.plan.recipe) for one in (*best, *slower)):
+            continue
+        if room and not best and len(too_large) < MOST_ASKED:
+            if shortage := room.lacking(draft):
+                too_large.append((shortage, (time, fields, draft)))
+                continue
+        elif room and not room.has(draft):
+            continue
+        why = loses(time, best[0].time) if shown is slower else ""
+        shown.append(_found(recipe, cluster, facts, fields, time, why))
+    misses = tuple(_found(recipe, cluster, facts, fields, time, why) for why, (time, fields, _) in _nearest(too_large))
+    if not best:
+        raise RecipeError(_too_large(recipe, misses))
+    return SearchResult(tuple(best), misses, tuple(slower), len(timed), fits is not None)
+
+
+def _nearest(too_large: list[tuple[Shortage, Timed]]) -> list[tuple[str, Timed]]:
+    """Returns plans with the smallest shortage, one for each ZeRO stage and combination of kinds of parallelism."""
+    found: list[tuple[str, Timed]] = []
+    for shortage, timed in sorted(too_large, key=lambda miss: miss[0].size):
+        if len(found) == MOST_TOO_LARGE:
+            break
+        if not any(_alike(timed[2], other[2].recipe) for _, other in found):
+            found.append((shortage.said, timed))
+    return found
+
+
+def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Timed]:
+    """Returns every legal plan with its predicted time, the fastest first; empty if nothing can be predicted."""
+    timed = [(time, fields, draft) for fields, draft in legal_plans(recipe, cluster, facts) if (time := _time(draft))]
+    return sorted(timed, key=lambda item: -item[0].tokens_per_second)
+
+
+def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
+    """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
+    for split in degrees(cluster.world_size, facts.layers, facts.experts):
+        draft = Draft(changed(recipe, split), cluster, facts)
+        if not allowed(draft, layout.RULES):
+            continue
+        for stored in stores(recipe):
+            draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
+            if allowed(draft, WHATEVER_BATCH):
+                yield from _batches(draft, {**split, **stored})
+
+
+def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
+    """Yields the legal micro-batches of a draft, with and without activation checkpointing."""
+    assert stored.dp is not None, "the rules of layout have refused the rest"
+    sizes = _micro_batches(stored.recipe, stored.dp)
+    for micro, checkpointing in itertools.product(sizes, choices(stored.recipe)[CHECKPOINTING]):
+        batch = {MICRO_BATCH: micro, CHECKPOINTING: checkpointing}
+        draft = Draft(changed(stored.recipe, batch), stored.cluster, stored.facts)
+        if allowed(draft, LEGALITY):
+            yield fields | batch, draft
+
+
+def _micro_batches(recipe: Recipe, dp: int) -> tuple[int, ...]:
+    """Returns the smallest sizes, and the recipe's own."""
+    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
+    return tuple(size for number, size in enumerate(sizes) if number < MOST_SIZES or size == own)
+
+
+def loses(time: StepTime, best: StepTime) -> str:
+    """Returns the largest cost of a plan in comparison with the best one."""
+    parts, others = _parts(time), _parts(best)
+    part = max(parts, key=lambda name: parts[name] - others.get(name, 0.0))
+    share = parts[part] / time.step_s
+    return {
+        "bubble": f"bubble {time.bubble:.0%}",
+        "compute": f"computes {parts[part] / others['compute'] - 1:.0%} longer",
+        "recompute": f"computes {share:.0%} of the step again",
+        "update": f"update {share:.0%} of the step",
+    }.get(part, f"{part.replace('_', '-')} {share:.0%} of the step")
+
+
+def _parts(time: StepTime) -> dict[str, float]:
+    return {
+        "compute": time.compute_s - time.recompute_s,
+        "recompute": time.recompute_s,
+        "bubble": time.bubble_s,
+        "update": time.update_s,
+        **time.communication_s,
+    }
+
+
+def _time(draft: Draft) -> StepTime | None:
+    return predict(assemble(draft))
+
+
+def changes_of(recipe: Recipe, fields: Fields) -> Fields:
+    """Returns the fields of a plan that differ from the recipe's."""
+    return {field: value for field, value in fields.items() if value_of(recipe, field) != value}
+
+
+def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> Found:
+    """Resolves a plan from the fields that differ from the recipe's, as a user would paste them."""
+    own = changes_of(recipe, fields)
+    draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
+    return Found(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
+
+
+def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
+    """Whether a plan differs from a faster one that fits only by saving memory."""
+    degrees = (*DEGREES, ZERO_STAGE, MICRO_BATCH)
+    return all(value_of(draft.recipe, field) == value_of(other, field) for field in degrees)
+
+
+def _alike(draft: Draft, other: Recipe) -> bool:
+    """Whether two plans have the same ZeRO stage and kinds of parallelism, regardless of the degrees."""
+    one = draft.recipe
+    kinds = all((value_of(one, field) == 1) == (value_of(other, field) == 1) for field in DEGREES)
+    return kinds and one.parallel.zero_stage == other.parallel.zero_stage
+
+
+def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
+    """Returns why there is nothing to rank."""
+    first = next(legal_plans(recipe, cluster, facts), None)
+    if first is None:
+        message = f"no plan of this recipe is legal on {cluster.nodes} × {cluster.devices_per_node} {cluster.device}"
+        return Problem("search.legal", "parallel", message, "`llmtrain plan` without --search reports why")
+    fix = "describe it in the recipe file's cluster(): Cluster(device=..., own_devices=[Device(...)])"
+    return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
+
+
+def _too_large(recipe: Recipe, misses: tuple[Found, ...]) -> Problem:
+    """Returns the problem that no plan fits."""
+    tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
+    return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")

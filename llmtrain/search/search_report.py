@@ -1,0 +1,69 @@
+"""Formats a search as lines for people, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmtrain.plan.plan import Plan
+from llmtrain.search.search import Found, SearchResult
+from llmtrain.search.variants import offload_name
+
+UNKNOWN_MEMORY = "memory is not predicted: it is unknown which plans fit"
+
+
+def lines(result: SearchResult) -> list[str]:
+    """Returns the lines that `llmtrain plan --search` prints."""
+    found = [f"{result.legal:,} legal plans, ranked by predicted tokens/s"]
+    if not result.memory_known:
+        found.append(UNKNOWN_MEMORY)
+    found += [line for number, one in enumerate(result.best, 1) for line in _entry(f"{number:>2}", one)]
+    for title, misses in (
+        ("faster, but too large; of each kind the one with the smallest shortage", result.too_large),
+        ("the fastest of other kinds, and why they are slower", result.slower),
+    ):
+        if misses:
+            found += [f"{title}:", *(line for one in misses for line in _entry(" ·", one))]
+    return found
+
+
+def document(result: SearchResult) -> dict[str, Any]:
+    """Returns the document that `llmtrain plan --search --json` prints."""
+    return {
+        "legal_plans": result.legal,
+        "memory_known": result.memory_known,
+        "best": [_as_json(one) for one in result.best],
+        "too_large": [_as_json(one) for one in result.too_large],
+        "slower": [_as_json(one) for one in result.slower],
+    }
+
+
+def _entry(mark: str, found: Found) -> list[str]:
+    time = found.time
+    rate = f"{time.tokens_per_second:>11,.0f} tokens/s  {time.step_s:8.2f} s  MFU {time.mfu:4.0%}"
+    why = f"  {found.why}" if found.why else ""
+    return [f"{mark} {rate}  {_layout(found.plan)}{why}", f"      {found.arguments or '(the recipe as it is)'}"]
+
+
+def _layout(plan: Plan) -> str:
+    """Formats the layout with a candidate's abbreviations; degrees of 1 are left out."""
+    layout, parallel = plan.layout, plan.recipe.parallel
+    degrees = {"pp": layout.pp, "tp": layout.tp, "sp": layout.sp, "ep": layout.ep}
+    parts = [f"dp{layout.dp}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    parts += [f"zero{layout.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
+    if parallel.activation_checkpointing != "none":
+        parts.append("checkpointing")
+    parts.append(offload_name(parallel.offload_optimizer, parallel.offload_param))
+    return "-".join(filter(None, parts))
+
+
+def _as_json(found: Found) -> dict[str, Any]:
+    return {
+        "set": found.arguments,
+        "layout": found.plan.layout.model_dump(),
+        "batch": found.plan.batch.model_dump(),
+        "activation_checkpointing": found.plan.recipe.parallel.activation_checkpointing,
+        "offload_optimizer": found.plan.recipe.parallel.offload_optimizer,
+        "offload_param": found.plan.recipe.parallel.offload_param,
+        "time": found.time.model_dump(),
+        "why": found.why,
+    }

@@ -1,0 +1,105 @@
+"""Every way to split and store a run on a cluster: the one place that lists degrees, offload and micro-batches.
+
+The rules decide which of them are legal. Everything that searches, enumerates or suggests plans takes its values from
+here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from llmtrain.plan.draft import divisors
+from llmtrain.recipe import ParallelConfig, Recipe
+
+Fields = dict[str, Any]
+"""Dotted recipe fields, as `Recipe.with_` accepts them."""
+
+DEGREES = PIPELINE, TENSOR, SEQUENCE, EXPERT = (
+    "parallel.pipeline",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
+)
+ZERO_STAGE = "parallel.zero_stage"
+OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
+NVME_PATH = "parallel.nvme_path"
+CHECKPOINTING = "parallel.activation_checkpointing"
+MICRO_BATCH = "batch.micro_batch_size"
+
+
+def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -> Iterator[Fields]:
+    """Yields all degrees that divide the devices; experts are distributed over all ranks that hold the same layers.
+
+    layers, experts: those of the model, which bound the degrees of pipeline and expert parallelism.
+    """
+    for pipeline in (size for size in divisors(devices) if size <= layers):
+        holders = devices // pipeline
+        for tensor in divisors(holders):
+            for sequence in divisors(holders // tensor):
+                for expert in (size for size in divisors(holders) if size <= max(experts, 1)):
+                    yield dict(zip(DEGREES, (pipeline, tensor, sequence, expert), strict=True))
+
+
+def stores(recipe: Recipe) -> Iterator[Fields]:
+    """Yields all ZeRO stages, each with all places of optimizer states and parameters."""
+    for stage, *places in itertools.product(*(choices(recipe)[field] for field in (ZERO_STAGE, *OFFLOADS))):
+        path = recipe.parallel.nvme_path if "nvme" in places else None
+        yield {ZERO_STAGE: stage, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
+
+
+def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
+    """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is no integer.
+
+    A router's loss is a mean within each micro-batch: with such a loss, another size than the recipe's would be another
+    run.
+    """
+    share, rest = divmod(recipe.batch.global_batch_size, replicas)
+    if rest:
+        return ()
+    own = recipe.batch.micro_batch_size
+    if recipe.model.config.get("output_router_logits"):
+        return (own,) if share % own == 0 else ()
+    return divisors(share)
+
+
+def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
+    """Returns the possible values of each field of `parallel` that is not a degree.
+
+    The folder for nvme is the user's choice: states and parameters are offloaded there only if the recipe has one.
+    """
+    path = recipe.parallel.nvme_path
+    values: dict[str, tuple[Any, ...]] = {
+        f"parallel.{name}": get_args(field.annotation) for name, field in ParallelConfig.model_fields.items()
+    }
+    for field in OFFLOADS:
+        values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
+    values[NVME_PATH] = (None, path) if path else (None,)
+    return values
+
+
+def offload_name(optimizer: str, parameters: str) -> str:
+    """Returns an abbreviation for what a plan offloads, or an empty string."""
+    if (optimizer, parameters) == ("none", "none"):
+        return ""
+    name = "offload" if parameters == "none" else "offload_param" if optimizer != "none" else "offload_param_only"
+    return f"{name}_nvme" if "nvme" in (optimizer, parameters) else name
+
+
+def value_of(recipe: Recipe, field: str) -> Any:
+    """Returns the value of a dotted field of a part."""
+    part, _, name = field.partition(".")
+    return getattr(getattr(recipe, part), name)
+
+
+def changed(recipe: Recipe, fields: Fields) -> Recipe:
+    """Returns a variant without validating its types again, which is what takes time in `with_`."""
+    parts: dict[str, Fields] = {}
+    for field, value in fields.items():
+        part, _, name = field.partition(".")
+        parts.setdefault(part, {})[name] = value
+    return recipe.model_copy(
+        update={part: getattr(recipe, part).model_copy(update=values) for part, values in parts.items()}
+    )

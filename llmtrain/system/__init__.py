@@ -1,0 +1,1 @@
+"""The machine below a run: files, streams, signals, cores and heartbeats. Pure."""

@@ -1,0 +1,198 @@
+"""The signals that end a run, before and while it has something to save.
+
+From our first line on, none of them ends a run with an undocumented exit code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any, NoReturn
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that tell a run to save and stop, for the launcher and the workers."""
+QUIT = signal.SIGQUIT
+"""The signal that ends a run at once (Ctrl-\\), as a second SIGINT does."""
+RESUME, INTERRUPTED = 75, 130
+"""As in `errors.Exit`, which takes longer to import."""
+MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
+"""Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
+
+TOGETHER_S = 0.1
+"""Seconds; two signals that are closer together than this were not sent one after the other by a person."""
+_hung_up = -math.inf
+"""Time of the last SIGHUP (`time.monotonic`)."""
+_events: SimpleQueue[Any] | None = None
+"""The queue that receives signals at present, or None."""
+
+
+class Stopped(BaseException):
+    """A run was told to stop before its workers were started. Raised by a signal handler, in the main thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def before_the_first_step(number: int) -> str:
+    """Returns the message for a run that has nothing to save."""
+    return f"stopped on {signal.Signals(number).name} before the first step; the same command starts it again"
+
+
+def is_impatient(number: int, stopped_by: int | None) -> bool:
+    """Whether a signal ends a run at once. stopped_by: the earlier signal to stop, if any."""
+    return number == QUIT or (number == signal.SIGINT and stopped_by is not None)
+
+
+def say(line: str) -> None:
+    """Prints a line for the user, if standard error is still open."""
+    with suppress(OSError, ValueError):
+        os.write(2, f"{line}\n".encode())
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without the interpreter's shutdown.
+
+    That would restore handlers that let a late signal kill it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def hear_no_more() -> None:
+    """Ignores signals from now on, so that one during the interpreter's shutdown does not change the exit code."""
+    for number in (*STOPS, QUIT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Ends a run on a signal while its first modules are imported, and after that until another handler is set."""
+    is_run, is_script = _is_run(), sys.argv[:1] != ["-c"] and sys.argv[:1] != ["-m"] and bool(sys.argv[:1])
+    if threading.current_thread() is not threading.main_thread() or not (is_run or is_script):
+        yield
+        return
+    previous = stop_at_once()
+    yield
+    if not is_run:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def stop_at_once() -> dict[signal.Signals, Any]:
+    """Makes signals end the process, which has nothing to clean up; returns the previous handlers."""
+    return _handle(lambda number, _: _end_before_the_first_step(number))
+
+
+def stop_by_exception() -> None:
+    """Makes the first signal raise `Stopped` in the main thread.
+
+    Signals during the interpreter's shutdown are ignored.
+    """
+    global _events
+    told = _events = SimpleQueue()
+
+    def note(number: int, _: FrameType | None) -> None:
+        is_first = told.empty()
+        told.put(number)
+        if is_impatient(number, None if is_first else number):
+            _end_at_once()
+        if is_first:
+            raise Stopped(number)
+
+    _handle(note)
+    atexit.register(hear_no_more)
+
+
+@contextmanager
+def caught_signals() -> Iterator[SimpleQueue[Any]]:
+    """Collects the signals that end a program in a queue, instead of ending this one.
+
+    A nested queue begins with the signals of the outer one, and returns those that were not consumed.
+    """
+    global _events
+    outer, events = _events, SimpleQueue[Any]()  # its `put` may be called from a signal handler
+    previous = _handle(lambda number, _: events.put(number))
+    _events = events
+    _move(outer, events)
+    try:
+        yield events
+    finally:
+        _events = outer
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if outer is not None:
+            _move(events, outer)
+
+
+def wait_for_signal(seconds: float) -> int | None:
+    """Waits for `seconds`, or until a signal stops the program; returns its number, or None. Main thread only."""
+    with caught_signals() as events:
+        try:
+            number: int = events.get(timeout=seconds)
+        except Empty:
+            return None
+    return number
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Handles all signals except for ignored ones, which stay ignored (nohup); returns the previous handlers.
+
+    Python handles pending signals in the order of their numbers, SIGHUP before SIGINT. A SIGINT right after a SIGHUP
+    may thus have been sent first, and is no sign of impatience.
+    """
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        global _hung_up
+        now = time.monotonic()
+        if number == signal.SIGHUP:
+            _hung_up = now
+        if number != signal.SIGINT or now - _hung_up > TOGETHER_S:
+            handler(number, frame)
+
+    heard = [number for number in (*STOPS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, hear) for number in heard}
+
+
+def _move(given: SimpleQueue[Any] | None, taker: SimpleQueue[Any]) -> None:
+    """Moves the signals of one queue to another."""
+    while given is not None and not given.empty():
+        event = given.get()
+        if isinstance(event, int):
+            taker.put(event)
+
+
+def _is_run() -> bool:
+    """Whether this process is `llmtrain train`, or a part of a run."""
+    if sys.argv[:1] == ["-m"]:
+        module = "".join(sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1])
+        return module in MODULES or (module == "llmtrain" and sys.argv[1:2] == ["train"])
+    return Path(sys.argv[0] if sys.argv else "").name == "llmtrain" and sys.argv[1:2] == ["train"]
+
+
+def _end_before_the_first_step(number: int) -> NoReturn:
+    if number == QUIT:
+        _end_at_once()
+    say(before_the_first_step(number))
+    os._exit(RESUME)
+
+
+def _end_at_once() -> NoReturn:
+    """Ends the process without cleaning up; the kernel ends its children that asked for it."""
+    with suppress(OSError, ValueError):
+        me = os.getpid()
+        for child in Path(f"/proc/{me}/task/{me}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+    os._exit(INTERRUPTED)

@@ -1,0 +1,96 @@
+"""Standard streams that accept any text, and may fail: a closed terminal, a full disk, a pipe without a reader.
+
+The output of libraries is kept off the output of a command.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
+
+from llmtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+class _Lossy(io.FileIO):
+    """A file that drops what it cannot write."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        with suppress(OSError):
+            if done := super().write(data):  # None if a terminal is not ready and does not block
+                return done
+        return memoryview(data).nbytes
+
+
+def lossy(descriptor: int, owned: bool = True, encoding: str | None = None) -> TextIO:
+    """Opens a text stream on a descriptor, for output that must not stop the work.
+
+    owned: whether the descriptor is closed with it. encoding: by default that of the terminal.
+    """
+    raw = _Lossy(descriptor, "w", closefd=owned)
+    encoding = encoding or getattr(sys.__stdout__, "encoding", None) or "utf-8"
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=True)
+
+
+def open_closed() -> None:
+    """Opens closed standard streams on /dev/null.
+
+    Otherwise the next file would get the free descriptor, and with it the printed output.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or lossy(1, owned=False)
+    sys.stderr = sys.stderr or lossy(2, owned=False)
+
+
+def take_any_text() -> None:
+    """Opens closed standard streams, and makes them accept characters that their encoding lacks."""
+    open_closed()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = lossy(2, owned=False)  # the exit code also says whatever it prints
+
+
+def outlive_the_terminal() -> None:
+    """Makes output that cannot be printed get lost without an error."""
+    if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+        sys.__stdout__.flush()
+        sys.stdout = lossy(1, owned=False)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Holds back what is printed within the context, also by C++ and by children.
+
+    If an error is not the user's, the held output is written to standard error, since it may explain the error.
+    """
+    held = os.memfd_create("llmtrain-libraries")
+    own = {number: os.dup(number) for number in (1, 2)}
+    is_wanted = False
+    _redirect(dict.fromkeys(own, held))
+    try:
+        yield
+    except BaseException as error:
+        is_wanted = not isinstance(error, UserError | KeyboardInterrupt)
+        raise
+    finally:
+        _redirect(own)
+        if is_wanted:
+            os.write(2, os.pread(held, os.fstat(held).st_size, 0))
+        for descriptor in (held, *own.values()):
+            os.close(descriptor)
+
+
+def _redirect(descriptors: Mapping[int, int]) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number, descriptor in descriptors.items():
+        os.dup2(descriptor, number)

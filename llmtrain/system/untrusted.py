@@ -1,0 +1,180 @@
+"""Reads files that a user, another program or a failing disk may have changed, and checks what is JSON data.
+
+Only regular files are opened, since a FIFO or a device may block forever. The size of what is read is limited. JSON is
+validated against the expected type. Every problem with a file is an OSError or a ValueError: `UNREADABLE`.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from llmtrain.errors import printable, short, shown
+
+T = TypeVar("T")
+
+MOST_BYTES = 64 << 20
+"""Size of the longest text or JSON document that is read."""
+UNREADABLE = (OSError, ValueError)
+"""The exceptions of the functions below about a file, for `except`; `why` formats them."""
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> FileIO:
+    """Opens a regular file, or a link to one, for unbuffered reading. Raises OSError for anything else."""
+    try:
+        # Checked before opening, since opening a device may have effects, and again for the opened file.
+        require_regular(path.stat(), path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL in the path
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    try:
+        require_regular(os.fstat(descriptor), path)
+        return FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def expanded(name: str) -> Path:
+    """Returns a path with `~` expanded, or unchanged if that home directory is unknown."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises RuntimeError
+
+
+@contextmanager
+def utf8_name(folder: Path) -> Iterator[Path]:
+    """Yields a folder under a UTF-8 name, which libraries written in Rust require."""
+    if str(folder).isascii() or os.fsencode(folder).decode(errors="replace") == str(folder):
+        yield folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Reads a regular file. Raises OSError, also for a file longer than `most` bytes."""
+    with open_regular(path) as file:
+        content = read_most(file, most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is longer than {most:,} bytes", str(path))
+    return content
+
+
+def read_most(file: FileIO, most: int) -> bytes:
+    """Reads at most this many bytes from an unbuffered file."""
+    content = bytearray()
+    while len(content) < most and (part := file.read(most - len(content))):
+        content += part
+    return bytes(content)
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Reads a regular file as UTF-8. Raises OSError, or ValueError for other bytes."""
+    return read_bytes(path, most).decode("utf-8")
+
+
+def read_json(path: Path, kind: type[T], most: int = MOST_BYTES) -> T:
+    """Reads the JSON document in a regular file as an object of a type. Raises OSError or ValueError."""
+    return parse_json(read_bytes(path, most), kind)
+
+
+def parse_json(content: bytes | str, kind: type[T]) -> T:
+    """Parses a JSON document as an object of a type. Raises ValueError for other content."""
+    value: T = _adapter(kind).validate_json(content)
+    return value
+
+
+def why(error: Exception) -> str:
+    """Describes what was wrong with a file on one line, without its path."""
+    if isinstance(error, ValidationError):
+        first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+        where = ".".join(map(str, first["loc"]))
+        more = f", and {len(others):,} more faults" if others else ""
+        return f"{printable(short(where)) or 'content'}: {first['msg']}{more}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text (byte {error.start:,})"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def require_regular(status: os.stat_result, path: Path) -> None:
+    """Raises OSError unless it is a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"is {found}, not a file", str(path))
+
+
+MOST_NESTED = 32
+"""Largest depth of nested lists and objects."""
+MOST_DIGITS = 40
+"""Largest number of digits of an integer in `model.config`. Rules report numbers that are too large; this limit only
+bounds the arithmetic."""
+TOO_LARGE = f"it contains an integer of more than {MOST_DIGITS} digits"
+TOO_DEEP = f"lists and objects are nested deeper than {MOST_NESTED} levels"
+
+
+def json_fault(value: Any) -> str | None:
+    """Returns why a value cannot be written as JSON and read again, or be used as a name, or None if it can.
+
+    Uses no recursion, since a value may be nested deeper than the interpreter's limit.
+    """
+    level = [value]
+    for _ in range(MOST_NESTED):
+        for item in level:
+            if fault := _not_a_leaf(item):
+                return fault
+        inner = (one for item in level for one in _within(item))
+        level = [*{id(one): one for one in inner}.values()]  # once each, since a list may contain itself many times
+        if not level:
+            return None
+    return TOO_DEEP
+
+
+def _within(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return [*item, *item.values()]
+    return item if isinstance(item, (list, tuple)) else ()
+
+
+def _not_a_leaf(item: Any) -> str | None:
+    if isinstance(item, str):
+        if "\0" in item:
+            return "it contains a NUL character"
+        return None if item.isascii() or _is_unicode(item) else "it contains a character that is not valid Unicode"
+    if isinstance(item, float):
+        return None if math.isfinite(item) else f"{item} is not a finite number"
+    if isinstance(item, int):
+        return None if abs(item) < 10**MOST_DIGITS else TOO_LARGE
+    if isinstance(item, dict):
+        names = [name for name in item if not isinstance(name, str)]
+        return f"{shown(names[0])} is not a name: names are strings" if names else None
+    if item is None or isinstance(item, (list, tuple, BaseModel)):  # a model has checked its own fields
+        return None
+    return f"it contains a {type(item).__name__}, which is not JSON data"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

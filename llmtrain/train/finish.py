@@ -1,0 +1,41 @@
+"""What a finished run produces: a Hugging Face folder, and a sample of generated text."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
+from llmtrain.data import Prepared
+from llmtrain.models.generate import generate
+from llmtrain.plan import Plan
+from llmtrain.run_dir import RunDir
+
+
+def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared, console: Console) -> None:
+    """Compares the evaluation with a unigram model, exports, and samples; runs on rank 0 after the last step."""
+    recipe = plan.recipe
+    if state.eval_loss is not None:
+        unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
+        console.print(
+            f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",
+            highlight=False,
+        )
+    checkpoint = newest(run_dir.checkpoints)
+    if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
+        return
+    if elsewhere := missing_parts(read_manifests(checkpoint)):
+        console.print(f"not exported: parts of {checkpoint} are on {some(elsewhere)}; copy them there", soft_wrap=True)
+        return
+    with console.status("exporting"):
+        export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # replaces an export of fewer steps
+    console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
+    prompt = recipe.export.sample_prompt
+    if prompt is not None:
+        continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens)
+        text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
+        console.print(Panel(text, title="sample", title_align="left"))

@@ -1,0 +1,179 @@
+"""The training loop, which is independent of how the work is divided among ranks."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import torch
+
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.save import Saver
+from llmtrain.data import Schedule, StepBatch
+from llmtrain.engines import Engine, StepResult
+from llmtrain.engines.guard import Skipped
+from llmtrain.metrics import BusyCores, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.recipe import Recipe
+from llmtrain.system.heartbeat import Heartbeat, Phase
+from llmtrain.train.signals import Agreement
+
+
+@dataclass
+class Run:
+    """The state and the parts of a training run on one rank."""
+
+    recipe: Recipe
+    engine: Engine
+    data: Schedule
+    saver: Saver
+    state: TrainerState
+    stop_step: int
+    """Step after which the run stops; below `train.max_steps` if the user asked for that."""
+    progress: TrainingProgress
+    stop: Agreement
+    metrics: MetricsLogger | None
+    """Set on rank 0 only."""
+    skipped: int = 0
+    """Number of skipped updates that have been reported."""
+    heart: Heartbeat = field(default_factory=Heartbeat)
+    cores: BusyCores | None = None
+    """Set on rank 0 if it computes on a CPU."""
+
+
+class TooManySkippedError(Exception):
+    """The guard has skipped more updates than the recipe allows; raised on all ranks after the same step."""
+
+    def __init__(self, skipped: Skipped) -> None:
+        super().__init__(f"{len(skipped.recent)} updates skipped")
+        self.skipped = skipped
+
+
+def fit(run: Run) -> None:
+    """Trains from `run.state` to `run.stop_step`, or until a signal; evaluates, logs and saves as the recipe says.
+
+    The final state is saved. Raises TooManySkippedError, without saving, after a step at which the guard's recent skips
+    are checked (`guard.every_steps`).
+    """
+    recipe, state = run.recipe, run.state
+    if state.step == 0 and recipe.evaluates_at_start:
+        evaluate(run)
+    meter = Meter()
+    saved = state.step
+    with closing(run.data.train_batches(state.samples)) as batches:  # type: ignore[type-var]
+        while state.step < run.stop_step and not run.stop.agreed(state.step):
+            run.heart.begin_step(state.step + 1)
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - asked
+            result = run.engine.train_step(batch)
+            run.heart.end_step(waited)
+            state.step += 1
+            state.samples += batch.samples
+            state.tokens += batch.target_tokens
+            meter.add(batch.target_tokens, waited)
+            run.progress.advance(state.step)
+            # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
+            at_end = state.step == recipe.train.max_steps
+            if at_end or _due(recipe.logging.every_steps, state.step):
+                _log(run, result, meter)
+            # Separate from logging, because results must not depend on what is logged.
+            if at_end or recipe.guard.looks_after(state.step):
+                _check_skipped(run)
+            with meter.paused():
+                if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
+                    evaluate(run)
+            if _due(recipe.checkpoint.every_steps, state.step):
+                with meter.saving():
+                    _save(run)
+                saved = state.step
+    if saved != state.step:
+        _save(run)
+    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
+        run.saver.wait()
+
+
+def evaluate(run: Run) -> None:
+    """Computes and logs the mean loss over the target tokens of the evaluation data, of all sources and of each."""
+    losses: dict[str, float] = defaultdict(float)
+    targets: dict[str, int] = defaultdict(int)
+    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
+        for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
+            run.heart.beat()
+            losses[batch.evaluated] += _weighted(run.engine, batch)
+            targets[batch.evaluated] += batch.target_tokens
+    run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(targets.values()), run.state.step
+    if run.metrics:
+        by_source = {name: loss / targets[name] for name, loss in losses.items()}
+        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source))
+
+
+def _save(run: Run) -> None:
+    """Starts a save. Flushes the metrics first, so that a resumed run lacks no line."""
+    with run.progress.busy(_saving(run)), run.heart.phase(Phase.SAVING):
+        if run.metrics:
+            run.metrics.flush()
+        run.saver.start(run.state)
+
+
+def _saving(run: Run) -> str:
+    signal = run.stop.stopped_by
+    return f"stopping on {signal.name}: saving" if signal else "saving"
+
+
+def _weighted(engine: Engine, batch: StepBatch) -> float:
+    return engine.eval_step(batch).item() * batch.target_tokens
+
+
+def _due(every_steps: int, step: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def _check_skipped(run: Run) -> None:
+    """Raises TooManySkippedError, on all ranks alike."""
+    with run.heart.waiting():
+        skipped = run.engine.guard.read()
+    if len(skipped.recent) > run.recipe.guard.max_skipped:
+        raise TooManySkippedError(skipped)
+
+
+def _log(run: Run, result: StepResult, meter: Meter) -> None:
+    """Logs a step; rank 0 waits for the device to read its values."""
+    if run.metrics is None:
+        return
+    with run.heart.waiting():
+        skipped = run.engine.guard.read()
+    if skipped.total > run.skipped:
+        run.progress.note(skipped.told(run.state.step, skipped.total - run.skipped))
+        run.skipped = skipped.total
+    with run.heart.waiting():
+        loss, grad_norm = result.loss.item(), result.grad_norm.item()
+    record = run.metrics.log_step(
+        StepMetrics(
+            step=run.state.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=result.lr,
+            tokens=run.state.tokens,
+            samples=run.state.samples,
+            window=meter.close(),
+            peak_memory_bytes=_peak_memory(),
+            skipped_steps=skipped.total,
+            rollbacks=run.state.rollbacks,
+            slowest=run.heart.slowest(),
+        )
+    )
+    run.progress.show(record)
+    if slow := run.heart.straggler():
+        run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
+    if run.cores and (busy := run.cores.line()):
+        run.progress.note(busy)
+
+
+def _peak_memory() -> int:
+    """Returns the peak memory in bytes: allocated on the GPU or, without a GPU, resident on the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,159 @@
+"""Stopping on signals. A signal reaches the ranks at different times, or only one of them: they agree on a step.
+
+Launchers and batch systems differ in which signals they send (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT) and to whom,
+so all of these mean the same on any rank: finish the step, save, and exit with code 75.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+from llmtrain.errors import Exit
+from llmtrain.launch.seal import Seal, opened
+from llmtrain.system.stops import STOPS, leave
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+KEPT_VERDICTS = 2048
+"""Rank 0 is never this many steps ahead of another: a CUDA device queues 1024 launches, and a step has several."""
+
+REQUEST = "request"
+"""Key of the store under which a rank reports that it was told to stop."""
+
+
+class StopSignals:
+    """The signals that this process has received. Must be created in the main thread, before anything slow."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        """The first signal."""
+        self._nothing_to_save = False
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may block them until now
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self._nothing_to_save:
+            leave(Exit.RESUME)
+        if number == signal.SIGINT:
+            # Left to the kernel, since a process that waits in a collective runs no handler.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.received is None:
+            self.received = signal.Signals(number)
+
+    def leave_at_once(self) -> None:
+        """Makes the process exit at once on a signal, past or future: everything worth saving is saved."""
+        self._nothing_to_save = True
+        if self.received is not None:
+            leave(Exit.RESUME)
+
+
+class Agreement:
+    """Makes all ranks stop after the same step, whichever of them received the signal.
+
+    Rank 0 gives a verdict for each step and writes it to the store at which the ranks met; the others read it there. A
+    thread does that one step ahead, while the rank trains, so that no rank waits for a round trip, a collective or a
+    device; the price is that a run ends one step later.
+    """
+
+    def __init__(self, signals: StopSignals, rank: int, store: Store | None, seal: Seal, attempt: int = 0) -> None:
+        """store: the store at which the ranks meet, for this object only; None for a single rank.
+
+        attempt: see `of_group`.
+        """
+        self.signals = signals
+        self._seal = seal
+        self._attempt = attempt
+        self.rank = rank
+        self.store = store
+        self.stopped_by: signal.Signals | None = None
+        """The signal that all ranks stop on, once they have agreed."""
+        self._asked: SimpleQueue[int | None] = SimpleQueue()
+        self._given: SimpleQueue[int | BaseException] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    @classmethod
+    def of_group(cls, signals: StopSignals, seal: Seal, attempt: int = 0) -> Self:
+        """Creates the agreement of the ranks of the process group.
+
+        seal: the same for all ranks. attempt: increases if a run repeats steps, whose old verdicts must not be read.
+        """
+        from torch import distributed as dist
+
+        from llmtrain.runtime.distributed import store
+
+        # A separate connection: on a shared one, a thread that waits for a key blocks the others.
+        own = store(f"stop/{attempt}").clone() if dist.get_world_size() > 1 else None  # type: ignore[attr-defined]
+        return cls(signals, dist.get_rank(), own, seal, attempt)
+
+    def agreed(self, step: int) -> bool:
+        """Whether the ranks stop after `step` steps. Each rank asks for the same steps in order.
+
+        Raises the error of the store if rank 0 is gone.
+        """
+        number = int(self.signals.received or 0) if self.store is None else self._verdict(step)
+        self.stopped_by = signal.Signals(number) if number else None
+        return self.stopped_by is not None
+
+    def close(self) -> None:
+        """Ends the thread, after the last requested verdict. For ranks that continue afterwards."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _verdict(self, step: int) -> int:
+        """Returns the number of the signal to stop on, or 0, and requests the verdict of the next step."""
+        if self._thread is None:
+            self._thread = Thread(target=self._answer, name="stop verdicts", daemon=True)
+            self._thread.start()
+            self._asked.put(step)
+        self._asked.put(step + 1)
+        given = self._given.get()
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+    def _answer(self) -> None:
+        """Gives the requested verdicts, in a thread."""
+        # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            while (step := self._asked.get()) is not None:
+                self._given.put(self._decided(step))
+        except Exception as error:  # of the connection; raised in the training thread if it asks again
+            self._given.put(error)
+
+    def _decided(self, step: int) -> int:
+        """Returns rank 0's verdict for a step: decided now on rank 0, and read when available on the others."""
+        assert self.store is not None
+        received = int(self.signals.received or 0)
+        if self.rank != 0:
+            if received:
+                self.store.set(REQUEST, self._sealed(REQUEST, received))
+            return int(opened(self.store, str(step), self._seal, self._about(str(step))))
+        if not received and self.store.check([REQUEST]):
+            received = self._requested()
+        self.store.set(str(step), self._sealed(str(step), received))
+        self.store.delete_key(str(step - KEPT_VERDICTS))
+        return received
+
+    def _requested(self) -> int:
+        """Returns the signal that another rank received, or 0 if the text was forged."""
+        assert self.store is not None
+        with suppress(ValueError):
+            return int(self._seal.opened(self._about(REQUEST), self.store.get(REQUEST)))
+        return 0
+
+    def _sealed(self, key: str, number: int) -> str:
+        return self._seal.seal(self._about(key), str(number))
+
+    def _about(self, key: str) -> str:
+        return f"stop {self._attempt} {key}"

@@ -1,0 +1,316 @@
+"""A worker: one rank of a run, whichever launcher started it.
+
+Our own launcher starts `python -m llmtrain.train.worker --run-dir=DIR`; a recipe file started by torchrun, deepspeed or
+accelerate reaches `work` through the command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmtrain import watchdog
+from llmtrain.errors import Exit, RecipeError
+from llmtrain.launch import Rank, discover
+from llmtrain.launch.place.interfaces import set_interfaces
+from llmtrain.launch.seal import Secret
+from llmtrain.plan import Plan
+from llmtrain.plan.described import chosen_line, kernel_choice_lines
+from llmtrain.run_dir import RunDir, identity_of, write_json
+from llmtrain.run_lock import RunLock
+from llmtrain.system.heartbeat import Heartbeat, Phase
+from llmtrain.system.host import limit_spinning
+from llmtrain.system.stops import hear_no_more, leave
+from llmtrain.train.console import WorkerOutput, take_over_output
+from llmtrain.train.signals import StopSignals
+
+if TYPE_CHECKING:
+    import torch
+
+    from llmtrain.checkpoint.contents import TrainerState
+    from llmtrain.checkpoint.resume import Choice
+    from llmtrain.checkpoint.save import Saver
+    from llmtrain.checkpoint.storage import Storage
+    from llmtrain.data import Prepared, Schedule
+    from llmtrain.engines import Engine
+    from llmtrain.metrics import BusyCores
+
+
+def main(
+    run_dir: Annotated[Path, typer.Option()],
+    resume: str = "auto",
+    max_steps: Annotated[int | None, typer.Option()] = None,
+) -> None:
+    """Trains as one rank of the run that a launcher has written to a folder."""
+    signals = StopSignals()
+    limit_spinning(os.environ)
+    rank = discover(os.environ, sys.argv)
+    if rank is None:
+        raise SystemExit("llmtrain.train.worker is started by a launcher, which sets RANK; use `llmtrain train`")
+    folder = RunDir(run_dir)
+    work(rank, folder, folder.read_plan(), folder.read_ds_config(), resume, max_steps, signals)
+
+
+def work(
+    rank: Rank,
+    run_dir: RunDir,
+    plan: Plan,
+    ds_config: dict[str, object],
+    resume: str,
+    max_steps: int | None,
+    signals: StopSignals,
+    lock: RunLock | None = None,
+) -> None:
+    """Trains as `rank`. Exits with the code of its failure, or 75 if a signal stopped it; returns otherwise.
+
+    resume: `auto`, `never` or a checkpoint folder. max_steps: the step to stop after. signals: those received so far.
+    lock: of the run directory, if this process holds it; released at the end.
+    """
+    output = take_over_output(run_dir, rank)
+    _set_interfaces(rank, run_dir, plan)
+    heart = Heartbeat.of_worker(rank.local_rank)
+    secret = Secret.of_worker()
+    watch = watchdog.start(rank, run_dir, plan, heart, secret.seal, output.stderr)
+    try:
+        code = _Worker(rank, run_dir, plan, signals, output, heart, watch, secret).train(ds_config, resume, max_steps)
+    except BaseException as error:
+        failed = output.report_failure(error)
+        watch.stop()
+        if lock:
+            lock.release()
+        # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
+        os._exit(failed)
+    watch.stop()
+    if lock:
+        lock.release()
+    if code != Exit.DONE:
+        leave(code)
+    hear_no_more()
+
+
+def _set_interfaces(rank: Rank, run_dir: RunDir, plan: Plan) -> None:
+    """Makes gloo and NCCL use a network that other hosts can reach; logs which, and rank 0 records it."""
+    choice = set_interfaces(rank, plan.cluster.spec.on_cpu)
+    for line in choice.lines:
+        print(f"network interface of {line}", flush=True)
+    if choice.variables and rank.is_main:
+        run_dir.write_environment()
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What exists before torch is loaded."""
+
+    rank: Rank
+    run_dir: RunDir
+    plan: Plan
+    signals: StopSignals
+    output: WorkerOutput
+    heart: Heartbeat
+    watch: watchdog.Watch
+    secret: Secret
+
+    def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
+        """Runs the whole life of a worker."""
+        from llmtrain.data import Progress, prepare
+
+        prepared = prepare(self.plan.recipe, Progress(self.output.console))
+        with self.output.console.status("starting torch and DeepSpeed") as status:
+            from llmtrain.runtime.distributed import agreed_secret, init_process_group, store
+            from llmtrain.tune.kernels import with_kernels
+
+            device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
+            secret = agreed_secret(self.secret, self.rank)
+            self.watch.meet(store("watch"), secret.seal)
+            settled = replace(self, secret=secret, plan=with_kernels(self.plan, device, self.rank, status.update))
+        settled._note_kernels()
+        return settled._train(prepared, device, ds_config, resume, max_steps)
+
+    def _train(
+        self,
+        prepared: Prepared,
+        device: torch.device,
+        ds_config: dict[str, object],
+        resume: str,
+        max_steps: int | None,
+    ) -> Exit:
+        """Runs the rest of it, once the ranks have met and the plan's kernels are known."""
+        from torch import distributed as dist
+
+        from llmtrain.checkpoint.manifest import already_taken
+        from llmtrain.checkpoint.save import Saver
+        from llmtrain.checkpoint.storage import probe
+        from llmtrain.data import Schedule
+        from llmtrain.engines import build_engine
+        from llmtrain.engines.overrides import untried_versions
+        from llmtrain.engines.own_time import measure
+
+        plan, run_dir = self.plan, self.run_dir
+        with self.output.console.status("starting torch and DeepSpeed"):
+            storage = probe(run_dir.checkpoints)
+            # A checkpoint is verified before the engine is built: a damaged one costs no minutes.
+            choice = self._choose(resume, storage)
+            if choice and (nothing_left := already_taken(run_dir.path, choice.manifests[0].step, max_steps)):
+                self._say(nothing_left)
+                dist.destroy_process_group()
+                self.heart.done()
+                return Exit.DONE
+            for line in untried_versions():
+                self.output.warn(line)
+            engine = build_engine(plan, ds_config, device)
+            measure(plan, engine, self.heart)
+            state = self._start(engine, choice, prepared.key, storage)
+            self._note_history(state)
+        data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
+        if self.rank.is_main:
+            run_dir.keep_tokenizer(prepared.tokenizer_dir)
+            print(f"engine: {engine.describe()}")
+        stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
+        saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
+        stopped = self._fit(engine, data, saver, state, stop_step)
+        dist.destroy_process_group()
+        self.heart.done()
+        if stopped:
+            return Exit.RESUME
+        if self.rank.is_main:
+            self.signals.leave_at_once()
+            from llmtrain.train.finish import finish
+
+            finish(run_dir, plan, state, prepared, self.output.console)
+        return Exit.DONE
+
+    def _note_kernels(self) -> None:
+        """Writes the kernels to the run directory, and prints them if they were measured."""
+        if self.plan.kernels is None or not self.rank.is_main:
+            return
+        self.run_dir.write_plan(self.run_dir.read_plan().model_copy(update={"kernels": self.plan.kernels}))
+        print(*kernel_choice_lines(self.plan.kernels), sep="\n", flush=True)
+        if self.plan.kernels.milliseconds:
+            self._say(chosen_line(self.plan.kernels))
+
+    def _fit(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+        """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
+        from llmtrain.train.loop import TooManySkippedError
+        from llmtrain.train.rollback import Trouble, go_back
+
+        while True:
+            try:
+                return self._attempt(engine, data, saver, state, stop_step)
+            except TooManySkippedError as error:
+                with self.heart.phase(Phase.LOADING):
+                    saver.settle()
+                    trouble = Trouble(self.plan, state, error.skipped)
+                    go_back(trouble, engine, saver.checkpoints, saver.run, saver.storage)
+                self._note_history(state)
+                self._say(
+                    f"too many updates skipped: back to step {state.step:,}, "
+                    f"on with sample {state.samples:,} of the data"
+                )
+
+    def _attempt(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+        """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
+        from llmtrain.metrics import MetricsLogger, TrainingProgress
+        from llmtrain.runtime.distributed import barrier
+        from llmtrain.train.loop import Run, fit
+        from llmtrain.train.signals import Agreement
+
+        if state.step:
+            self._say(f"continuing after step {state.step:,}")
+            self._tell_changes(state)
+        recipe, heart = self.plan.recipe, self.heart
+        metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn) if self.rank.is_main else None
+        try:
+            with TrainingProgress(self.output.console, stop_step, state.step) as progress:
+                stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
+                skipped = engine.guard.read().total
+                cores = self._cores()
+                fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores))
+                stop.close()
+                heart.finish()
+                progress.summary()
+        finally:
+            if metrics:
+                metrics.close()
+        if stop.stopped_by is None:
+            return False
+        barrier()  # rank 0 keeps the store from which the others have just read a verdict
+        self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
+        return True
+
+    def _cores(self) -> BusyCores | None:
+        """Returns a watcher of the cores of rank 0's host; None on a GPU, and on other ranks."""
+        import torch
+
+        from llmtrain.metrics import BusyCores
+
+        if not self.rank.is_main or not self.plan.cluster.spec.on_cpu:
+            return None
+        return BusyCores(self.rank.local_world_size, torch.get_num_threads())
+
+    def _choose(self, resume: str, storage: Storage) -> Choice | None:
+        """Returns the verified checkpoint to continue from, or None for a new run. Warns about damaged newer ones."""
+        from llmtrain.checkpoint.resume import choose_named, choose_newest
+
+        if resume == "never":
+            return None
+        with self.output.console.status("checking checkpoints"):
+            if resume != "auto":
+                return choose_named(Path(resume), self._run_id(), identity_of(self.plan.recipe), storage)
+            choice = choose_newest(self.run_dir.checkpoints, self._run_id(), storage)
+        if choice:
+            for problem in choice.rejected:
+                self.output.warn(str(problem))
+            if choice.rejected:
+                self._say(f"falling back to {choice.folder.name}")
+        return choice
+
+    def _start(self, engine: Engine, choice: Choice | None, data: str, storage: Storage) -> TrainerState:
+        """Returns the state to start from."""
+        from llmtrain.checkpoint.resume import go_on_from
+        from llmtrain.checkpoint.state import begin, restore
+
+        if choice is None:
+            return begin(self.plan, data)
+        state = restore(choice.folder, choice.manifests, storage, engine, self.plan, data)
+        go_on_from(choice, self.run_dir.checkpoints, storage)
+        return state
+
+    def _note_history(self, state: TrainerState) -> None:
+        """Writes the history to the run directory, for people; a resume reads it from the checkpoint."""
+        if not self.rank.is_main:
+            return
+        try:
+            write_json(self.run_dir.history_file, [asdict(one) for one in state.history])
+        except RecipeError as error:
+            self.output.warn(str(error))
+
+    def _tell_changes(self, state: TrainerState) -> None:
+        """Prints what has changed since the start of the run, and the effect on the learning rate."""
+        from llmtrain.checkpoint.contents import changes
+        from llmtrain.engines.optim import rate_of
+
+        first, step, recipe = state.history[0].values, state.step + 1, self.plan.recipe
+        if changed := changes(first, state.history[-1].values):
+            self._say(f"changed since the start: {', '.join(changed)}")
+        steps = "train.max_steps"
+        now, before = rate_of(recipe, step), rate_of(recipe.with_(**{steps: first[steps]}), step)
+        if now != before:
+            self._say(f"learning rate of step {step:,}: {now:.2e}, which {steps}={first[steps]} made {before:.2e}")
+
+    def _run_id(self) -> str:
+        """Returns the run's id; its file may only be on rank 0's node."""
+        from llmtrain.runtime.agree import broadcast
+
+        return broadcast(self.run_dir.read_id() if self.rank.is_main else "")
+
+    def _say(self, line: str) -> None:
+        self.output.console.print(line, highlight=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,40 @@
+"""Writes docs/reference/rules.md: the rules of legality.
+
+python tools/render_rules.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmtrain.rules import ENGINE, RULES
+
+PAGE = Path(__file__).parents[1] / "docs/reference/rules.md"
+SEEN = {
+    "run": "run, and compared with plain torch",
+    "read": "read in its source",
+    "arithmetic": "arithmetic",
+}
+
+HEAD = f"""# Rules of legality
+
+Generated from `llmtrain/rules/` by `python tools/render_rules.py`; do not edit.
+
+A plan that breaks a rule is refused before anything starts, with the rule's id, what was given and what
+to do; a rule marked *note* lets the plan pass and says so. What the engine does was seen on {ENGINE}. Rules whose
+names begin with `precision`, `zero`, `pipeline`, `tensor` or `expert` are DeepSpeed's: they are not asked about other
+backends.
+
+| Rule | Why | Seen |
+|---|---|---|
+"""
+
+
+def render() -> str:
+    """Returns the whole page."""
+    rows = (f"| `{rule.id}`{'' if rule.refuses else ' (note)'} | {rule.reason} | {SEEN[rule.seen]} |" for rule in RULES)
+    return HEAD + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
