@@ -48,13 +48,13 @@ def _batch(plan: Plan) -> Block:
     share sequences, so it would refuse the right global batch size: it is left out in these cases. A pipeline's
     topology describes tensor groups.
     """
-    layout = plan.layout
+    parallel = plan.parallel
     batch = {
         "train_batch_size": plan.batch.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if layout.sp > 1 or (layout.tp > 1 and layout.pp == 1):
+    if parallel.sequence > 1 or (parallel.tensor > 1 and parallel.pipeline == 1):
         del batch["train_batch_size"]
     return batch
 
@@ -129,7 +129,7 @@ def _precision(plan: Plan) -> Block:
 
 
 def _zero(plan: Plan) -> Block:
-    stage, parallel = plan.layout.zero_stage, plan.recipe.parallel
+    stage, parallel = plan.parallel.zero_stage, plan.parallel
     if stage == 0:
         return {"stage": 0}
     bucket = bucket_elements(plan)
@@ -151,7 +151,7 @@ def _zero(plan: Plan) -> Block:
     }
     if stage == 3:
         zero |= _zero3(plan, bucket, pin)
-    if plan.layout.tp > 1 and plan.layout.ep > 1:
+    if plan.parallel.tensor > 1 and plan.parallel.expert > 1:
         # Even offload to "none" is rejected together with experts.
         del zero["offload_optimizer"]
         zero.pop("offload_param", None)
@@ -163,7 +163,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
     offload_param = _offload(parallel.offload_param, parallel.nvme_path, pin)
     if parallel.offload_param == "nvme":
         # A partition has to fit in one buffer.
-        partition = -(-plan.model.largest_parameter // plan.layout.dp)
+        partition = -(-plan.model.largest_parameter // plan.data_parallel_size)
         offload_param |= {"buffer_count": 5, "buffer_size": max(100_000_000, partition), "max_in_cpu": 1_000_000_000}
     return {
         "offload_param": offload_param,
@@ -186,7 +186,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
 def _leaf_classes(plan: Plan) -> list[str]:
     """Returns blocks to gather as a whole, since ranks may reach the experts within in different orders."""
     family = FAMILIES.get(plan.model.model_type)
-    return [family.moe_block] if family and family.moe_block and plan.layout.ep == 1 else []
+    return [family.moe_block] if family and family.moe_block and plan.parallel.expert == 1 else []
 
 
 def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
@@ -212,8 +212,8 @@ def _aio() -> Block:
 
 def _parallelism(plan: Plan) -> Block:
     """Returns the blocks for degrees above 1."""
-    layout, blocks = plan.layout, Block()
-    if layout.pp > 1:
+    parallel, blocks = plan.parallel, Block()
+    if parallel.pipeline > 1:
         blocks["pipeline"] = {
             # Counts in the engine's layers, which are stages here: each would be recomputed in addition to its own
             # layers' checkpoints.
@@ -222,18 +222,19 @@ def _parallelism(plan: Plan) -> Block:
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    if layout.tp > 1 and layout.pp == 1:  # within pipeline stages llmtrain splits the model, not the engine
+    # Within pipeline stages llmtrain splits the model, not the engine.
+    if parallel.tensor > 1 and parallel.pipeline == 1:
         blocks["tensor_parallel"] = {
-            "autotp_size": layout.tp,
+            "autotp_size": parallel.tensor,
             "tp_overlap_comm": False,
             "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
         }
-        if layout.ep > 1:
+        if parallel.expert > 1:
             blocks["tensor_parallel"]["partition_config"] = _attention_only()
-    if layout.ep > 1:
+    if parallel.expert > 1:
         blocks["expert_parallel"] = {
             "enabled": True,
-            "autoep_size": layout.ep,
+            "autoep_size": parallel.expert,
             "preset_model": EXPERT_PRESETS[plan.model.model_type],
             "expert_tensor_parallel_size": 1,
             "comm_backend": "comm",

@@ -19,9 +19,9 @@ ZAYA = TINY.with_(**{"model.architecture": "zaya", "model.config": UNCUT})
 def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
     plans, refused = enumerate_plans(ZAYA, 2)
     kept, out = without_uncut(plans, refused)
-    assert {one.plan.layout.pp for one in plans} == {1, 2}
-    assert {one.plan.layout.pp for one in kept} == {1}
-    assert [one.name for one in kept] == [one.name for one in plans if one.plan.layout.pp == 1]
+    assert {one.plan.parallel.pipeline for one in plans} == {1, 2}
+    assert {one.plan.parallel.pipeline for one in kept} == {1}
+    assert [one.name for one in kept] == [one.name for one in plans if one.plan.parallel.pipeline == 1]
     moved = out[len(refused) :]
     assert {one.problem.rule for one in moved} == {"pipeline.family"}
     assert len(kept) + len(moved) == len(plans)
@@ -31,7 +31,7 @@ def test_pipelines_of_a_family_that_cannot_be_cut_are_not_verified():
 def test_nothing_is_verified_where_no_plan_is_left():
     plans, refused = enumerate_plans(ZAYA, 2)
     with pytest.raises(RecipeError) as error:
-        without_uncut([one for one in plans if one.plan.layout.pp == 2], refused)
+        without_uncut([one for one in plans if one.plan.parallel.pipeline == 2], refused)
     assert [problem.rule for problem in error.value.problems] == ["pipeline.family"]
 
 

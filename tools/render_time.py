@@ -344,9 +344,11 @@ Limits of this comparison:
 def layout_of(run: Run) -> str:
     """Returns the parallel degrees, the ZeRO stage and the number of micro-batches."""
     plan = run.plan()
-    layout = plan.layout
-    parts = [f"dp{layout.dp}", *(f"{name}{size}" for name, size in (("pp", layout.pp), ("tp", layout.tp)) if size > 1)]
-    parts += [f"zero{layout.zero_stage}", f"{run.micro_batch} × {run.accumulation}"]
+    parts = [
+        f"dp{plan.data_parallel_size}",
+        *(f"{name}{size}" for name, size in (("pp", plan.parallel.pipeline), ("tp", plan.parallel.tensor)) if size > 1),
+    ]
+    parts += [f"zero{plan.parallel.zero_stage}", f"{run.micro_batch} × {run.accumulation}"]
     return " ".join(parts) + (", recomputed" if run.checkpointing else "")
 
 

@@ -41,7 +41,7 @@ def begin(plan: Plan, data: str) -> TrainerState:
 
 def _seed(plan: Plan, samples: int) -> None:
     """Seeds by the number of samples, so that a run which continues does not repeat its random numbers."""
-    torch.manual_seed(plan.recipe.train.seed + rank() // plan.layout.tp + (samples << 20))
+    torch.manual_seed(plan.recipe.train.seed + rank() // plan.parallel.tensor + (samples << 20))
 
 
 def load(folder: Path, engine: Engine, plan: Plan, data: str) -> TrainerState:
@@ -82,7 +82,7 @@ def layout_of(plan: Plan) -> dict[str, int | str | bool]:
     """Returns what determines the pieces that each rank of a plan holds, and its random numbers."""
     parallel = plan.recipe.parallel
     return {
-        **plan.layout.model_dump(),
+        **plan.layout(),
         "strategy": parallel.strategy,
         "precision": parallel.precision,
         "offload_optimizer": parallel.offload_optimizer,

@@ -173,8 +173,8 @@ def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[
         files["accelerate.yaml"] = render_configuration(plan, (folder / "ds_config.json").absolute())
     if memory:
         files["memory.svg"] = memory_svg(memory)
-    if plan.layout.pp > 1:
-        files["schedule.svg"] = schedule_svg(plan.layout.pp, plan.batch)
+    if plan.parallel.pipeline > 1:
+        files["schedule.svg"] = schedule_svg(plan.parallel.pipeline, plan.batch)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -70,13 +70,13 @@ def check_machine(plan: Plan) -> None:
 
 def check_stages(plan: Plan) -> None:
     """Splits a tiny copy of the model as the plan's pipeline would. Raises RecipeError if that fails; loads torch."""
-    if plan.layout.pp == 1:
+    if plan.parallel.pipeline == 1:
         return
     from llmtrain.models import find_stages
 
-    told = f"comparing a tiny copy of the model in {plan.layout.pp} stages with the whole model"
+    told = f"comparing a tiny copy of the model in {plan.parallel.pipeline} stages with the whole model"
     with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(told):
-        find_stages(plan.recipe, plan.layout.pp, plan.layout.tp)
+        find_stages(plan.recipe, plan.parallel.pipeline, plan.parallel.tensor)
 
 
 def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tuple[list[NamedPlan], list[Refused]]:
@@ -87,7 +87,7 @@ def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tup
     faults: dict[tuple[int, int], RecipeError | None] = {}
     kept, out = [], list(refused)
     for one in plans:
-        stages = (one.plan.layout.pp, one.plan.layout.tp)
+        stages = (one.plan.parallel.pipeline, one.plan.parallel.tensor)
         if stages not in faults:
             try:
                 check_stages(one.plan)

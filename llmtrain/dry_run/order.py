@@ -65,9 +65,8 @@ def _ranks_of(plan: Plan, replica: int) -> tuple[int, ...]:
 
     Tensor parallel ranks are innermost, then sequence, data and pipeline (`links.Groups`).
     """
-    layout = plan.layout
-    inner = plan.workers // layout.pp // plan.readers  # the ranks that share a sample and a stage
-    starts = ((stage * plan.readers + replica) * inner for stage in range(layout.pp))
+    inner = plan.workers // plan.parallel.pipeline // plan.readers  # the ranks that share a sample and a stage
+    starts = ((stage * plan.readers + replica) * inner for stage in range(plan.parallel.pipeline))
     return tuple(start + number for start in starts for number in range(inner))
 
 

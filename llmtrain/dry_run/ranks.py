@@ -41,7 +41,7 @@ def rehearse(job: Job, folder: Path, device: torch.device, say: Say) -> None:
     """
     plan, checkpoints = job.plan, Path(job.checkpoints)
     prepared = synthetic(plan.recipe, Path(job.data))
-    torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.layout.tp)
+    torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.parallel.tensor)
     engine = build_engine(plan, render(plan), device)
     data = Schedule.of(plan, prepared, engine.data_parallel_rank)
     described = engine.describe()

@@ -17,13 +17,15 @@ A plan that is legal stays so: heads, experts and lengths of the copy divide by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.cluster import Cluster
+from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, Axis
 from llmtrain.plan.described import triangle
-from llmtrain.plan.plan import Layout, Plan
+from llmtrain.plan.plan import Plan
 from llmtrain.recipe import ModelConfig, Part, Recipe
 from llmtrain.rules.resolve import resolve
 
@@ -69,7 +71,7 @@ class Shrunk:
 
 def layers_kept(plan: Plan) -> int:
     """Returns the number of decoder layers of the small model."""
-    return min(plan.model.layers, LAYERS * min(plan.layout.pp, MOST))
+    return min(plan.model.layers, LAYERS * min(plan.parallel.pipeline, MOST))
 
 
 def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
@@ -78,29 +80,30 @@ def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
     model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which has its own vocabulary. Raises
     RecipeError if the small plan is not legal, which would be a bug of this module.
     """
-    layout = _degrees(plan)
-    cluster = Cluster(devices_per_node=layout.dp * layout.pp * layout.tp * layout.sp, device="cpu")
-    small = resolve(plan.recipe.with_(**_fields(plan, layout, model)), cluster)
+    degrees = _degrees(plan)
+    cluster = Cluster(devices_per_node=math.prod(degrees[axis] for axis in AXES if axis.has_ranks), device="cpu")
+    small = resolve(plan.recipe.with_(**_fields(plan, degrees, model)), cluster)
     return Shrunk(small, tuple(_changes(plan, small)))
 
 
-def _degrees(plan: Plan) -> Layout:
-    layout = plan.layout
-    small = {name: min(getattr(layout, name), MOST) for name in ("dp", "pp", "tp", "sp", "ep")}
-    has_replicas = layout.dp * layout.tp * layout.sp > layout.ep > 1
-    if has_replicas and layout.dp > 1 and small["dp"] * small["tp"] * small["sp"] == small["ep"]:
-        small["dp"] *= MOST
-    if plan.recipe.parallel.strategy == "data_parallel":
-        small["dp"] = 1  # it only distributes its work over GPUs
-    return Layout(**small, zero_stage=plan.layout.zero_stage)
+def _degrees(plan: Plan) -> dict[Axis, int]:
+    small = {axis: min(plan.degree(axis), MOST) for axis in AXES}
+    has_replicas = plan.cluster.world_size // plan.parts("layers") > plan.degree(EXPERT) > 1
+    same_layers = math.prod(small[axis] for axis in AXES if axis.has_ranks and "layers" not in axis.divides)
+    if has_replicas and plan.data_parallel_size > 1 and same_layers == small[EXPERT]:
+        small[DATA] *= MOST
+    if plan.parallel.strategy == "data_parallel":
+        small[DATA] = 1  # it only distributes its work over GPUs
+    return small
 
 
-def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
+def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[str, Any]:
     """Returns the recipe fields of the small plan."""
     recipe = plan.recipe
-    micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * layout.pp)
+    micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * degrees[PIPELINE])
     rows = min(recipe.batch.micro_batch_size, ROWS)
-    total = rows * micro_batches * layout.dp
+    parts = math.prod(degree for axis, degree in degrees.items() if "tokens" in axis.divides)
+    total = rows * micro_batches * degrees[DATA]
     attention = recipe.model.attention_kernel if recipe.model.attention_kernel in ON_CPU else "sdpa"
     return {
         "model": model.model_copy(update={"attention": attention}),
@@ -108,13 +111,10 @@ def _fields(plan: Plan, layout: Layout, model: ModelConfig) -> dict[str, Any]:
         "kernels.fp8": "off",
         "kernels.loss": PLAIN_LOSS.get(recipe.kernels.loss, recipe.kernels.loss),
         "data.tokenizer": {"vocab_size": model.config["vocab_size"]},
-        "data.sequence_length": max(min(recipe.data.sequence_length, TOKENS) // layout.sp, 1) * layout.sp,
+        "data.sequence_length": max(min(recipe.data.sequence_length, TOKENS) // parts, 1) * parts,
         "batch.global_batch_size": total,
         "batch.micro_batch_size": rows,
-        "parallel.pipeline": layout.pp,
-        "parallel.tensor": layout.tp,
-        "parallel.sequence": layout.sp,
-        "parallel.expert": layout.ep,
+        **{axis.field: degrees[axis] for axis in CHOSEN},
         **_types_and_places(recipe),
         # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
@@ -137,14 +137,14 @@ def _types_and_places(recipe: Recipe) -> dict[str, Any]:
     return fields
 
 
-DEGREES = (
-    ("dp", "data parallel", "sums over more replicas"),
-    ("pp", "pipeline", "stages in the middle, which receive and send on both sides"),
-    ("tp", "tensor parallel", "narrower slices"),
-    ("sp", "sequence parallel", "shorter slices"),
-    ("ep", "expert parallel", "exchanges among more ranks"),
-)
-"""Field of a layout, its name, and what more ranks of it would show."""
+UNTESTED = {
+    "data": "sums over more replicas",
+    "pipeline": "stages in the middle, which receive and send on both sides",
+    "tensor": "narrower slices",
+    "sequence": "shorter slices",
+    "expert": "exchanges among more ranks",
+}
+"""Name of an axis, and what more ranks of it would show."""
 PLACES = {"offload_optimizer": "optimizer states", "offload_param": "parameters"}
 
 
@@ -165,9 +165,9 @@ def _machine(plan: Plan, small: Plan) -> Iterator[Pair]:
 
 
 def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
-    for field, name, untested in DEGREES:
-        one, other = (str(getattr(p.layout, field)) for p in (plan, small))
-        yield name, one, other, untested
+    for axis in AXES:
+        what = axis.name if axis is PIPELINE else f"{axis.name} parallel"
+        yield what, str(plan.degree(axis)), str(small.degree(axis)), UNTESTED[axis.name]
 
 
 def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:

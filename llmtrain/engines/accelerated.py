@@ -115,7 +115,7 @@ class AcceleratedDataParallel:
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
         """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
-        return loss_sum * (self.plan.layout.dp / target_tokens)
+        return loss_sum * (self.plan.data_parallel_size / target_tokens)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
@@ -269,7 +269,7 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
     is_bf16 = plan.recipe.parallel.precision == "bf16"
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        reshard_after_forward=plan.layout.zero_stage == 3,
+        reshard_after_forward=plan.parallel.zero_stage == 3,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted({type(layer).__name__ for layer in layers}),
         # Gradients are summed in fp32, both over micro-batches and over ranks.

@@ -59,12 +59,12 @@ def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.dev
 
 def _axes(plan: Plan, device: torch.device) -> list[Axis]:
     """Returns the axes of a degree above 1. Those that divide weights come before one that only divides tokens."""
-    layout = plan.layout
+    parallel = plan.parallel
     # The pipeline splits its stages itself, because DeepSpeed's AutoTP cannot be combined with it.
     kinds: list[tuple[int, type[Axis]]] = [
-        (layout.pp, PipelineAxis),
-        (layout.ep, ExpertAxis),
-        (layout.tp if layout.pp == 1 else 1, TensorAxis),
-        (layout.sp, SequenceAxis),
+        (parallel.pipeline, PipelineAxis),
+        (parallel.expert, ExpertAxis),
+        (parallel.tensor if parallel.pipeline == 1 else 1, TensorAxis),
+        (parallel.sequence, SequenceAxis),
     ]
     return [kind(plan, device) for degree, kind in kinds if degree > 1]

@@ -1,5 +1,5 @@
 """What is to be run: a recipe on a cluster, the facts of its model, and the plan that results. Pure: no torch."""
 
-from llmtrain.plan.plan import Batch, KernelChoice, Layout, ModelFacts, Plan
+from llmtrain.plan.plan import Batch, KernelChoice, ModelFacts, Plan
 
-__all__ = ["Batch", "KernelChoice", "Layout", "ModelFacts", "Plan"]
+__all__ = ["Batch", "KernelChoice", "ModelFacts", "Plan"]

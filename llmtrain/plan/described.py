@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from llmtrain.plan.axes import AXES
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.plan import KernelChoice, Plan
 from llmtrain.plan.stages import described as described_stages
@@ -19,12 +20,11 @@ def model_line(plan: Plan) -> str:
 
 def split_lines(plan: Plan) -> list[str]:
     """Describes the devices, the layout, the batch, and the stages of a pipeline."""
-    layout, cluster = plan.layout, plan.cluster
+    cluster, degrees = plan.cluster, [f"{axis.name} {plan.degree(axis)}" for axis in AXES if axis.has_ranks]
     workers = f"devices, {plan.workers} worker" if plan.workers != cluster.world_size else "workers"
     return [
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
-        f"layout   data {layout.dp} × pipeline {layout.pp} × tensor {layout.tp} × sequence {layout.sp}"
-        f", expert {layout.ep}, {sharding(plan)}, {plan.recipe.parallel.precision}",
+        f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step",
         *described_stages(plan.stages),
         *kernel_lines(plan),
@@ -76,14 +76,14 @@ def triangle(plan: Plan) -> str:
     batch = plan.batch
     return (
         f"{batch.global_batch_size} = micro {batch.micro_batch_size} × accumulation "
-        f"{batch.gradient_accumulation_steps} × data {plan.layout.dp}"
+        f"{batch.gradient_accumulation_steps} × data {plan.data_parallel_size}"
     )
 
 
 def sharding(plan: Plan) -> str:
     """Names what shards the states of data parallelism, and its stage."""
     parallel = plan.recipe.parallel
-    stage = f"ZeRO-{plan.layout.zero_stage}"
+    stage = f"ZeRO-{plan.parallel.zero_stage}"
     if parallel.backend == "deepspeed":
         return stage
     return f"accelerate {parallel.strategy} {stage}" if parallel.backend == "accelerate" else parallel.backend

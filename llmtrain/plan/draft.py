@@ -8,7 +8,8 @@ from functools import cache
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem
-from llmtrain.plan.plan import Batch, Layout, ModelFacts, Plan, note
+from llmtrain.plan.axes import model_parallel_size
+from llmtrain.plan.plan import Batch, ModelFacts, Plan, note
 from llmtrain.plan.stages import flops_per_token, plan_stages
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
 
@@ -51,22 +52,18 @@ class Draft:
         return WEIGHT_DTYPE[self.parallel.precision]
 
     @property
-    def model_parallel(self) -> int:
-        """Number of devices that share one replica of the model: pp × tp × sp."""
-        return self.parallel.pipeline * self.parallel.tensor * self.parallel.sequence
-
-    @property
-    def dp(self) -> int | None:
+    def data_parallel_size(self) -> int | None:
         """Replicas that see different samples; None if the degrees do not divide the number of devices."""
-        replicas, rest = divmod(self.cluster.world_size, self.model_parallel)
+        replicas, rest = divmod(self.cluster.world_size, model_parallel_size(self.parallel))
         return None if rest else replicas
 
     @property
     def accumulation(self) -> int | None:
         """Micro-batches per step and replica; None if the micro-batch does not divide the batch."""
-        if self.dp is None:
+        if self.data_parallel_size is None:
             return None
-        steps, rest = divmod(self.recipe.batch.global_batch_size, self.recipe.batch.micro_batch_size * self.dp)
+        per_pass = self.recipe.batch.micro_batch_size * self.data_parallel_size
+        steps, rest = divmod(self.recipe.batch.global_batch_size, per_pass)
         return None if rest or not steps else steps
 
 
@@ -79,18 +76,10 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     """Returns the plan of a draft, legal or not; `resolve` checks the rules. Needs facts and integer degrees."""
-    recipe, parallel, facts = draft.recipe, draft.recipe.parallel, draft.facts
-    dp, accumulation = draft.dp, draft.accumulation
+    recipe, facts = draft.recipe, draft.facts
+    accumulation = draft.accumulation
     assert facts is not None, "a draft without facts has been refused"
-    assert dp is not None and accumulation is not None, "the rules of layout and batch have refused the rest"  # noqa: PT018
-    layout = Layout(
-        dp=dp,
-        pp=parallel.pipeline,
-        tp=parallel.tensor,
-        sp=parallel.sequence,
-        ep=parallel.expert,
-        zero_stage=parallel.zero_stage,
-    )
+    assert accumulation is not None, "the rules of layout and batch have refused the rest"
     batch = Batch(
         global_batch_size=recipe.batch.global_batch_size,
         micro_batch_size=recipe.batch.micro_batch_size,
@@ -100,10 +89,9 @@ def assemble(draft: Draft, notes: list[Problem] | None = None) -> Plan:
     return Plan(
         recipe=recipe,
         cluster=draft.cluster,
-        layout=layout,
         batch=batch,
         model=facts,
-        stages=plan_stages(facts, parallel.pipeline, recipe.data.sequence_length),
+        stages=plan_stages(facts, draft.parallel.pipeline, recipe.data.sequence_length),
         flops_per_token=flops_per_token(facts, recipe.data.sequence_length),
         notes=tuple(note(problem) for problem in notes or ()),
     )

@@ -43,7 +43,7 @@ def is_one_chunk(plan: Plan) -> bool:
 
 def tokens_of_loss(plan: Plan) -> int:
     """Returns the number of tokens of a micro-batch on one rank."""
-    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
+    return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.parallel.sequence
 
 
 def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import Field
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem
+from llmtrain.plan.axes import AXES, DATA, Axis, Divided, model_parallel_size
 from llmtrain.plan.weights import Weights
-from llmtrain.recipe import Part, Recipe
-
-
-class Layout(Part):
-    """Number of devices for each kind of parallelism; dp × pp × tp × sp = world size."""
-
-    dp: int
-    """Data parallel size: the number of replicas, which read different samples."""
-    pp: int
-    """Pipeline stages."""
-    tp: int
-    """Tensor parallel size."""
-    sp: int
-    """Sequence parallel size; the ranks of a group read parts of the same samples."""
-    ep: int
-    """Expert parallel size; its groups are subsets of the data, tensor and sequence parallel ranks."""
-    zero_stage: int
-    """ZeRO stage."""
+from llmtrain.recipe import ParallelConfig, Part, Recipe
 
 
 class Batch(Part):
-    """The batch triangle: global = micro × accumulation × dp."""
+    """The batch triangle: global = micro × accumulation × data parallel size."""
 
     global_batch_size: int
     """Sequences per optimizer step."""
@@ -129,7 +114,6 @@ class Plan(Part):
 
     recipe: Recipe
     cluster: Cluster
-    layout: Layout
     batch: Batch
     model: ModelFacts
     stages: tuple[StagePlan, ...] = Field(default=())
@@ -142,6 +126,33 @@ class Plan(Part):
     """The kernels of a run whose recipe leaves some open; None until it has started."""
 
     @property
+    def parallel(self) -> ParallelConfig:
+        """The recipe's parallelism."""
+        return self.recipe.parallel
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of replicas, which read different samples."""
+        return self.cluster.world_size // model_parallel_size(self.parallel)
+
+    def degree(self, axis: Axis) -> int:
+        """Returns the degree of an axis."""
+        return self.data_parallel_size if axis is DATA else axis.degree(self.parallel)
+
+    def parts(self, divided: Divided) -> int:
+        """Returns the number of parts into which the axes divide the layers, the matrices of a layer, and so on."""
+        return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
+
+    @property
+    def holders(self) -> int:
+        """The number of ranks that hold the same weights, experts excepted, before ZeRO shards them."""
+        return self.cluster.world_size // (self.parts("layers") * self.parts("matrices"))
+
+    def layout(self) -> dict[str, int]:
+        """Returns all degrees by the abbreviations of their axes, and the ZeRO stage; for output."""
+        return {axis.short: self.degree(axis) for axis in AXES} | {"zero_stage": self.parallel.zero_stage}
+
+    @property
     def workers(self) -> int:
         """Number of processes: one per device, or a single one if `nn.DataParallel` drives all devices."""
         return 1 if self.recipe.parallel.strategy == "data_parallel" else self.cluster.world_size
@@ -149,12 +160,12 @@ class Plan(Part):
     @property
     def readers(self) -> int:
         """Number of replicas, or groups of them in one process, that read their own samples."""
-        return self.layout.dp * self.workers // self.cluster.world_size
+        return self.data_parallel_size * self.workers // self.cluster.world_size
 
     @property
     def read_size(self) -> int:
         """Sequences that a process reads per forward pass: the micro-batches of its devices, concatenated."""
-        return self.batch.micro_batch_size * self.layout.dp // self.readers
+        return self.batch.micro_batch_size * self.data_parallel_size // self.readers
 
     def summary(self) -> dict[str, Any]:
         """Returns the plan as `llmtrain plan --json` prints it, without the engine's configuration."""
@@ -165,7 +176,7 @@ class Plan(Part):
             "backend": self.recipe.parallel.backend,
             "strategy": self.recipe.parallel.strategy,
             "workers": self.workers,
-            "layout": self.layout.model_dump() | self._stages(),
+            "layout": self.layout() | self._stages(),
             "batch": self.batch.model_dump(),
             "model": self.model.model_dump(exclude={"weights"}),
             "flops_per_token": self.flops_per_token,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
@@ -60,9 +61,9 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
 
     traced: the bytes that each layer of the model was observed to save (`models.trace`); otherwise they are estimated.
     """
-    recipe, layout = plan.recipe, plan.layout
+    recipe = plan.recipe
     widths = WIDTHS[recipe.parallel.precision]
-    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // layout.sp
+    tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
     layers = _layers_of(plan, stage)
     each = _of_each(plan, weights, layers, tokens)
     if traced:
@@ -78,7 +79,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         saved = flying * stream * len(layers) + max(*each, copies)
     else:
         saved = flying * sum(each)
-    is_last = stage == layout.pp - 1
+    is_last = stage == plan.parallel.pipeline - 1
     if is_last:
         saved += widths.norm * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
@@ -88,7 +89,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         saved=saved,
         logits=(_loss(plan, tokens) if is_last else 0) + kept.logits,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
-        sent=kept.streams or ((flying + 1) * stream if layout.pp > 1 else 0),
+        sent=kept.streams or ((flying + 1) * stream if plan.parallel.pipeline > 1 else 0),
     )
 
 
@@ -103,7 +104,7 @@ def _loss(plan: Plan, tokens: int) -> int:
         logits = widths.computed * plan.model.vocab_size * chunk
     elif recomputes_loss(plan.recipe):
         return logits
-    head = head_parameters(plan.model) // plan.layout.tp
+    head = head_parameters(plan.model) // plan.parts("matrices")
     # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 
@@ -124,10 +125,10 @@ def passed(plan: Plan) -> Passed:
     logits of two micro-batches, with the inputs that they were computed from. With a loss in chunks the outputs are
     scalars.
     """
-    if plan.layout.pp == 1:
+    if plan.parallel.pipeline == 1:
         return Passed(0, 0)
     widths, buffers = WIDTHS[plan.recipe.parallel.precision], min(2, plan.batch.gradient_accumulation_steps)
-    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.layout.sp
+    tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.parts("tokens")
     return Passed(
         streams=(2 * buffers + 1) * widths.stream * plan.model.hidden_size * tokens,
         logits=0 if chunks_loss(plan) else buffers * widths.computed * plan.model.vocab_size * tokens,
@@ -136,7 +137,7 @@ def passed(plan: Plan) -> Passed:
 
 def in_flight(plan: Plan, stage: int) -> int:
     """Returns the number of micro-batches whose activations a stage of 1F1B holds (arXiv 2104.04473, section 2.2)."""
-    return min(plan.layout.pp - stage, plan.batch.gradient_accumulation_steps)
+    return min(plan.parallel.pipeline - stage, plan.batch.gradient_accumulation_steps)
 
 
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
@@ -176,23 +177,23 @@ def _unrounded(plan: Plan, widths: Widths) -> int:
 def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     """Returns the bytes of queries, keys, values and output; without a fused kernel, of the probabilities, too."""
     facts, recipe = plan.model, plan.recipe
-    queries = facts.heads * facts.head_dim // plan.layout.tp
-    keys = max(facts.kv_heads * facts.head_dim // plan.layout.tp, 1)
+    queries = facts.heads * facts.head_dim // plan.parts("matrices")
+    keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
     repeated = recipe.model.attention_kernel == "eager" or (recipe.model.attention_kernel == "sdpa" and _has_mask(plan))
     inner = queries + (2 * queries if repeated else 2 * keys) + queries
-    saved, heads = widths.computed * inner, facts.heads // plan.layout.tp
+    saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
         normalised = 4 + widths.computed + _unrounded(plan, widths)
         saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
     if recipe.model.attention_kernel == "eager":
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
-        return saved + probabilities * heads * recipe.data.sequence_length // plan.layout.sp
+        return saved + probabilities * heads * recipe.data.sequence_length // plan.parts("tokens")
     return saved + 4 * heads  # log-sum-exp
 
 
 def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
-    tensor, width = plan.layout.tp, plan.model.hidden_size
+    tensor, width = plan.parts("matrices"), plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
         inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
@@ -235,6 +236,8 @@ def _layers_of(plan: Plan, stage: int) -> range:
 
 def _whole(plan: Plan, weights: Weights, index: int) -> int:
     """Returns the estimate of a layer without tensor or sequence parallelism, which a trace corrects."""
-    alone = plan.model_copy(update={"layout": plan.layout.model_copy(update={"tp": 1, "sp": 1})})
+    whole = {axis.name: 1 for axis in CHOSEN if axis.divides & {"matrices", "tokens"}}
+    parallel = plan.parallel.model_copy(update=whole)
+    alone = plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"parallel": parallel})})
     tokens = plan.batch.micro_batch_size * plan.recipe.data.sequence_length
     return layer_bytes(alone, weights, index, tokens)

@@ -22,8 +22,8 @@ def bucket_elements(plan: Plan) -> int:
     the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
     model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
     """
-    share = plan.model.parameters // (plan.layout.pp * plan.layout.tp)
-    elements = min(max(40_000_000, 1_000_000 * plan.layout.dp), share)
+    share = plan.model.parameters // (plan.parts("layers") * plan.parts("matrices"))
+    elements = min(max(40_000_000, 1_000_000 * plan.data_parallel_size), share)
     return max(elements + elements % 2, 2)
 
 
@@ -93,11 +93,11 @@ MOST_EXPERTS = 178_956_971
 
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
-    layout = plan.layout
-    ranks = layout.dp * layout.sp
+    parallel = plan.parallel
+    ranks = plan.holders
     own = list(stage_weights(plan, weights, stage))
     kinds = {id(weight): _kind(plan, weights, weight) for weight in {id(one): one for one in own}.values()}
-    if layout.ep > 1:
+    if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {_router_of(weight) for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
@@ -109,15 +109,15 @@ def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
     for (_, spread), all_sizes in sorted(found.items()):
         parts = _cut(all_sizes) if spread else [all_sizes]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
-        holders = ranks * layout.tp // layout.ep if spread else ranks
+        holders = ranks * parallel.tensor // parallel.expert if spread else ranks
         groups += [Group(tuple(part), holders) for part in parts]
     return groups
 
 
 def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:
     """Returns the two properties that select a weight's group (not a matrix, distributed expert), and its sizes."""
-    spread = plan.layout.ep > 1 and weight.is_expert
-    sizes = _expert_sizes(weight, plan.layout.ep) if spread else (sliced(plan, weights, weight),)
+    spread = plan.parallel.expert > 1 and weight.is_expert
+    sizes = _expert_sizes(weight, plan.parallel.expert) if spread else (sliced(plan, weights, weight),)
     return (not weight.is_matrix, spread), sizes
 
 
@@ -163,12 +163,12 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
 
     If experts are distributed over the same ranks, these split attention only.
     """
-    tensor = plan.layout.tp
+    tensor = plan.parts("matrices")
     if tensor == 1:
         return weight.elements
     if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
         return _sliced_table(plan, weights, weight)
-    if plan.layout.ep > 1 and ".self_attn." not in f".{weight.name}":
+    if plan.parallel.expert > 1 and ".self_attn." not in f".{weight.name}":
         return weight.elements
     module, _, kind = weight.name.rpartition(".")
     name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
@@ -182,10 +182,10 @@ def _sliced_table(plan: Plan, weights: Weights, table: Weight) -> int:
     Within pipeline stages, llmtrain splits embedding and head if the vocabulary is divisible; AutoTP splits an untied
     head only, unevenly if it is not divisible.
     """
-    rows, tensor = table.shape[0], plan.layout.tp
-    if plan.layout.pp > 1:
+    rows, tensor = table.shape[0], plan.parts("matrices")
+    if plan.parallel.pipeline > 1:
         return table.elements if rows % tensor or plan.model.model_type == "gpt2" else table.elements // tensor
     is_head = any(table is one for one in weights.head)
-    if weights.tied or not is_head or plan.layout.ep > 1:
+    if weights.tied or not is_head or plan.parallel.expert > 1:
         return table.elements
     return -(-rows // tensor) * table.elements // rows

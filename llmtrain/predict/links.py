@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtrain.plan.plan import Layout
+from llmtrain.plan.axes import EXPERT, INNERMOST_FIRST
+from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import Assumptions
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "p2p", "host"]
@@ -24,7 +27,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a layout. Ranks are numbered with tensor innermost, then sequence, data, and pipeline outermost."""
+    """The groups of a plan's ranks."""
 
     tensor: Group
     sequence: Group
@@ -36,16 +39,21 @@ class Groups:
     pipeline: Group
 
     @classmethod
-    def of(cls, layout: Layout) -> Groups:
-        """Returns the groups, with ranks numbered as `StagePipeline` and DeepSpeed do."""
-        replicas = layout.dp * layout.sp
+    def of(cls, plan: Plan) -> Groups:
+        """Returns the groups of a plan, whose ranks are numbered in the order of `INNERMOST_FIRST`."""
+        strides = [1, *itertools.accumulate((plan.degree(axis) for axis in INNERMOST_FIRST), operator.mul)]
+        groups = {
+            axis.name: Group(plan.degree(axis), stride) for axis, stride in zip(INNERMOST_FIRST, strides, strict=False)
+        }
+        replicas = Group(groups["sequence"].size * groups["data"].size, groups["sequence"].stride)
+        experts = plan.degree(EXPERT)
         return cls(
-            tensor=Group(layout.tp, 1),
-            sequence=Group(layout.sp, layout.tp),
-            expert=Group(layout.ep, layout.tp),
-            replicas=Group(replicas, layout.tp),
-            expert_replicas=Group(max(replicas // layout.ep, 1), layout.tp * layout.ep),
-            pipeline=Group(layout.pp, layout.tp * replicas),
+            tensor=groups["tensor"],
+            sequence=groups["sequence"],
+            expert=Group(experts, replicas.stride),
+            replicas=replicas,
+            expert_replicas=Group(max(replicas.size // experts, 1), replicas.stride * experts),
+            pipeline=groups["pipeline"],
         )
 
 

@@ -141,7 +141,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
     on_cpu = plan.cluster.spec.on_cpu
     framework = 0 if on_cpu else CONTEXT + (COMMUNICATORS if plan.cluster.world_size > 1 else 0)
     stages = []
-    for stage in range(plan.layout.pp):
+    for stage in range(plan.parallel.pipeline):
         state = state_of(plan, weights, stage)
         activations = activations_of(plan, weights, stage, traced)
         fixed = {"communication": activations.sent, "framework": framework}
@@ -167,6 +167,6 @@ def lacking(plan: Plan) -> Shortage | None:
     memory = memory_of(plan)
     if memory is None or memory.capacity is None or memory.fits:
         return None
-    where = f" on stage {memory.fullest}" if plan.layout.pp > 1 else ""
+    where = f" on stage {memory.fullest}" if plan.parallel.pipeline > 1 else ""
     size = memory.needed - memory.capacity
     return Shortage(size, f"does not fit by {readable(size)}{where}")

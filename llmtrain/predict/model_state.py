@@ -45,17 +45,17 @@ def moments(plan: Plan) -> int:
 
 def state_of(plan: Plan, weights: Weights, stage: int) -> State:
     """Returns the state of the fullest rank of a pipeline stage."""
-    parallel, layout = plan.recipe.parallel, plan.layout
+    parallel = plan.parallel
     if parallel.strategy == "fsdp2":
         return _fsdp2(plan, weights)
     groups = groups_of(plan, weights, stage)
-    if parallel.strategy != "deepspeed" or layout.zero_stage == 0:
+    if parallel.strategy != "deepspeed" or parallel.zero_stage == 0:
         state = _replicated(plan, groups)
-    elif layout.zero_stage == 3:
+    elif parallel.zero_stage == 3:
         state = _zero3(plan, groups)
     else:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
-    if layout.ep > 1 and layout.tp == 1 and layout.zero_stage < 3:
+    if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
     return state
@@ -70,7 +70,7 @@ def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
 def has_bf16_optimizer(plan: Plan) -> bool:
     """Whether DeepSpeed chooses `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
     parallel = plan.recipe.parallel
-    routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.layout.zero_stage == 1
+    routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.parallel.zero_stage == 1
     return routed and parallel.offload_optimizer == "none"
 
 
@@ -92,14 +92,14 @@ def _replicated(plan: Plan, groups: list[Group]) -> State:
     backward = kept.plus(gradients=gradients + (weight_bytes(plan) * elements if lower else 0))
     return State(
         forward=kept.plus(gradients=early),
-        backward=backward.plus(communication=sent if plan.layout.dp * plan.layout.sp > 1 else 0),
+        backward=backward.plus(communication=sent if plan.holders > 1 else 0),
         update=kept.plus(gradients=gradients),
     )
 
 
 def _zero12(plan: Plan, groups: list[Group]) -> State:
     """ZeRO-1 and 2 (`zero/stage_1_and_2.py`), unless `BF16_Optimizer` replaces them."""
-    stage, weight, summed = plan.layout.zero_stage, weight_bytes(plan), sum_bytes(plan)
+    stage, weight, summed = plan.parallel.zero_stage, weight_bytes(plan), sum_bytes(plan)
     offloads = plan.recipe.parallel.offload_optimizer != "none"
     elements = sum(group.elements for group in groups)
     partition = sum(group.partition for group in groups)
@@ -123,14 +123,14 @@ def _zero12(plan: Plan, groups: list[Group]) -> State:
     else:
         kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition)
     whole = summed * elements if stage == 1 else reduced
-    is_pipeline = plan.layout.pp > 1  # reduces after the last backward pass, and creates its bucket then
+    is_pipeline = plan.parallel.pipeline > 1  # reduces after the last backward pass, and creates its bucket then
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=0 if is_pipeline else bucket),
         backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket),
         # Of one group after the other, the sums as one flat fp32 tensor. A bucket that sums were staged in stays.
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
-            buckets=bucket if stage == 1 and compact and plan.layout.dp * plan.layout.sp > 1 else 0,
+            buckets=bucket if stage == 1 and compact and plan.holders > 1 else 0,
         ),
         host=host,
     )
@@ -191,11 +191,11 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     The model is built completely, cast to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
     """
     computed = 2 if plan.recipe.parallel.precision == "bf16" else 4
-    elements, shards = weights.elements, _rows_shared(weights, plan.layout.dp)
+    elements, shards = weights.elements, _rows_shared(weights, plan.data_parallel_size)
     layer = max(plan.model.layer_parameters, default=0)
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
-    live = elements if plan.layout.zero_stage == 2 else min(elements, 2 * layer + outside)
+    live = elements if plan.parallel.zero_stage == 2 else min(elements, 2 * layer + outside)
     kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * shards, live_parameters=computed * live)
     # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
     whole = 4 * elements if _accumulates(plan) else 0

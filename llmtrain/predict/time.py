@@ -112,8 +112,8 @@ class _Stage:
     def time(self, peak: float) -> StepTime:
         """peak: FLOP/s of a device."""
         plan, m = self.plan, self.micro_batches
-        bubble = bubble_of(plan.layout.pp, m)
-        bubble_s = (plan.layout.pp - 1) * self.slot
+        bubble = bubble_of(plan.parallel.pipeline, m)
+        bubble_s = (plan.parallel.pipeline - 1) * self.slot
         step = m * self.slot + bubble_s + self.fixed
         communication = summed({kind: m * seconds for kind, seconds in self.per_micro_batch.items()}, self.once)
         rate = plan.batch.tokens_per_step / step
@@ -149,8 +149,8 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
 
 def _update(plan: Plan, held: Held, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
-    sharded = plan.layout.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
-    parameters = worker.own(held) / (plan.layout.dp * plan.layout.sp if sharded else 1)
+    sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
+    parameters = worker.own(held) / (plan.holders if sharded else 1)
     size = parameters * worker.update_bytes()
     where = plan.recipe.parallel.offload_optimizer
     if where == "none":

@@ -8,10 +8,11 @@ nothing overlaps; only ZeRO-3 overlaps communication. Pipelines send and wait. A
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.predict.links import Group, Groups, Kind, Store, sent
@@ -88,7 +89,7 @@ class CommunicationGroups:
     """The groups of a plan's ranks, and the transfers within each of them."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan.layout)
+        self.plan, self.share, self.groups = plan, DeviceShare(plan), Groups.of(plan)
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
         """Bytes that are passed between two layers for a micro-batch, on one device."""
 
@@ -96,56 +97,62 @@ class CommunicationGroups:
         """Returns all transfers of the ranks of a stage."""
         found = Traffic(self._within_layers(held), [], [], [])
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
-        messages = 2 if self.plan.layout.pp == 2 else 4
+        messages = 2 if self.plan.parallel.pipeline == 2 else 4
         found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)
         strategy = self.plan.recipe.parallel.strategy
         if strategy == "deepspeed":
             self._zero(held, found)
         elif strategy == "fsdp2":
-            self._fully_sharded(held, found, gathers=2 if self.plan.layout.zero_stage == 3 else 1)
+            self._fully_sharded(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
         else:
             found.step_hidden.append(self._gradients("all_reduce", held))
         return found
 
     def _within_layers(self, held: Held) -> list[Transfer]:
-        """Returns the transfers of tensor, sequence and expert groups, for which every layer waits.
+        """Returns the transfers for which every layer waits, axis by axis."""
+        axes = [axis for axis in CHOSEN if axis.name in WITHIN_LAYERS and self.plan.degree(axis) > 1]
+        return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis.name](self, held)]
 
-        Activation checkpointing repeats those of the forward pass.
+    def tensor(self, held: Held) -> Iterator[Transfer]:
+        """Yields the transfers of tensor groups. Activation checkpointing repeats those of the forward pass."""
+        sums = held.layers * (ROW_PRODUCTS * (2 if self.share.checkpointing else 1) + COLUMN_PRODUCTS)
+        hidden_states = ((self.hidden_states, self.groups.tensor),)
+        yield Transfer("all_reduce", hidden_states, sums)
+        if held.head and not self.plan.model.tied_embeddings:
+            logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
+            yield Transfer("all_gather", ((logits, self.groups.tensor),))
+            yield Transfer("all_reduce", hidden_states)
+
+    def sequence(self, held: Held) -> Iterator[Transfer]:
+        """Yields the exchanges of heads for parts of the sequence, and back.
+
+        Key and value heads are repeated until they are divisible, at most to the number of query heads.
         """
-        layout, facts, share, groups = self.plan.layout, self.plan.model, self.share, self.groups
-        passes = held.layers * (3 if share.checkpointing else 2)
-        found = []
-        if layout.tp > 1:
-            sums = held.layers * (ROW_PRODUCTS * (2 if share.checkpointing else 1) + COLUMN_PRODUCTS)
-            hidden_states = ((self.hidden_states, groups.tensor),)
-            found.append(Transfer("all_reduce", hidden_states, sums))
-            if held.head and not facts.tied_embeddings:
-                logits = share.tokens * facts.vocab_size * share.compute_bytes
-                found.append(Transfer("all_gather", ((logits, groups.tensor),)))
-                found.append(Transfer("all_reduce", hidden_states))
-        if layout.sp > 1:
-            # Key and value heads are repeated until they are divisible, at most to the number of query heads.
-            keys = max(facts.kv_heads, min(layout.sp * layout.tp, facts.heads))
-            width = facts.head_dim / layout.tp * share.tokens * share.compute_bytes
-            tensors = ((facts.heads * width, groups.sequence), (keys * width, groups.sequence))
-            found.append(Transfer("all_to_all", tensors, passes * 2))
-        if layout.ep > 1:
-            dispatched = self.hidden_states * max(facts.experts_per_token, 1)
-            found.append(Transfer("all_to_all", ((dispatched, groups.expert),), 2 * passes))
-        return found
+        facts, group = self.plan.model, self.groups.sequence
+        keys = max(facts.kv_heads, min(group.size * self.groups.tensor.size, facts.heads))
+        width = facts.head_dim / self.plan.parts("matrices") * self.share.tokens * self.share.compute_bytes
+        yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
+
+    def expert(self, held: Held) -> Iterator[Transfer]:
+        """Yields the ways of the tokens to their experts and back."""
+        dispatched = self.hidden_states * max(self.plan.model.experts_per_token, 1)
+        yield Transfer("all_to_all", ((dispatched, self.groups.expert),), 2 * self._passes(held))
+
+    def _passes(self, held: Held) -> int:
+        return held.layers * (3 if self.share.checkpointing else 2)
 
     def _tied(self, found: Traffic) -> None:
         """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
-        if self.plan.layout.pp > 1 and self.plan.model.tied_embeddings:
-            size = head_parameters(self.plan.model) / self.plan.layout.tp * self.share.gradient_bytes
+        if self.plan.parallel.pipeline > 1 and self.plan.model.tied_embeddings:
+            size = head_parameters(self.plan.model) / self.plan.parts("matrices") * self.share.gradient_bytes
             pipe = self.groups.pipeline
             ends = Group(2, pipe.stride * (pipe.size - 1))
             found.step.append(Transfer("all_reduce", ((size, ends),)))
 
     def _zero(self, held: Held, found: Traffic) -> None:
         """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
-        stage, parallel, share = self.plan.layout.zero_stage, self.plan.recipe.parallel, self.share
+        stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
         if stage == 3:
             # The last layers' parameters are used again soon enough to stay gathered for the backward pass.
             own = share.own(held)
@@ -183,3 +190,11 @@ class CommunicationGroups:
             (dense * size, self.groups.replicas),
             *([(experts * size, self.groups.expert_replicas)] if experts else []),
         )
+
+
+WITHIN_LAYERS: dict[str, Callable[[CommunicationGroups, Held], Iterator[Transfer]]] = {
+    "tensor": CommunicationGroups.tensor,
+    "sequence": CommunicationGroups.sequence,
+    "expert": CommunicationGroups.expert,
+}
+"""Name of an axis that communicates in every layer, and its transfers on the ranks of a stage."""

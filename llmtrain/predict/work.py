@@ -77,9 +77,9 @@ class DeviceShare:
     """The tokens and weights of one device of a plan, independent of the device's speed."""
 
     def __init__(self, plan: Plan) -> None:
-        recipe, layout = plan.recipe, plan.layout
-        self.facts, self.layout = plan.model, layout
-        self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / layout.sp
+        recipe = plan.recipe
+        self.plan, self.facts = plan, plan.model
+        self.tokens = plan.batch.micro_batch_size * recipe.data.sequence_length / plan.parts("tokens")
         """Tokens of a micro-batch."""
         self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
         self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
@@ -95,10 +95,10 @@ class DeviceShare:
 
         AutoTP does not split a tied table.
         """
-        layout, facts = self.layout, self.facts
-        whole = head_parameters(facts) if layout.pp == 1 and facts.tied_embeddings else 0
-        dense = (held.parameters - held.experts - whole) / layout.tp + whole
-        return dense, held.experts / layout.ep / layout.tp
+        facts = self.facts
+        whole = head_parameters(facts) if self.plan.parallel.pipeline == 1 and facts.tied_embeddings else 0
+        dense = (held.parameters - held.experts - whole) / self.plan.parts("matrices") + whole
+        return dense, held.experts / self.plan.parts("experts")
 
 
 class Worker(DeviceShare):
@@ -121,12 +121,12 @@ class Worker(DeviceShare):
 
     def micro_batch(self, held: Held) -> Work:
         """Returns the time of one forward and one backward pass."""
-        facts, tp = self.facts, self.layout.tp
-        products = 2 * held.active / tp * self.tokens / self.product_rate
-        scores = 4 * held.layers * facts.heads * facts.head_dim / tp * self.length * self.attention_share
+        facts, slices = self.facts, self.plan.parts("matrices")
+        products = 2 * held.active / slices * self.tokens / self.product_rate
+        scores = 4 * held.layers * facts.heads * facts.head_dim / slices * self.length * self.attention_share
         attention = scores * self.tokens / self.attention_rate
         passes = self.assumed.residual_passes * held.layers * facts.hidden_size
-        passes += self.assumed.width_passes * held.active / facts.hidden_size / tp
+        passes += self.assumed.width_passes * held.active / facts.hidden_size / slices
         memory = passes * self.tokens * self.compute_bytes / self.bandwidth
         weights = self.own(held) * self.weight_bytes / self.bandwidth
         floor = held.layers * self.floor
@@ -145,7 +145,7 @@ class Worker(DeviceShare):
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
         # Tensor parallel ranks do not split a tied table; logits are gathered, so each rank computes the whole loss.
-        split = 1 if facts.tied_embeddings else self.layout.tp
+        split = 1 if facts.tied_embeddings else self.plan.parts("matrices")
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 

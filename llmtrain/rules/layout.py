@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.cluster import Device
+from llmtrain.plan.axes import CHOSEN, Axis, model_parallel_size
 from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.families import EXPERT_PRESETS
-from llmtrain.rules.rule import Fault, assignment, rule
+from llmtrain.rules.rule import Fault, Rule, assignment, rule
 
 
 def divisors_near(number: int, value: int) -> list[int]:
@@ -23,82 +24,50 @@ def _nearest(number: int, value: int) -> str:
 
 @rule(
     "layout.world",
-    "pp × tp × sp ranks share one replica, so their product must divide the number of devices.",
+    "pipeline × tensor × sequence ranks share one replica, so their product must divide the number of devices.",
     "arithmetic",
 )
 def world(draft: Draft) -> Iterator[Fault]:
     """Refuses degrees that do not divide the number of devices."""
-    if draft.dp:
+    if draft.data_parallel_size:
         return
-    parallel, cluster = draft.parallel, draft.cluster
-    equation = f"{parallel.pipeline} × {parallel.tensor} × {parallel.sequence} = {draft.model_parallel}"
-    message = (
-        f"pipeline × tensor × sequence = {equation} does not divide {cluster.nodes} × "
-        f"{cluster.devices_per_node} = {cluster.world_size} devices"
-    )
+    parallel, cluster, product = draft.parallel, draft.cluster, model_parallel_size(draft.parallel)
+    degrees = {axis.name: axis.degree(parallel) for axis in CHOSEN if axis.has_ranks}
+    equation = f"{' × '.join(degrees)} = {' × '.join(str(degree) for degree in degrees.values())} = {product}"
+    message = f"{equation} does not divide {cluster.nodes} × {cluster.devices_per_node} = {cluster.world_size} devices"
     # Suggest changing the largest degree and keeping the others.
-    name = max(("pipeline", "tensor", "sequence"), key=lambda degree: getattr(parallel, degree))
-    rest = draft.model_parallel // getattr(parallel, name)
-    fix = f"use a multiple of {draft.model_parallel} devices"
+    name = max(degrees, key=lambda name: degrees[name])
+    rest = product // degrees[name]
+    fix = f"use a multiple of {product} devices"
     if cluster.world_size % rest == 0:
-        best = divisors_near(cluster.world_size // rest, getattr(parallel, name))[0]
+        best = divisors_near(cluster.world_size // rest, degrees[name])[0]
         fix += f", or {assignment(**{f'parallel__{name}': best})}"
     yield Fault(f"parallel.{name}", message, fix)
 
 
-@rule(
-    "layout.tensor_divides",
-    "A tensor parallel rank holds whole heads. If the degree does not divide the heads, AutoTP "
-    "gives some ranks more heads than others, or none at all, and all ranks wait for the slowest.",
-    "arithmetic",
-)
-def tensor_divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses a degree that does not divide the numbers of heads."""
-    degree, facts = draft.parallel.tensor, draft.facts
-    if facts is None or degree == 1:
-        return
-    for name, number in (("query heads", facts.heads), ("key and value heads", facts.kv_heads)):
-        if number % degree:
-            message = f"{degree} was given: it does not divide the model's {number} {name}"
-            yield Fault("parallel.tensor", message, f"use {_nearest(number, degree)}")
+def _divides(axis: Axis) -> Rule:
+    """Returns the rule that the degree of an axis divides what the axis divides."""
+
+    @rule(f"layout.{axis.name}_divides", axis.why, "arithmetic")
+    def divides(draft: Draft) -> Iterator[Fault]:
+        degree = axis.degree(draft.parallel)
+        for what, number in axis.limits(draft) if degree > 1 else ():
+            if number % degree:
+                message = f"{degree} was given: it does not divide {what}"
+                yield Fault(axis.field, message, f"use {_nearest(number, degree)}")
+
+    return divides
 
 
-@rule(
-    "layout.sequence_divides", "Ulysses splits the sequence across ranks, and within attention the heads.", "arithmetic"
-)
-def sequence_divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses a degree that does not divide the sequence length and the number of heads (arXiv 2309.14509)."""
-    degree, facts, length = draft.parallel.sequence, draft.facts, draft.recipe.data.sequence_length
-    if degree == 1:
-        return
-    if length % degree:
-        message = f"{degree} was given: it does not divide a sequence of {length} tokens"
-        yield Fault("parallel.sequence", message, f"use {_nearest(length, degree)}")
-    heads = facts.heads // draft.parallel.tensor if facts else 0
-    if heads % degree:
-        owners = "a tensor parallel rank's" if draft.parallel.tensor > 1 else "the model's"
-        message = f"{degree} was given: it does not divide {owners} {heads} heads"
-        yield Fault("parallel.sequence", message, f"use {_nearest(heads, degree)}")
-
-
-@rule("layout.expert", "Experts are distributed over all ranks that hold the same layers.", "arithmetic")
+@rule("layout.expert", "Only some families have experts that the engine can distribute.", "arithmetic")
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses expert parallelism of a dense model, and degrees that divide neither experts nor ranks."""
+    """Refuses expert parallelism of dense models and of families that AutoEP does not support."""
     degree, facts = draft.parallel.expert, draft.facts
-    if degree == 1:
-        return
-    ranks = (draft.dp or 0) * draft.parallel.tensor * draft.parallel.sequence
-    if ranks % degree:
-        message = f"{degree} was given: it does not divide data × tensor × sequence = {ranks} ranks"
-        yield Fault("parallel.expert", message, f"use {_nearest(ranks, degree)}")
-    if facts is None:
+    if degree == 1 or facts is None:
         return
     if not facts.experts:
         message = f"{degree} was given, but '{facts.model_type}' has no experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
-    elif facts.experts % degree:
-        message = f"{degree} was given: it does not divide {facts.experts} experts"
-        yield Fault("parallel.expert", message, f"use {_nearest(facts.experts, degree)}")
     elif facts.model_type not in EXPERT_PRESETS:
         message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
@@ -135,14 +104,15 @@ def _links(device: Device) -> str:
 )
 def divides(draft: Draft) -> Iterator[Fault]:
     """Refuses remainders, and suggests the nearest global and micro batch sizes that leave none."""
-    total, micro, dp = draft.recipe.batch.global_batch_size, draft.recipe.batch.micro_batch_size, draft.dp
+    batch, dp = draft.recipe.batch, draft.data_parallel_size
+    total, micro = batch.global_batch_size, batch.micro_batch_size
     if dp is None or draft.accumulation is not None:
         return
     per_pass = micro * dp
     below = total // per_pass * per_pass
     totals = [size for size in (below, below + per_pass) if size]
     message = (
-        f"global_batch_size = micro_batch_size × accumulation × dp has no whole solution: "
+        f"global_batch_size = micro_batch_size × accumulation × data parallel size has no whole solution: "
         f"{total} = {micro} × {total / per_pass:g} × {dp}; nearest global batch sizes: {_or(totals)}"
     )
     fixes = [assignment(batch__global_batch_size=min(totals, key=lambda size: abs(size - total)))]
@@ -166,11 +136,4 @@ def _or(values: list[int]) -> str:
     return " or ".join(str(value) for value in values)
 
 
-RULES = (
-    world,
-    tensor_divides,
-    sequence_divides,
-    expert,
-    tensor_node,
-    divides,
-)
+RULES = (world, *(_divides(axis) for axis in CHOSEN if axis.why), expert, tensor_node, divides)

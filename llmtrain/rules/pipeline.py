@@ -108,14 +108,14 @@ def bubble(draft: Draft) -> Iterator[Fault]:
 
 def _less_idle(draft: Draft) -> str:
     """Suggests the largest micro-batch size that keeps the idle time within `MOST_IDLE`, else a global batch size."""
-    assert draft.dp is not None, "there are micro-batches"
+    assert draft.data_parallel_size is not None, "there are micro-batches"
     stages, batch = draft.parallel.pipeline, draft.recipe.batch
     needed = math.ceil((stages - 1) * (1 - MOST_IDLE) / MOST_IDLE - 1e-9)
-    share = batch.global_batch_size // draft.dp
+    share = batch.global_batch_size // draft.data_parallel_size
     smaller = max((size for size in divisors(share) if size <= share // needed), default=None)
     if smaller is not None:
         return f"{assignment(batch__micro_batch_size=smaller)} gives {share // smaller} micro-batches"
-    larger = assignment(batch__global_batch_size=needed * draft.dp, batch__micro_batch_size=1)
+    larger = assignment(batch__global_batch_size=needed * draft.data_parallel_size, batch__micro_batch_size=1)
     return f"{needed} micro-batches need {larger}, or use fewer stages"
 
 

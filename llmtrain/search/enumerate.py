@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.draft import divisors
 from llmtrain.plan.installed import check_runnable, is_installed
 from llmtrain.plan.plan import Plan
@@ -18,9 +20,6 @@ from llmtrain.search.variants import (
     MICRO_BATCH,
     NVME_PATH,
     OFFLOADS,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
     ZERO_STAGE,
     Fields,
     changed,
@@ -30,8 +29,6 @@ from llmtrain.search.variants import (
     stores,
 )
 
-SHORT = dict(zip(DEGREES, ("pp", "tp", "sp", "ep"), strict=True))
-"""Degree → its abbreviation in a candidate's name."""
 BACKENDS = {
     "ddp": ("accelerate", "ddp", 0),
     "fsdp2": ("accelerate", "fsdp2", 3),
@@ -71,7 +68,7 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
     for world in divisors(nproc):
         cluster = Cluster(devices_per_node=world, device=device)
         for split, stored in itertools.product(degrees(world), stores(recipe)):
-            dp = world // (split[PIPELINE] * split[TENSOR] * split[SEQUENCE])
+            dp = world // math.prod(split[axis.field] for axis in CHOSEN if axis.has_ranks)
             offload = offload_name(*(stored[field] for field in OFFLOADS))
             if offload and max(split.values()) > 1:
                 continue
@@ -123,5 +120,5 @@ def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
 
 
 def _name(dp: int, split: Fields, stage: int, accumulation: int, suffix: str) -> str:
-    parts = [f"dp{dp}", *(f"{SHORT[field]}{degree}" for field, degree in split.items() if degree > 1)]
+    parts = [f"dp{dp}", *(f"{axis.short}{split[axis.field]}" for axis in CHOSEN if split[axis.field] > 1)]
     return "-".join(filter(None, [*parts, f"zero{stage}", f"acc{accumulation}", suffix]))

@@ -34,8 +34,8 @@ class Room:
         plain = {MICRO_BATCH: 1, CHECKPOINTING: "full"}
         key = changed(draft.recipe, plain).parallel
         if key not in self._hopeless:
-            assert draft.dp is not None, "a legal draft has whole degrees"
-            share = draft.recipe.batch.global_batch_size // draft.dp
+            assert draft.data_parallel_size is not None, "a legal draft has whole degrees"
+            share = draft.recipe.batch.global_batch_size // draft.data_parallel_size
             leanest = (
                 Draft(changed(draft.recipe, {**plain, MICRO_BATCH: size}), draft.cluster, draft.facts)
                 for size in (1, share)

@@ -148,8 +148,8 @@ def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator
 
 def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
     """Yields the legal micro-batches of a draft, with and without activation checkpointing."""
-    assert stored.dp is not None, "the rules of layout have refused the rest"
-    sizes = _micro_batches(stored.recipe, stored.dp)
+    assert stored.data_parallel_size is not None, "the rules of layout have refused the rest"
+    sizes = _micro_batches(stored.recipe, stored.data_parallel_size)
     for micro, checkpointing in itertools.product(sizes, choices(stored.recipe)[CHECKPOINTING]):
         batch = {MICRO_BATCH: micro, CHECKPOINTING: checkpointing}
         draft = Draft(changed(stored.recipe, batch), stored.cluster, stored.facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.plan import Plan
 from llmtrain.search.search import Found, SearchResult
 from llmtrain.search.variants import offload_name
@@ -46,10 +47,10 @@ def _entry(mark: str, found: Found) -> list[str]:
 
 def _layout(plan: Plan) -> str:
     """Formats the layout with a candidate's abbreviations; degrees of 1 are left out."""
-    layout, parallel = plan.layout, plan.recipe.parallel
-    degrees = {"pp": layout.pp, "tp": layout.tp, "sp": layout.sp, "ep": layout.ep}
-    parts = [f"dp{layout.dp}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
-    parts += [f"zero{layout.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
+    parallel = plan.parallel
+    degrees = {axis.short: axis.degree(parallel) for axis in CHOSEN}
+    parts = [f"dp{plan.data_parallel_size}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    parts += [f"zero{parallel.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
     if parallel.activation_checkpointing != "none":
         parts.append("checkpointing")
     parts.append(offload_name(parallel.offload_optimizer, parallel.offload_param))
@@ -59,7 +60,7 @@ def _layout(plan: Plan) -> str:
 def _as_json(found: Found) -> dict[str, Any]:
     return {
         "set": found.arguments,
-        "layout": found.plan.layout.model_dump(),
+        "layout": found.plan.layout(),
         "batch": found.plan.batch.model_dump(),
         "activation_checkpointing": found.plan.recipe.parallel.activation_checkpointing,
         "offload_optimizer": found.plan.recipe.parallel.offload_optimizer,

@@ -11,18 +11,14 @@ import math
 from collections.abc import Iterator
 from typing import Any, get_args
 
+from llmtrain.plan.axes import CHOSEN, Axis
 from llmtrain.plan.draft import divisors
 from llmtrain.recipe import ParallelConfig, Recipe
 
 Fields = dict[str, Any]
 """Dotted recipe fields, as `Recipe.with_` accepts them."""
 
-DEGREES = PIPELINE, TENSOR, SEQUENCE, EXPERT = (
-    "parallel.pipeline",
-    "parallel.tensor",
-    "parallel.sequence",
-    "parallel.expert",
-)
+DEGREES = tuple(axis.field for axis in CHOSEN)
 ZERO_STAGE = "parallel.zero_stage"
 OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
 NVME_PATH = "parallel.nvme_path"
@@ -31,16 +27,30 @@ MICRO_BATCH = "batch.micro_batch_size"
 
 
 def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -> Iterator[Fields]:
-    """Yields all degrees that divide the devices; experts are distributed over all ranks that hold the same layers.
+    """Yields all degrees that divide the devices.
 
-    layers, experts: those of the model, which bound the degrees of pipeline and expert parallelism.
+    layers, experts: those of the model, which bound the degrees of the axes that divide them.
     """
-    for pipeline in (size for size in divisors(devices) if size <= layers):
-        holders = devices // pipeline
-        for tensor in divisors(holders):
-            for sequence in divisors(holders // tensor):
-                for expert in (size for size in divisors(holders) if size <= max(experts, 1)):
-                    yield dict(zip(DEGREES, (pipeline, tensor, sequence, expert), strict=True))
+    counts = {"layers": layers, "experts": max(experts, 1)}
+    ranks = [axis for axis in CHOSEN if axis.has_ranks]
+    subsets = [axis for axis in CHOSEN if not axis.has_ranks]
+
+    def sizes(axis: Axis, among: int) -> list[int]:
+        most = min((counts[what] for what in axis.divides & counts.keys() if axis.divides == {what}), default=math.inf)
+        return [size for size in divisors(among) if size <= most]
+
+    def splits(axes: list[Axis], among: int) -> Iterator[Fields]:
+        if not axes:
+            yield {}
+            return
+        for size in sizes(axes[0], among):
+            for rest in splits(axes[1:], among // size):
+                yield {axes[0].field: size} | rest
+
+    for split in splits(ranks, devices):
+        holders = devices // math.prod(split[axis.field] for axis in ranks if "layers" in axis.divides)
+        for chosen in itertools.product(*(sizes(axis, holders) for axis in subsets)):
+            yield split | {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
 
 
 def stores(recipe: Recipe) -> Iterator[Fields]:

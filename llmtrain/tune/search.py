@@ -12,6 +12,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.errors import RecipeError
 from llmtrain.models.precision import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
+from llmtrain.plan.axes import model_parallel_size
 from llmtrain.tune.choice import alternatives, device_name, key_of_run
 from llmtrain.tune.trial import LAYERS, BusyError, Trial, in_turn, with_threads
 
@@ -82,7 +83,7 @@ def tune(
 
 def run_seconds(plan: Plan, seconds: float) -> float:
     """Estimates the duration of a run. seconds: duration of a pass of the trial."""
-    layers = max(plan.model.layers / LAYERS, 1) / (plan.layout.pp * plan.layout.tp * plan.layout.sp)
+    layers = max(plan.model.layers / LAYERS, 1) / model_parallel_size(plan.parallel)
     return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.max_steps
 
 

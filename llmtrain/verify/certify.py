@@ -90,7 +90,7 @@ def _in_progress(folder: Path) -> str | None:
 def _failed(name: str, job: Job, error: UserError, seconds: float) -> Verdict:
     problem = error.problems[0]
     reason = f"{problem.field}: {problem.message}" + (f" [{problem.rule}]" if problem.rule else "")
-    layout = job.plans[name].layout.model_dump()
+    layout = job.plans[name].layout()
     return Verdict(name=name, layout=layout, failure=reason, seconds=round(seconds, 2))
 
 

@@ -132,7 +132,7 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
         saved_in = folder / "saved" if probe == PROBES[0] else None
         deviations[probe] = _compare_probe(changed, batches, device, theirs, initial, reference.tolerance, saved_in)
     seconds = round(time.perf_counter() - started, 2)
-    return Verdict(name=name, layout=plan.layout.model_dump(), deviations=deviations, seconds=seconds)
+    return Verdict(name=name, layout=plan.layout(), deviations=deviations, seconds=seconds)
 
 
 def _compare_probe(

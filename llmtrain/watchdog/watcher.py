@@ -112,7 +112,7 @@ class Leader(Watcher):
         super().__init__(watched)
         self.hub = hub
         world_size = watched.rank.world_size
-        per_stage = world_size // watched.plan.layout.pp
+        per_stage = world_size // watched.plan.parallel.pipeline
         stages = {rank: rank // per_stage for rank in range(world_size)}
         self.stragglers = Stragglers(self.config.straggler_ratio, stages)
         self._hung = 0

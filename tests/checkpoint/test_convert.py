@@ -62,7 +62,9 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
         state = load(checkpoint, engine, plan, "key")
         assert (state.step, state.samples) == (STOP, STOP * GLOBAL_BATCH)
         shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
-        batches = [step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.layout.dp) for step in range(3)]
+        batches = [
+            step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.data_parallel_size) for step in range(3)
+        ]
         found.append([engine.train_step(batch).loss.item() for batch in batches])
         Source.all = every  # type: ignore[method-assign]
     return found
@@ -92,7 +94,7 @@ def _resized(cluster):
 def test_the_new_plan_is_the_old_one_with_other_fields(sources):
     source = _source(sources, "dp2-pp2-tp1-zero1")
     plan = target_plan(source, {"parallel.pipeline": 2, "parallel.zero_stage": 1}, _resized)
-    assert (plan.layout.dp, plan.layout.pp, plan.layout.zero_stage, plan.workers) == (2, 2, 1, 4)
+    assert (plan.data_parallel_size, plan.parallel.pipeline, plan.parallel.zero_stage, plan.workers) == (2, 2, 1, 4)
     assert plan.recipe.optim == read_plan(source).recipe.optim
 
 

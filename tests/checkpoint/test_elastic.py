@@ -57,7 +57,7 @@ def _steps(engine, plan, steps: range):
         plan.batch.micro_batch_size,
         plan.batch.gradient_accumulation_steps,
         engine.data_parallel_rank,
-        plan.layout.dp,
+        plan.data_parallel_size,
     )
 
 
@@ -88,7 +88,9 @@ def _go_on_from_all(rank: int, sources: list[str], target: tuple[int, dict], fol
     found = []
     for source in sources:
         load(newest(folder / source), engine, plan, "key")
-        batches = [step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.layout.dp) for step in range(FEW)]
+        batches = [
+            step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.data_parallel_size) for step in range(FEW)
+        ]
         found.append([engine.train_step(batch).loss.item() for batch in batches])
     return found
 

@@ -92,7 +92,7 @@ def _saved(rank: int, cases: list[tuple[str, dict]], folder) -> None:
         engine = engine_of(plan)
         shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
         for step in range(3):
-            engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+            engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.data_parallel_size))
         state = TrainerState(step=1, samples=GLOBAL_BATCH, tokens=200, eval_loss=5.25, eval_step=1)
         Saver(folder / name / "checkpoints", plan, engine).save(state)
 

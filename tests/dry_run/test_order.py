@@ -70,7 +70,7 @@ def test_little_is_told_of_large_plans(recipe):
 def test_ranks_are_those_of_the_groups(recipe):
     fields = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.sequence": 2, "parallel.zero_stage": 1}
     plan = resolve(recipe.with_(**fields), Cluster(devices_per_node=24))
-    groups, order = Groups.of(plan.layout), first_batches(plan, None)
+    groups, order = Groups.of(plan), first_batches(plan, None)
     assert sorted(rank for ranks in order.ranks for rank in ranks) == list(range(24))
     for ranks in order.ranks:
         # Whole tensor and sequence groups, and every stage of their pipelines.

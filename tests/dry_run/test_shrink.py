@@ -12,6 +12,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.dry_run.model import tiny_model
 from llmtrain.dry_run.shrink import LAYERS, STEPS, layers_kept, shrink
 from llmtrain.errors import RecipeError
+from llmtrain.plan.axes import AXES, model_parallel_size
 from llmtrain.plan.draft import Draft, assemble, divisors
 from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.load import load_recipe
@@ -21,7 +22,6 @@ from llmtrain.rules import LEGALITY, broken
 from llmtrain.rules.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("dp", "pp", "tp", "sp", "ep")
 KEPT = ("backend", "accelerate", "zero_stage", "activation_checkpointing")
 DRAWS = 400
 WIDE = {
@@ -104,16 +104,15 @@ def legal_plans():
 
 
 def kinds(plan) -> dict:
-    layout = plan.layout
-    found = {name: getattr(layout, name) > 1 for name in KINDS}
+    found = {axis.name: plan.degree(axis) > 1 for axis in AXES}
     found["accumulation"] = plan.batch.gradient_accumulation_steps > 1
     return found
 
 
 def has_replicas_of_experts(plan) -> bool:
     """Under data parallelism; those that only tensor or sequence parallel ranks make are lost."""
-    layout = plan.layout
-    return layout.dp > 1 and layout.dp * layout.tp * layout.sp > layout.ep > 1
+    holders = plan.cluster.world_size // plan.parts("layers")
+    return plan.data_parallel_size > 1 and holders > plan.parallel.expert > 1
 
 
 def test_what_is_legal_stays_legal_and_keeps_its_kinds():
@@ -133,9 +132,9 @@ def test_what_is_legal_stays_legal_and_keeps_its_kinds():
         for name in ("offload_optimizer", "offload_param"):
             assert (getattr(own, name) == "none") == (getattr(other, name) == "none")
         assert plan.recipe.optim.clip_grad_norm == small.recipe.optim.clip_grad_norm
-        dense = small.layout.dp * small.layout.pp * small.layout.tp * small.layout.sp
+        dense = small.data_parallel_size * model_parallel_size(small.parallel)
         assert small.workers == dense <= 16
-        assert small.model.layers <= LAYERS * small.layout.pp
+        assert small.model.layers <= LAYERS * small.parallel.pipeline
         assert small.model.parameters < 1_000_000
         seen.add((case.backend, *kinds(plan).values()))
         if number == DRAWS:
@@ -163,7 +162,7 @@ def test_the_rule_on_the_recipe_of_256_devices():
     plan = resolve(recipe, cluster)
     shrunk = shrink(plan, tiny_model(recipe, layers_kept(plan)))
     small = shrunk.plan
-    assert (small.layout.dp, small.layout.pp, small.layout.zero_stage) == (2, 2, 1)
+    assert (small.data_parallel_size, small.parallel.pipeline, small.parallel.zero_stage) == (2, 2, 1)
     assert (small.batch.gradient_accumulation_steps, small.batch.micro_batch_size) == (4, 1)
     assert [stage.layers for stage in small.stages] == [(0, 1), (2, 3)]
     assert small.recipe.train.max_steps == STEPS

@@ -46,7 +46,9 @@ def test_deepspeed_resolves_what_we_mean(name, monkeypatch):
     ours = render(plan)
     # DeepSpeed asks its process group for the number of ranks; it is the layout's here.
     monkeypatch.setattr(config_module.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(config_module.dist, "get_world_size", lambda *_: plan.cluster.world_size // plan.layout.pp)
+    monkeypatch.setattr(
+        config_module.dist, "get_world_size", lambda *_: plan.cluster.world_size // plan.parallel.pipeline
+    )
     theirs = config_module.DeepSpeedConfig(json.loads(json.dumps(ours)))
     batch, zero = plan.batch, theirs.zero_config
     if "train_batch_size" in ours:
@@ -59,7 +61,7 @@ def test_deepspeed_resolves_what_we_mean(name, monkeypatch):
     assert theirs.bfloat16_config.enabled == (plan.recipe.parallel.precision == "bf16")
     assert not theirs.float16_config.enabled
     assert not theirs.torch_autocast_enabled
-    assert zero.stage == ZeroStageEnum(plan.layout.zero_stage)
+    assert zero.stage == ZeroStageEnum(plan.parallel.zero_stage)
     # Each value of each block is one that DeepSpeed took over as it stands.
     for key, value in ours["zero_optimization"].items():
         taken = getattr(zero, key, None) if hasattr(zero, key) else getattr(zero, key.removeprefix("stage3_"))

@@ -74,7 +74,7 @@ def run(rank: int, recipe: Recipe, ranks: int) -> dict[str, Any]:
     """What one rank computes."""
     plan = plan_of(recipe, ranks)
     engine = engine_of(plan)
-    batch, replicas = plan.batch, plan.layout.dp
+    batch, replicas = plan.batch, plan.data_parallel_size
     found = trace(
         engine,
         range(STEPS),

@@ -63,7 +63,7 @@ def measure(rank: int, plan: Plan) -> tuple[int, int]:
     before = set(live_storages())
     engine: Any = engine_of(plan)
     seen: list[int] = []
-    is_pipeline = plan.layout.pp > 1
+    is_pipeline = plan.parallel.pipeline > 1
 
     def look() -> None:
         passed = passed_storages() if is_pipeline else {}
@@ -82,7 +82,7 @@ def measure(rank: int, plan: Plan) -> tuple[int, int]:
                 batch.micro_batch_size,
                 batch.gradient_accumulation_steps,
                 engine.data_parallel_rank,
-                plan.layout.dp,
+                plan.data_parallel_size,
             )
         )
     del left

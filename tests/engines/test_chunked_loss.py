@@ -51,7 +51,7 @@ def _train(
 
 def _trace(plan: Plan, steps: int) -> Trace:
     engine, batch = engine_of(plan), plan.batch
-    own = engine.data_parallel_rank, plan.layout.dp
+    own = engine.data_parallel_rank, plan.data_parallel_size
     return trace(engine, range(steps), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 

@@ -65,7 +65,7 @@ def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
 
 def _trace(plan: Plan) -> Trace:
     engine, batch = engine_of(plan), plan.batch
-    own = engine.data_parallel_rank, plan.layout.dp
+    own = engine.data_parallel_rank, plan.data_parallel_size
     return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 

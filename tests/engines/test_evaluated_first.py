@@ -28,7 +28,7 @@ def _run(rank: int, fields: dict, evaluates: bool) -> tuple[float | None, Trace]
     plan = plan_of(tiny_recipe(**{"batch.micro_batch_size": GLOBAL_BATCH * shared // (2 * RANKS), **fields}), RANKS)
     engine = engine_of(plan)
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
-    part = (engine.data_parallel_rank, plan.layout.dp)
+    part = (engine.data_parallel_rank, plan.data_parallel_size)
     first = engine.eval_step(step_batch(998, *shape, *part)).item() if evaluates else None
     return first, trace(engine, range(3), *shape, *part)
 

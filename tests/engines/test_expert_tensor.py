@@ -31,7 +31,12 @@ SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 
 def _trace(engine, plan, steps) -> Trace:
     batch = plan.batch
-    shape = (batch.micro_batch_size, batch.gradient_accumulation_steps, engine.data_parallel_rank, plan.layout.dp)
+    shape = (
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+        engine.data_parallel_rank,
+        plan.data_parallel_size,
+    )
     return trace(engine, steps, *shape)
 
 
@@ -155,7 +160,12 @@ def _square_of_experts(rank: int, recipes: list, ranks: int) -> list[float]:
 
         optimizer.step = look
         batch = plan.batch
-        shape = (batch.micro_batch_size, batch.gradient_accumulation_steps, engine.data_parallel_rank, plan.layout.dp)
+        shape = (
+            batch.micro_batch_size,
+            batch.gradient_accumulation_steps,
+            engine.data_parallel_rank,
+            plan.data_parallel_size,
+        )
         engine.train_step(step_batch(0, *shape))
     return found
 

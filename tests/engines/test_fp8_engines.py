@@ -47,7 +47,7 @@ def _trace(recipe) -> Trace:
     plan = plan_of(recipe.with_(**{"kernels.fp8": "off"}), 2).model_copy(update={"recipe": recipe})
     engine, batch = engine_of(plan), plan.batch
     assert _converted(engine.model)
-    own = engine.data_parallel_rank, plan.layout.dp
+    own = engine.data_parallel_rank, plan.data_parallel_size
     return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 

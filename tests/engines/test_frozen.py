@@ -103,7 +103,7 @@ def _run(rank: int, recipes: list[Recipe], folder: Path) -> list[tuple[Trace, di
         plan = plan_of(recipe, 2)
         engine = engine_of(plan)
         shape = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
-        run = trace(engine, range(STEPS), *shape, engine.data_parallel_rank, plan.layout.dp)
+        run = trace(engine, range(STEPS), *shape, engine.data_parallel_rank, plan.data_parallel_size)
         Saver(folder / str(index), plan, engine).save(TrainerState(step=STEPS, data="key"))
         other = engine_of(plan_of(recipe.with_(**{"train.seed": 99}), 2))
         load(newest(folder / str(index)), other, plan, "key")

@@ -131,7 +131,7 @@ def _run(rank: int, names: list[str], spoiled_rank: int):
             spoiler.factor = math.nan if bad and rank == spoiled_rank else 1.0
             before = [*_held(engine)] if bad else []
             weights = {key: value.clone() for key, value in engine.named_weights()} if bad else {}
-            batch = step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp)
+            batch = step_batch(step, *shape, engine.data_parallel_rank, plan.data_parallel_size)
             with _readers() as readers:
                 results.append(engine.train_step(batch))
             if bad:
@@ -239,7 +239,7 @@ def _steps(engine, plan, spoiler: Spoiler, steps: range) -> list[tuple[float, fl
     numbers = []
     for step in steps:
         spoiler.factor = {BAD: math.nan, SPIKE: 1e4}.get(step, 1.0) if torch.distributed.get_rank() == 1 else 1.0
-        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.data_parallel_size))
         numbers.append((result.loss.item(), result.grad_norm.item(), result.lr))
     return numbers
 

@@ -83,7 +83,8 @@ def _fit(rank, world, fields):
     micro, accumulation = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
 
     batches = [
-        step_batch(step, micro, accumulation, engine.data_parallel_rank, plan.layout.dp) for step in range(STEPS)
+        step_batch(step, micro, accumulation, engine.data_parallel_rank, plan.data_parallel_size)
+        for step in range(STEPS)
     ]
 
     questions = Questions()

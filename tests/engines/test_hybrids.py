@@ -24,7 +24,10 @@ def _recipe(fields):
 
 def _train(rank: int, replicas: int, cases) -> list[Trace]:
     plans = [plan_of(recipe, size * replicas) for recipe, size in map(_recipe, cases)]
-    return [trace_plan(plan, STEPS, rank // (plan.layout.tp * plan.layout.sp) % plan.layout.dp) for plan in plans]
+    return [
+        trace_plan(plan, STEPS, rank // (plan.parallel.tensor * plan.parallel.sequence) % plan.data_parallel_size)
+        for plan in plans
+    ]
 
 
 def _compare(by_rank: list[list[Trace]], cases) -> None:

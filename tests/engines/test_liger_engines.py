@@ -46,7 +46,7 @@ def _train(rank: int, recipes: dict, ranks: int) -> dict[str, Trace]:
 def _trace(plan: Plan) -> Trace:
     engine, batch = engine_of(plan), plan.batch
     _look(engine.model, plan)
-    own = engine.data_parallel_rank, plan.layout.dp
+    own = engine.data_parallel_rank, plan.data_parallel_size
     return trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own)
 
 
@@ -57,7 +57,7 @@ def _look(model: PreTrainedModel, plan: Plan) -> None:
     assert own == (family if plan.recipe.kernels.blocks == "liger" else set())
     loss = chunked_loss(model)
     assert loss is None or isinstance(loss, liger.LigerLoss)
-    assert loss or plan.recipe.kernels.loss != "liger" or plan.layout.pp > 1
+    assert loss or plan.recipe.kernels.loss != "liger" or plan.parallel.pipeline > 1
 
 
 def _compare(ranks: int, cases: dict, fields: dict) -> None:

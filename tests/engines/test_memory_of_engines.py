@@ -35,11 +35,11 @@ def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:
             first = last
     if plan.recipe.parallel.strategy != "deepspeed":
         return first, last
-    if plan.layout.zero_stage in (1, 2) and not has_bf16_optimizer(plan):
-        stages_sums = plan.layout.zero_stage == 1 and weight_bytes(plan) != sum_bytes(plan)
-        bucket = bucket_elements(plan) * (sum_bytes(plan) if plan.layout.zero_stage == 1 else weight_bytes(plan))
+    if plan.parallel.zero_stage in (1, 2) and not has_bf16_optimizer(plan):
+        stages_sums = plan.parallel.zero_stage == 1 and weight_bytes(plan) != sum_bytes(plan)
+        bucket = bucket_elements(plan) * (sum_bytes(plan) if plan.parallel.zero_stage == 1 else weight_bytes(plan))
         # Given back when a pass of stage 2 ends, or the step's last pass of stage 1; what has sums in it stays.
-        first -= bucket if plan.layout.zero_stage == 2 or plan.batch.gradient_accumulation_steps == 1 else 0
+        first -= bucket if plan.parallel.zero_stage == 2 or plan.batch.gradient_accumulation_steps == 1 else 0
         last -= 0 if stages_sums and plan.cluster.world_size > 1 else bucket
     if plan.batch.gradient_accumulation_steps == 1:
         first = last
@@ -75,7 +75,7 @@ def check(ranks: int, chosen: list[Plan], measured_by=None) -> None:
     for index, plan in enumerate(chosen):
         measured = [by_rank[rank][index] for rank in range(ranks)]
         parallel = plan.recipe.parallel
-        name = f"{ranks} ranks, {plan.layout}, {parallel.precision}, {parallel.offload_optimizer}, {plan.batch}"
+        name = f"{ranks} ranks, {plan.layout()}, {parallel.precision}, {parallel.offload_optimizer}, {plan.batch}"
         fullest = tuple(max(one[moment] for one in measured) for moment in (0, 1))
         assert fullest == predicted(plan), name
 
@@ -156,13 +156,13 @@ def check_stages(ranks: int, chosen: list[Plan]) -> None:
     """As `check`, of every stage, before the update."""
     by_rank = run_ranks(ranks, _measure, chosen, timeout=580)
     for index, plan in enumerate(chosen):
-        stages = plan.layout.pp
+        stages = plan.parallel.pipeline
         for stage in range(stages):
             own = range(stage * ranks // stages, (stage + 1) * ranks // stages)
-            name = (stage, plan.layout, plan.recipe.parallel.precision)
+            name = (stage, str(plan.layout()), plan.recipe.parallel.precision)
             assert max(by_rank[rank][index][1] for rank in own) == before_update(plan, stage), name
         kept = passed(plan)
-        assert {one[index][0] for one in by_rank[-ranks // stages :]} == {kept.streams + kept.logits}, plan.layout
+        assert {one[index][0] for one in by_rank[-ranks // stages :]} == {kept.streams + kept.logits}, plan.layout()
 
 
 def before_update(plan: Plan, stage: int) -> int:
@@ -170,7 +170,7 @@ def before_update(plan: Plan, stage: int) -> int:
     state = state_of(plan, plan.model.weights, stage)
     flat = 0  # which the update makes first
     is_offloaded = plan.recipe.parallel.offload_optimizer != "none"
-    if plan.layout.zero_stage == 1 and sum_bytes(plan) == weight_bytes(plan) and not is_offloaded:
+    if plan.parallel.zero_stage == 1 and sum_bytes(plan) == weight_bytes(plan) and not is_offloaded:
         flat = 4 * max(group.partition for group in groups_of(plan, plan.model.weights, stage))
     return state.update.total + state.host - flat
 

@@ -57,13 +57,13 @@ def _norms(rank: int, ranks: int, fields: dict[str, object]) -> list[tuple[float
         found.append((norm.item(), own.item(), len(sums)))
         return norm
 
-    if of_3 := plan.layout.zero_stage == 3:
+    if of_3 := plan.parallel.zero_stage == 3:
         optimizer._get_norm_groups = lambda: [both()]
     else:
         optimizer.scaled_global_norm = both
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
     for step in range(2):
-        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.layout.dp))
+        result = engine.train_step(step_batch(step, *shape, engine.data_parallel_rank, plan.data_parallel_size))
         assert result.grad_norm.item() == found[-1][0]
     return found
 

@@ -46,7 +46,7 @@ FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "para
 
 def _train_each(rank: int, recipes: list[Recipe]) -> list[Trace]:
     plans = [plan_of(recipe, 2) for recipe in recipes]
-    return [trace_plan(plan, STEPS, rank if plan.layout.dp > 1 else 0) for plan in plans]
+    return [trace_plan(plan, STEPS, rank if plan.data_parallel_size > 1 else 0) for plan in plans]
 
 
 def _train(rank: int, folder: Path) -> Trace:

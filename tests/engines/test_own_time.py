@@ -93,7 +93,7 @@ def _passes(rank: int) -> list[float]:
         batch = plan.batch
         shape = (batch.micro_batch_size, batch.gradient_accumulation_steps)
         forwards.begin()
-        engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.layout.dp))
+        engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.data_parallel_size))
         found.append(forwards.end(0.0))
     return found
 

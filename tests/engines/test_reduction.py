@@ -25,7 +25,7 @@ def _buffers(rank: int, ranks: int, fields: dict[str, object]) -> int:
 
     engine.engine.allreduce_bucket = noting
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
-    engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.layout.dp))
+    engine.train_step(step_batch(0, *shape, engine.data_parallel_rank, plan.data_parallel_size))
     return len(filled)
 
 

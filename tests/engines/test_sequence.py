@@ -51,7 +51,7 @@ def _recipe(ranks: int, sp: int, stage: int, accumulation: int = 1, **fields):
 def _run(plan, steps: range) -> Trace:
     engine = engine_of(plan)
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
-    return trace(engine, steps, *shape, engine.data_parallel_rank, plan.layout.dp)
+    return trace(engine, steps, *shape, engine.data_parallel_rank, plan.data_parallel_size)
 
 
 def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
@@ -201,12 +201,12 @@ def _interrupted(rank: int, folder: Path, sp: int, ranks: int):
         first = engine_of(plan)
         shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
         for step in range(3):
-            first.train_step(step_batch(step, *shape, first.data_parallel_rank, plan.layout.dp))
+            first.train_step(step_batch(step, *shape, first.data_parallel_rank, plan.data_parallel_size))
         Saver(folder / str(index), plan, first).save(TrainerState(step=3, samples=3 * GLOBAL_BATCH, data="key"))
         torch.manual_seed(999)
         second = engine_of(plan)
         load(newest(folder / str(index)), second, plan, "key")
-        continued = trace(second, range(3, STEPS), *shape, second.data_parallel_rank, plan.layout.dp)
+        continued = trace(second, range(3, STEPS), *shape, second.data_parallel_rank, plan.data_parallel_size)
         found.append((whole, continued))
     return found
 
@@ -226,7 +226,9 @@ def _engine_takes(rank: int, recipe, ranks: int) -> bool:
     plan = assemble(draft)
     tokens = torch.randint(0, 256, (plan.batch.micro_batch_size, recipe.data.sequence_length))
     positions = torch.arange(recipe.data.sequence_length).expand_as(tokens)
-    batch = StepBatch([MicroBatch(tokens, positions, tokens)], tokens.numel() * plan.layout.dp, GLOBAL_BATCH, 0)
+    batch = StepBatch(
+        [MicroBatch(tokens, positions, tokens)], tokens.numel() * plan.data_parallel_size, GLOBAL_BATCH, 0
+    )
     try:
         return bool(engine_of(plan).train_step(batch).loss.isfinite())
     except RuntimeError:

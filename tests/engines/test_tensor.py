@@ -53,7 +53,12 @@ def _recipe(tensor: int, dp: int, stage: int, accumulation: int, **fields):
 
 def _trace(engine, plan, steps) -> Trace:
     batch = plan.batch
-    shape = (batch.micro_batch_size, batch.gradient_accumulation_steps, engine.data_parallel_rank, plan.layout.dp)
+    shape = (
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+        engine.data_parallel_rank,
+        plan.data_parallel_size,
+    )
     return trace(engine, steps, *shape)
 
 

@@ -36,7 +36,7 @@ def _plan(dp: int, fields):
 
 def _run(engine, plan, steps: range) -> Trace:
     batch = plan.batch
-    rank, dp = engine.data_parallel_rank, plan.layout.dp
+    rank, dp = engine.data_parallel_rank, plan.data_parallel_size
     return trace(engine, steps, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, dp)
 
 

@@ -85,7 +85,7 @@ def trace_plan(plan: Plan, steps: int, rank: int) -> Trace:
         batch.micro_batch_size,
         batch.gradient_accumulation_steps,
         rank,
-        plan.layout.dp,
+        plan.data_parallel_size,
     )
 
 

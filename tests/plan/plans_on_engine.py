@@ -146,14 +146,14 @@ def _own_layers(engine: Any) -> list[torch.nn.Module]:
 
 
 def _asked(plan: Plan) -> Did:
-    parallel, layout = plan.recipe.parallel, plan.layout
+    parallel = plan.parallel
     return {
         "devices": plan.cluster.world_size,
-        "stages": layout.pp,
-        "tensor slices": layout.tp > 1,
-        "sequence slices": layout.sp,
-        "spread experts": layout.ep > 1,
-        "ZeRO stage": layout.zero_stage,
+        "stages": parallel.pipeline,
+        "tensor slices": parallel.tensor > 1,
+        "sequence slices": parallel.sequence,
+        "spread experts": parallel.expert > 1,
+        "ZeRO stage": parallel.zero_stage,
         "offloaded states": parallel.offload_optimizer != "none",
         "offloaded parameters": parallel.offload_param != "none",
         "states on a disk": parallel.offload_optimizer == "nvme",
@@ -167,7 +167,7 @@ def _did(engine: Any, passes: float) -> Did:
     optimizer = inner.optimizer if is_deepspeed else None
     model = engine.model
     ulysses = next((axis.ulysses for axis in getattr(engine, "axes", ()) if isinstance(axis, SequenceAxis)), None)
-    sharded = engine.plan.layout.zero_stage if getattr(engine, "is_sharded", False) else 0
+    sharded = engine.plan.parallel.zero_stage if getattr(engine, "is_sharded", False) else 0
     return {
         "devices": dist.get_world_size() * len(getattr(engine, "devices", [CPU])),
         "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,

@@ -42,13 +42,13 @@ def test_a_whole_replica_takes_no_other_way_to_split(backend):
 
 
 def test_bf16_weights_train_under_horovod_only():
-    assert _plan("horovod", parallel__precision="bf16").layout.dp == 4
+    assert _plan("horovod", parallel__precision="bf16").data_parallel_size == 4
     assert _refused("data_parallel", parallel__precision="bf16") == {"parallel.precision": "backend.precision"}
 
 
 def test_data_parallel_is_one_process_on_one_machine():
     plan = _plan("data_parallel")
-    assert (plan.layout.dp, plan.workers, plan.readers) == (4, 1, 1)
+    assert (plan.data_parallel_size, plan.workers, plan.readers) == (4, 1, 1)
     assert [one["rule"] for one in plan.notes] == ["data_parallel.slow"]
     assert plan.read_size == 4 * plan.batch.micro_batch_size
     assert _plan("data_parallel", Cluster()).notes == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import load_recipe
 from llmtrain.search.enumerate import candidates, enumerate_plans
 from llmtrain.verify.job import choose, comparable
@@ -18,15 +19,15 @@ def test_every_legal_data_parallel_plan_is_there_once():
     plans = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
     # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with four kinds; each with two accumulations.
     own = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
-    assert sum(one.plan.layout.pp * one.plan.layout.tp * one.plan.layout.sp == 1 for one in own) == 3 * 2 * 9
+    assert sum(model_parallel_size(one.plan.parallel) == 1 for one in own) == 3 * 2 * 9
     for one in own:
-        batch, layout, parallel = one.plan.batch, one.plan.layout, one.plan.recipe.parallel
+        plan, batch, parallel = one.plan, one.plan.batch, one.plan.parallel
         suffix = {("none", "none"): "", ("cpu", "none"): "-offload", ("cpu", "cpu"): "-offload_param"}.get(
             (parallel.offload_optimizer, parallel.offload_param), "-offload_param_only"
         )
-        if layout.dp == one.plan.cluster.world_size:
+        if plan.data_parallel_size == plan.cluster.world_size:
             accumulation = batch.gradient_accumulation_steps
-            assert one.name == f"dp{layout.dp}-zero{layout.zero_stage}-acc{accumulation}{suffix}"
+            assert one.name == f"dp{plan.data_parallel_size}-zero{parallel.zero_stage}-acc{accumulation}{suffix}"
 
 
 def test_accelerate_runs_data_parallelism_on_every_number_of_devices():
@@ -50,7 +51,7 @@ def test_other_backends_are_plain_data_parallelism():
     assert ("dp2-horovod-acc2" in names) == installed
     gpus = {one.name: one.plan for one in enumerate_plans(RECIPE, 2, "h100")[0]}
     plan = gpus["dp2-data_parallel-acc2"]
-    assert (plan.layout.dp, plan.workers, plan.readers) == (2, 1, 1)
+    assert (plan.data_parallel_size, plan.workers, plan.readers) == (2, 1, 1)
     assert plan.read_size * plan.batch.gradient_accumulation_steps == plan.batch.global_batch_size
 
 

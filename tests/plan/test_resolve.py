@@ -4,6 +4,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
+from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import check_runnable
@@ -28,7 +29,7 @@ def notes(recipe, cluster=GPUS, **fields) -> set[str]:
 
 def test_plan_of_the_tiny_recipe(tiny):
     plan = resolve(tiny, Cluster(devices_per_node=2))
-    assert plan.layout.model_dump() == {"dp": 2, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
+    assert plan.layout() == {"dp": 2, "pp": 1, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 0}
     assert plan.batch.gradient_accumulation_steps == 1
     assert plan.batch.tokens_per_step == 16 * 256
     assert plan.model.parameters == 2_410_176
@@ -51,7 +52,7 @@ def test_the_triangle_holds_or_is_refused(tiny):
                 resolve(fixed, Cluster(devices_per_node=devices))
         else:
             held += 1
-            assert total == micro * plan.batch.gradient_accumulation_steps * plan.layout.dp
+            assert total == micro * plan.batch.gradient_accumulation_steps * plan.data_parallel_size
     assert 10 < held < 190
 
 
@@ -127,8 +128,8 @@ REFUSED = [
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),
-    ("layout.expert", {**MOE, "parallel.expert": 3}),
-    ("layout.expert", {**MOE, "model.config.num_local_experts": 6}),
+    ("layout.expert_divides", {**MOE, "parallel.expert": 3}),
+    ("layout.expert_divides", {**MOE, "model.config.num_local_experts": 6}),
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 2}),
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 0}),
     ("pipeline.layers", {**PIPELINE, "parallel.pipeline": 8}),
@@ -152,8 +153,7 @@ REFUSED = [
 @pytest.mark.parametrize(("fields", "cluster"), LEGAL)
 def test_legal_layouts(tiny, fields, cluster):
     plan = resolve(tiny.with_(**{"batch.global_batch_size": 64, **fields}), cluster)
-    layout = plan.layout
-    assert layout.dp * layout.pp * layout.tp * layout.sp == cluster.world_size
+    assert plan.data_parallel_size * model_parallel_size(plan.parallel) == cluster.world_size
 
 
 def test_groups_across_nodes_are_told_with_their_links(tiny):

@@ -34,8 +34,8 @@ def llama():
     return recipe.with_(**{"batch.global_batch_size": 64, "batch.micro_batch_size": 4})
 
 
-def _kind(layout):
-    return (layout.pp > 1, layout.tp > 1, layout.sp > 1, layout.ep > 1, layout.zero_stage)
+def _kind(parallel):
+    return (parallel.pipeline > 1, parallel.tensor > 1, parallel.sequence > 1, parallel.expert > 1, parallel.zero_stage)
 
 
 def brute_force(recipe, cluster, facts, rules):
@@ -100,16 +100,16 @@ def test_no_plan_is_faster_than_the_best(llama):
 
 def test_a_plan_that_does_not_fit_is_a_near_miss(llama):
     def fits(plan):
-        if plan.layout.zero_stage == 3 and plan.layout.tp > 1:
+        if plan.parallel.zero_stage == 3 and plan.parallel.tensor > 1:
             return None
-        size = 3 if plan.layout.zero_stage == 3 else 4
-        return Shortage(size + plan.layout.dp, f"does not fit by {size} GiB on stage 0")
+        size = 3 if plan.parallel.zero_stage == 3 else 4
+        return Shortage(size + plan.data_parallel_size, f"does not fit by {size} GiB on stage 0")
 
     result = search_plans(llama, NODE, fits)
-    assert {(one.plan.layout.zero_stage, one.plan.layout.tp > 1) for one in result.best} == {(3, True)}
+    assert {(one.plan.parallel.zero_stage, one.plan.parallel.tensor > 1) for one in result.best} == {(3, True)}
     assert result.too_large
     assert len(result.too_large) == 6
-    kinds = [_kind(one.plan.layout) for one in result.too_large]
+    kinds = [_kind(one.plan.parallel) for one in result.too_large]
     assert len({*kinds}) == len(kinds)
     lack = [fits(one.plan).size for one in result.too_large]
     assert lack == sorted(lack)
@@ -127,8 +127,8 @@ def test_losers_say_why():
     whys = [one.why for one in result.slower]
     assert any(why.startswith("bubble ") for why in whys)
     assert any(why.startswith("all-reduce ") for why in whys)
-    assert len({_kind(one.plan.layout) for one in result.slower}) == len(result.slower)
-    assert not {_kind(one.plan.layout) for one in result.slower} & {_kind(one.plan.layout) for one in result.best}
+    assert len({_kind(one.plan.parallel) for one in result.slower}) == len(result.slower)
+    assert not {_kind(one.plan.parallel) for one in result.slower} & {_kind(one.plan.parallel) for one in result.best}
     told = document(result)
     assert json.loads(json.dumps(told))["best"][0]["set"] == result.best[0].arguments
     assert UNKNOWN_MEMORY in lines(result)

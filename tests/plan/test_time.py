@@ -11,7 +11,6 @@ import pytest
 
 from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.load import load_recipe
-from llmtrain.plan.plan import Layout
 from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.links import Group, Groups, Links, sent
 from llmtrain.predict.time import bubble_of, described, predict, unknown
@@ -162,9 +161,12 @@ def test_collectives_by_where_their_ranks_lie():
 def test_groups_are_numbered_as_the_engines_number_them():
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    layout = Layout(dp=3, pp=2, tp=2, sp=2, ep=1, zero_stage=1)
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0]
+    degrees = {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.sequence": 2, "parallel.zero_stage": 1}
+    batch = {"batch.global_batch_size": 3, "batch.micro_batch_size": 1}
+    plan = resolve(recipe.with_(**degrees, **batch), Cluster(devices_per_node=24))
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=6)
-    groups = Groups.of(layout)
+    groups = Groups.of(plan)
     for axis, group in (("pipe", groups.pipeline), ("model", groups.tensor), ("data", groups.replicas)):
         first = topology.get_axis_comm_lists(axis)[0]
         assert first == [number * group.stride for number in range(group.size)]

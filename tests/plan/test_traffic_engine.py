@@ -46,10 +46,10 @@ def _sent(rank: int, fields: dict) -> dict[str, float]:
 
     plan = plan_of(tiny_recipe(**fields), 2)
     engine = engine_of(plan)
-    replica = rank if plan.layout.dp == 2 else 0
+    replica = rank if plan.data_parallel_size == 2 else 0
     for step in range(2):
         batch = step_batch(
-            step, plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps, replica, plan.layout.dp
+            step, plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps, replica, plan.data_parallel_size
         )
         comm.comms_logger.comms_dict.clear()
         engine.train_step(batch)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cluster import Cluster
+from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.rules.resolve import resolve
@@ -39,9 +40,9 @@ def test_every_variant_is_legal_on_its_cluster(path):
     plans = dict(module_plans(path))
     assert len(plans) >= 2
     for variant, plan in plans.items():
-        layout, batch = plan.layout, plan.batch
-        assert layout.dp * layout.pp * layout.tp * layout.sp == plan.cluster.world_size
-        product = batch.micro_batch_size * batch.gradient_accumulation_steps * layout.dp
+        batch = plan.batch
+        assert plan.data_parallel_size * model_parallel_size(plan.parallel) == plan.cluster.world_size
+        product = batch.micro_batch_size * batch.gradient_accumulation_steps * plan.data_parallel_size
         assert product == batch.global_batch_size
         assert {note["rule"] for note in plan.notes} <= {"pipeline.bubble"}, (variant, plan.notes)
 
@@ -66,13 +67,13 @@ def test_sizes_are_the_published_ones(name):
 def test_layouts_are_what_their_names_say():
     def layout(spec: str):
         recipe, cluster = load_recipe(str(ROOT / "recipes" / spec), [])
-        return resolve(recipe, cluster).layout
+        return resolve(recipe, cluster).layout()
 
     seventy = layout("llama3_70b.py")
-    assert (seventy.pp, seventy.dp, seventy.zero_stage) == (16, 16, 1)
-    assert layout("qwen3_30b_a3b.py").ep == 8
-    assert layout("llama3_8b_long.py").sp == 8
-    assert layout("llama3_8b.py:8gpu").zero_stage == 3
+    assert (seventy["pp"], seventy["dp"], seventy["zero_stage"]) == (16, 16, 1)
+    assert layout("qwen3_30b_a3b.py")["ep"] == 8
+    assert layout("llama3_8b_long.py")["sp"] == 8
+    assert layout("llama3_8b.py:8gpu")["zero_stage"] == 3
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -99,6 +100,7 @@ import llmtrain.lint
 from llmtrain.ds_config import render
 from llmtrain.cluster import Cluster
 from llmtrain.rules.resolve import resolve
+from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 for path in sorted(Path("recipes").glob("*.py")):

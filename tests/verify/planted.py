@@ -42,7 +42,7 @@ def loss_by_micro_batch(patch):
     original, seen = engine.forward, {}
 
     def note(plan, batch):
-        passes = plan.layout.dp * plan.batch.gradient_accumulation_steps
+        passes = plan.data_parallel_size * plan.batch.gradient_accumulation_steps
         seen["mean"] = batch.target_tokens / passes
         return batch
 

@@ -66,7 +66,7 @@ def loss_of_one_replica(patch):
 
     def start(self, batch):
         original(self, batch)
-        self._scale /= self.plan.layout.dp
+        self._scale /= self.plan.data_parallel_size
 
     patch.setattr(PipelineAxis, "_start", start)
 

@@ -46,7 +46,7 @@ def test_micro_batches_and_ranks_have_different_numbers_of_targets(recipe, batch
 @pytest.mark.parametrize("name", ["dp2-zero0-acc1", "dp2-zero0-acc2", "dp1-pp2-zero1-acc4"])
 def test_a_plan_trains_on_the_samples_of_the_reference(name, recipe, batches):
     plan = job_of(recipe, [name]).plans[name]
-    parts = [list(batches.part(plan, rank)) for rank in range(plan.layout.dp)]
+    parts = [list(batches.part(plan, rank)) for rank in range(plan.data_parallel_size)]
     for step, whole in enumerate(batches.whole()):
         accumulated = range(plan.batch.gradient_accumulation_steps)
         micros = [part[step].micro_batches[index] for index in accumulated for part in parts]

@@ -115,7 +115,7 @@ def test_one_deviating_probe_is_exit_1(monkeypatch, data, tmp_path, capsys):
         allowed = Deviation(loss=1e-5, grad_norm=1e-5, weights=1e-5, same_lr=True)
         reference = Reference(fields={}, tolerance=allowed, loss=(), grad_norm=(), lr=(), evaluation=None)
         found = {"recipe": allowed, "sgd": allowed.model_copy(update={"weights": None})}
-        layout = plans[0].plan.layout.model_dump()
+        layout = plans[0].plan.layout()
         return Certificate(
             recipe=recipe,
             steps=steps,

@@ -120,7 +120,7 @@ class DeepSpeedEngine:
             # sees no other layers.
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
-        if plan.layout.zero_stage == 3 and recipe.kernels.blocks == "compiled":
+        if plan.parallel.zero_stage == 3 and recipe.kernels.blocks == "compiled":
             # A layer compiled as one graph has no modules left between which ZeRO-3 could gather and release
             # parameters, so ZeRO-3 gathers the layer as a whole, with hooks around it.
             for layer in decoder_layers(self.model)[1]:
@@ -131,7 +131,7 @@ class DeepSpeedEngine:
         if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
             # DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
             self.engine.clip_fp32_gradients = self._clip
-        self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.layout)
+        self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
         self.guard = Guard(recipe.guard, device)
@@ -145,7 +145,7 @@ class DeepSpeedEngine:
                 return built
         recipe = self.plan.recipe
         dtype = weight_dtype(recipe.parallel.precision)
-        if self.plan.layout.zero_stage == 3:
+        if self.plan.parallel.zero_stage == 3:
             return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
         return build_model(recipe, dtype, self.device)
 
@@ -166,13 +166,13 @@ class DeepSpeedEngine:
     @property
     def data_parallel_rank(self) -> int:
         """Index of this rank's replica. Tensor parallel ranks are adjacent, then sequence parallel ones."""
-        layout = self.plan.layout
-        return dist.get_rank() // (layout.tp * layout.sp) % layout.dp
+        parallel = self.plan.parallel
+        return dist.get_rank() // (parallel.tensor * parallel.sequence) % self.plan.data_parallel_size
 
     @property
     def averaged_ranks(self) -> int:
         """Number of ranks with different tokens, over which DeepSpeed averages gradients."""
-        return self.plan.layout.dp * self.plan.layout.sp
+        return self.plan.data_parallel_size * self.plan.parallel.sequence
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once."""
@@ -274,7 +274,7 @@ class DeepSpeedEngine:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
         frozen = [one for one in names if not one.requires_grad]
-        with gather(frozen) if frozen and self.plan.layout.zero_stage == 3 else nullcontext():
+        with gather(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
             yield untrained_pieces(self.model, equal, self._hugging_face_name, self._untrained_portion)
 
@@ -320,18 +320,18 @@ class DeepSpeedEngine:
 
     def _measure(self, loss: Tensor) -> Measured:
         """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
-        if self.pipeline and self.plan.layout.zero_stage == 0:
+        if self.pipeline and self.plan.parallel.zero_stage == 0:
             self._own_norm = self._gradient_norm()
         norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
         if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
             return Measured(known, finite_or_infinite(norm))
-        return over_ranks(loss, norm, copies=self.plan.layout.tp)
+        return over_ranks(loss, norm, copies=self.plan.parallel.tensor)
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Sums what all ranks have computed for a batch; tensor parallel ranks have computed the same."""
         if self.pipeline:  # the last stages have the value; the others have zero
             dist.all_reduce(value)
-            return value / self.plan.layout.tp
+            return value / self.plan.parallel.tensor
         if self.averaged_ranks > 1:
             dist.all_reduce(value, group=self._replicas)
         return value
@@ -342,7 +342,7 @@ class DeepSpeedEngine:
         In that case every rank holds the whole gradients, and they are already averaged between `backward` and `step`
         of the last micro-batch.
         """
-        if self.plan.layout.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
+        if self.plan.parallel.zero_stage > 0 or weight_dtype(self.plan.recipe.parallel.precision) != torch.float32:
             return None
         norm = self._gradient_norm()
         scaler = self.engine.torch_autocast_z0_gradscaler
@@ -397,7 +397,7 @@ class DeepSpeedEngine:
 
     def _place(self, name: str, parameter: nn.Parameter) -> Place:
         portion, copy = self._portion(name, parameter), (0, 1)
-        if self.plan.layout.zero_stage == 0:  # ZeRO's shards are not copies of each other
+        if self.plan.parallel.zero_stage == 0:  # ZeRO's shards are not copies of each other
             copy = _place_in(portion.replicas if portion else self._replicas)
         for axis in self.axes:
             copy = multiplied(copy, axis.tied_copy(name))
@@ -415,7 +415,7 @@ class DeepSpeedEngine:
 
         All holders of the weight call it.
         """
-        partitioned = self.plan.layout.zero_stage == 3
+        partitioned = self.plan.parallel.zero_stage == 3
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             weight = parameter.detach().clone()
         for axis in self.axes:

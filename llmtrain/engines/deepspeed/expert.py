@@ -100,18 +100,18 @@ class ExpertAxis(Axis):
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Reads the groups and blocks of experts, which DeepSpeed has made by now."""
         self._engine = engine
-        self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.layout.ep}")
+        self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.parallel.expert}")
         self._blocks = {
             path: module.model_family
             for path, module in engine.model.named_modules()
             if isinstance(module, AutoEPMoELayer)
         }
-        if self.plan.layout.tp > 1:
+        if self.plan.parallel.tensor > 1:
             count_all_experts(engine.engine.optimizer, self.device)
 
     def before_backward(self) -> None:
         """Clears the marks that folding left on gradients in the previous micro-batch."""
-        if self.plan.layout.tp > 1:
+        if self.plan.parallel.tensor > 1:
             forget_folded_gradients(self._engine.engine.optimizer, self._engine.model.parameters())
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
@@ -121,14 +121,14 @@ class ExpertAxis(Axis):
         """
         if not is_expert(tensor):
             return None
-        region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.layout.ep)
+        region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.parallel.expert)
         return Portion(region, self._group, groups._get_expert_data_parallel_group(tensor.group_name))  # type: ignore[attr-defined]
 
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Gathers the experts of all ranks; returns other weights unchanged."""
         if not is_expert(parameter):
             return own
-        parts = [torch.empty_like(own) for _ in range(self.plan.layout.ep)]
+        parts = [torch.empty_like(own) for _ in range(self.plan.parallel.expert)]
         dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts)
 

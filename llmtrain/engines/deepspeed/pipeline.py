@@ -27,7 +27,7 @@ from llmtrain.models.build import StageBuilder
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
-from llmtrain.plan import Layout
+from llmtrain.plan import Plan
 from llmtrain.runtime.alone import is_alone
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
     def __init__(
         self,
         build: StageBuilder,
-        layout: Layout,
+        plan: Plan,
         loss: Callable[[Any, Tensor], Tensor],
         stage_names: Callable[[], list[list[str]]],
     ) -> None:
@@ -75,8 +75,10 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
 
         super().__init__(
-            layers=[StageSpec(make, index) for index in range(layout.pp)],
-            topology=PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.dp * layout.sp),
+            layers=[StageSpec(make, index) for index in range(plan.parallel.pipeline)],
+            topology=PipeModelDataParallelTopology(
+                num_pp=plan.parallel.pipeline, num_mp=plan.parallel.tensor, num_dp=plan.holders
+            ),
             loss_fn=loss,
             partition_method="uniform",
         )
@@ -125,14 +127,14 @@ class PipelineAxis(Axis):
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Splits the model. Raises RecipeError if it has no valid split, or if tensor ranks cannot share its stages."""
-        recipe, layout = self.plan.recipe, self.plan.layout
-        dtype = weight_dtype(recipe.parallel.precision)
-        self._stages = stage_builder(recipe, layout.pp, dtype, self.device, tensor=layout.tp)
+        recipe, parallel = self.plan.recipe, self.plan.parallel
+        dtype = weight_dtype(parallel.precision)
+        self._stages = stage_builder(recipe, parallel.pipeline, dtype, self.device, tensor=parallel.tensor)
 
     def build(self, ds_config: dict[str, Any]) -> StagePipeline:
         """Returns the pipeline with this rank's stage, or with its slice of the stage."""
-        names = partial(stage_names, self.plan.recipe, self.plan.layout.pp)
-        self._pipeline = StagePipeline(self._stages, self.plan.layout, self._loss, names)
+        names = partial(stage_names, self.plan.recipe, self.plan.parallel.pipeline)
+        self._pipeline = StagePipeline(self._stages, self.plan, self._loss, names)
         return self._pipeline
 
     def attach(self, engine: DeepSpeedEngine) -> None:

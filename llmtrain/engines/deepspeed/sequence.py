@@ -18,7 +18,7 @@ from llmtrain.engines.deepspeed.axis import Axis
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
-from llmtrain.plan import Layout
+from llmtrain.recipe import ParallelConfig
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
@@ -34,8 +34,8 @@ class SequenceAxis(Axis):
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
-        self.ulysses = Ulysses(engine.model, sequence_group(self.plan.layout))
-        if self.plan.layout.pp > 1:
+        self.ulysses = Ulysses(engine.model, sequence_group(self.plan.parallel))
+        if self.plan.parallel.pipeline > 1:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             engine.module.stage.register_forward_pre_hook(lambda _, inputs: self.ulysses.receive(inputs[0][1]))
 
@@ -48,9 +48,9 @@ class SequenceAxis(Axis):
         return self.ulysses.slice(batch)
 
 
-def sequence_group(layout: Layout) -> Group:
-    """Returns the ranks with this rank's samples and the same part of the model; they are `layout.tp` apart."""
-    return _strided_group(layout.sp, layout.tp)
+def sequence_group(parallel: ParallelConfig) -> Group:
+    """Returns the ranks with this rank's samples and the same part of the model; they are `parallel.tensor` apart."""
+    return _strided_group(parallel.sequence, parallel.tensor)
 
 
 @cache

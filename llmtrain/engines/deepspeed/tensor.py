@@ -24,7 +24,7 @@ class TensorAxis(Axis):
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes DeepSpeed's groups. Raises CannotSplit for a family that computes something else if it is split."""
-        make_tensor_groups(self.plan.layout.tp)
+        make_tensor_groups(self.plan.parallel.tensor)
         if not is_alone():  # a rank alone has no other to compare with, and computes nothing
             recipe = self.plan.recipe
             attention = recipe.model.attention_kernel
@@ -36,7 +36,7 @@ class TensorAxis(Axis):
         The whole model may not fit on the device. Returns None at ZeRO-3, which partitions the model while it is made.
         """
         recipe = self.plan.recipe
-        if self.plan.layout.zero_stage == 3:
+        if self.plan.parallel.zero_stage == 3:
             return None
         dtype = weight_dtype(recipe.parallel.precision)
         model: nn.Module = build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.optim import squared_norm
-from llmtrain.plan import Layout
-from llmtrain.recipe import Precision
+from llmtrain.recipe import ParallelConfig, Precision
 
 
 def forget_groups() -> None:
@@ -92,7 +91,7 @@ class NormWithLoss:
             optimizer._get_norm_groups = lambda: [self._take()]
 
     @classmethod
-    def of(cls, optimizer: Any, layout: Layout) -> NormWithLoss | None:
+    def of(cls, optimizer: Any, parallel: ParallelConfig) -> NormWithLoss | None:
         """Returns None to keep DeepSpeed's norm, for gradients on the host or in which not every rank has a share."""
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             on_host = optimizer.cpu_offload
@@ -100,7 +99,7 @@ class NormWithLoss:
             on_host = optimizer.offload_optimizer
         else:
             return None
-        return None if on_host or max(layout.tp, layout.ep, layout.pp) > 1 else cls(optimizer)
+        return None if on_host or max(parallel.tensor, parallel.expert, parallel.pipeline) > 1 else cls(optimizer)
 
     def take_loss(self) -> Tensor | None:
         """Returns the loss of all ranks, once per step; None if DeepSpeed dropped the step before it took a norm."""

@@ -1,0 +1,111 @@
+"""The axes of parallelism: what each of them divides, and what its degree has to divide.
+
+Everything that depends on the degrees iterates over `AXES`: the degrees that searches try, the rules about
+divisibility, the groups of ranks, the shares of memory and work, and the names of plans. What an axis sends within a
+layer is in `predict/traffic.py`, and what it does in an engine in `engines/deepspeed/`. `docs/extending.md` adds one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from llmtrain.recipe import ParallelConfig
+
+if TYPE_CHECKING:
+    from llmtrain.plan.draft import Draft
+
+Divided = Literal["samples", "tokens", "layers", "matrices", "experts"]
+"""What ranks have different parts of: `tokens` of a sequence, `matrices` of a layer with the heads of its attention."""
+Limits = Callable[["Draft"], Iterator[tuple[str, int]]]
+"""Yields the numbers that a degree has to divide, each with its description."""
+
+
+def _nothing(draft: Draft) -> Iterator[tuple[str, int]]:
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A row of the table of axes."""
+
+    name: str
+    """Its field in `parallel`. Data parallelism has none: its degree is the number of devices that the others leave."""
+    short: str
+    """Its abbreviation in the names of plans."""
+    divides: frozenset[Divided]
+    why: str = ""
+    """The reason for `limits`."""
+    limits: Limits = _nothing
+    has_ranks: bool = True
+    """False if its groups are subsets of the ranks that hold the same layers, and its degree is no factor of them."""
+
+    @property
+    def field(self) -> str:
+        """Its dotted field of a recipe."""
+        return f"parallel.{self.name}"
+
+    def degree(self, parallel: ParallelConfig) -> int:
+        """Returns its degree in a recipe; not defined for data parallelism."""
+        degree: int = getattr(parallel, self.name)
+        return degree
+
+
+def _tensor_limits(draft: Draft) -> Iterator[tuple[str, int]]:
+    if draft.facts is not None:
+        yield f"the model's {draft.facts.heads} query heads", draft.facts.heads
+        yield f"the model's {draft.facts.kv_heads} key and value heads", draft.facts.kv_heads
+
+
+def _sequence_limits(draft: Draft) -> Iterator[tuple[str, int]]:
+    length, tensor = draft.recipe.data.sequence_length, draft.parallel.tensor
+    yield f"a sequence of {length} tokens", length
+    if draft.facts is not None:
+        heads = draft.facts.heads // tensor
+        yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads", heads
+
+
+def _expert_limits(draft: Draft) -> Iterator[tuple[str, int]]:
+    ranks = (draft.data_parallel_size or 0) * draft.parallel.tensor * draft.parallel.sequence
+    yield f"data × tensor × sequence = {ranks} ranks", ranks
+    if draft.facts is not None and draft.facts.experts:
+        yield f"{draft.facts.experts} experts", draft.facts.experts
+
+
+DATA = Axis("data", "dp", frozenset({"samples"}))
+PIPELINE = Axis("pipeline", "pp", frozenset({"layers"}))
+TENSOR = Axis(
+    "tensor",
+    "tp",
+    frozenset({"matrices", "experts"}),
+    "A tensor parallel rank holds whole heads. If the degree does not divide the heads, AutoTP "
+    "gives some ranks more heads than others, or none at all, and all ranks wait for the slowest.",
+    _tensor_limits,
+)
+SEQUENCE = Axis(
+    "sequence",
+    "sp",
+    frozenset({"tokens"}),
+    "Ulysses splits the sequence across ranks, and within attention the heads (arXiv 2309.14509).",
+    _sequence_limits,
+)
+EXPERT = Axis(
+    "expert",
+    "ep",
+    frozenset({"experts"}),
+    "Experts are distributed over all ranks that hold the same layers, each rank with equally many.",
+    _expert_limits,
+    has_ranks=False,
+)
+AXES = (DATA, PIPELINE, TENSOR, SEQUENCE, EXPERT)
+INNERMOST_FIRST = (TENSOR, SEQUENCE, DATA, PIPELINE)
+"""The order in which ranks are numbered, as `StagePipeline` and DeepSpeed do: those of a tensor group are adjacent."""
+CHOSEN = tuple(axis for axis in AXES if axis is not DATA)
+"""The axes whose degrees a recipe gives."""
+
+
+def model_parallel_size(parallel: ParallelConfig) -> int:
+    """Returns the number of devices that share one replica of the model."""
+    return math.prod(axis.degree(parallel) for axis in CHOSEN if axis.has_ranks)
