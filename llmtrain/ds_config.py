@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.flat import MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE, bucket_elements, persistence_threshold
 from llmtrain.predict.traffic import REUSE_DISTANCE
@@ -28,8 +29,7 @@ def render(plan: Plan) -> dict[str, Any]:
         **_batch(plan),
         **_gradients(plan),
         "optimizer": _optimizer(plan.recipe.optim),
-        # DeepSpeed considers SGD untested, although its ZeRO treats all optimizers of torch alike.
-        "zero_allow_untested_optimizer": plan.recipe.optim.name == "sgd",
+        "zero_allow_untested_optimizer": not optimizer_of(plan.recipe.optim).known_to_zero,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(plan),
         "zero_optimization": _zero(plan),
@@ -54,7 +54,7 @@ def _batch(plan: Plan) -> Block:
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if parallel.sequence > 1 or (parallel.tensor > 1 and parallel.pipeline == 1):
+    if plan.holders > plan.data_parallel_size or (parallel.tensor > 1 and parallel.pipeline == 1):
         del batch["train_batch_size"]
     return batch
 
@@ -83,25 +83,9 @@ def _optimizer(optim: OptimConfig) -> Block:
 
     They are fused, since those can be told on the device to leave the weights unchanged (`llmtrain.engines.guard`).
     """
-    if optim.name == "sgd":
-        params: Block = {
-            "lr": optim.lr,
-            "momentum": optim.betas[0],
-            "weight_decay": optim.weight_decay,
-            "fused": True,
-        }
-        return {"type": "SGD", "params": params}
-    params = {
-        "lr": optim.lr,
-        "betas": list(optim.betas),
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "torch_adam": True,
-        "fused": True,
-        # "Adam" means AdamW to DeepSpeed unless this says otherwise.
-        "adam_w_mode": optim.name == "adamw",
-    }
-    return {"type": {"adamw": "AdamW", "adam": "Adam"}[optim.name], "params": params}
+    row = optimizer_of(optim)
+    arguments = row.arguments(optim) | {"weight_decay": optim.weight_decay, "fused": True} | row.deepspeed
+    return {"type": row.torch, "params": {"lr": optim.lr} | arguments}
 
 
 def _precision(plan: Plan) -> Block:

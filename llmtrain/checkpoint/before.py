@@ -14,6 +14,7 @@ from llmtrain.checkpoint.folder import find, newest, read_latest
 from llmtrain.checkpoint.manifest import Manifest, missing_parts, read_manifests, size_problem, some
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig
 from llmtrain.run_dir import RunDir, changes
 from llmtrain.system.piece_heads import WEIGHT, PieceHead, read_head
@@ -119,20 +120,13 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
         if numel < whole[name]
     ]
     kinds = {kind for _, kind in held}
-    lacking = [kind for kind in (WEIGHT, *_kept_by(optim)) if kind not in kinds]
+    lacking = [kind for kind in (WEIGHT, *optimizer_of(optim).states(optim)) if kind not in kinds]
     if lacking:
         message = f"does not contain {' and '.join(map(_told, lacking))}, which {optim.name} needs to continue"
         problems.append(
             Problem("checkpoint.optimizer", str(checkpoint), message, "export it and start from its weights")
         )
     return problems
-
-
-def _kept_by(optim: OptimConfig) -> tuple[str, ...]:
-    """Returns torch's names of the state that an optimizer keeps for each weight."""
-    if optim.name == "sgd":
-        return ("momentum_buffer",) if optim.betas[0] else ()
-    return ("exp_avg", "exp_avg_sq")
 
 
 def _told(kind: str) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 
 
@@ -36,11 +37,10 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 
     is_sharded: whether the parameters are, or will be, DTensors.
     """
-    if optim.name == "sgd":
-        sgd = ShardedSGD if is_sharded else torch.optim.SGD
-        return sgd(groups, lr=optim.lr, momentum=optim.betas[0], fused=True)
-    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    row = optimizer_of(optim)
+    kind: Any = ShardedSGD if is_sharded and row.torch == "SGD" else getattr(torch.optim, row.torch)
+    optimizer: Optimizer = kind(groups, lr=optim.lr, fused=True, **row.arguments(optim))
+    return optimizer
 
 
 class ShardedSGD(torch.optim.SGD):

@@ -112,22 +112,41 @@ def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identiti
     # accelerate's global state, which would set the thread count and treat every worker as a single process on a CPU; a
     # plain logger needs no state.
     tracking.logger = logging.getLogger(tracking.__name__)
-    project = recipe.logging.project
-    if name == "tensorboard":
-        # Steps after the resumed one were logged by the lost attempt.
-        tracker = tracking.TensorBoardTracker("", run_dir.tensorboard, purge_step=start_step + 1)
-    elif name == "wandb":
-        identity = identities.setdefault(name, uuid.uuid4().hex[:8])
-        tracker = tracking.WandBTracker(
-            project, name=recipe.name, id=identity, resume="allow", dir=str(run_dir.path.resolve())
-        )
-    else:
-        tracker = tracking.MLflowTracker(project, run_name=recipe.name, run_id=identities.get(name))
+    tracker = TRACKERS[name](run_dir, recipe, start_step, identities)
     tracker.main_process_only = False  # otherwise each call would create accelerate's state
     tracker.start()
     if name == "mlflow":
         identities[name] = tracker.tracker.info.run_id
     return tracker
+
+
+def _tensorboard(run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
+    from accelerate.tracking import TensorBoardTracker
+
+    # Steps after the resumed one were logged by the lost attempt.
+    return TensorBoardTracker("", run_dir.tensorboard, purge_step=start_step + 1)
+
+
+def _wandb(run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
+    from accelerate.tracking import WandBTracker
+
+    identity = identities.setdefault("wandb", uuid.uuid4().hex[:8])
+    folder = str(run_dir.path.resolve())
+    return WandBTracker(recipe.logging.project, name=recipe.name, id=identity, resume="allow", dir=folder)
+
+
+def _mlflow(run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
+    from accelerate.tracking import MLflowTracker
+
+    return MLflowTracker(recipe.logging.project, run_name=recipe.name, run_id=identities.get("mlflow"))
+
+
+TRACKERS: dict[str, Callable[[RunDir, Recipe, int, dict[str, str]], Any]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+"""Name of a tracker, and what makes it. The identities are those with which a resumed run continues."""
 
 
 def _store_recipe(name: str, tracker: Any, recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem
-from llmtrain.plan.axes import AXES, DATA, Axis, Divided, model_parallel_size
+from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
 from llmtrain.plan.weights import Weights
 from llmtrain.recipe import ParallelConfig, Part, Recipe
 
@@ -138,6 +138,11 @@ class Plan(Part):
     def degree(self, axis: Axis) -> int:
         """Returns the degree of an axis."""
         return self.data_parallel_size if axis is DATA else axis.degree(self.parallel)
+
+    def stride(self, axis: Axis) -> int:
+        """Returns the distance between neighbours in a group of an axis: ranks are numbered by `INNERMOST_FIRST`."""
+        inner = INNERMOST_FIRST[: INNERMOST_FIRST.index(axis)]
+        return math.prod(self.degree(one) for one in inner)
 
     def parts(self, divided: Divided) -> int:
         """Returns the number of parts into which the axes divide the layers, the matrices of a layer, and so on."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from dataclasses import dataclass
 from typing import Literal
 
-from llmtrain.plan.axes import EXPERT, INNERMOST_FIRST
+from llmtrain.plan.axes import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import Assumptions
 
@@ -33,7 +31,7 @@ class Groups:
     sequence: Group
     expert: Group
     replicas: Group
-    """Ranks that hold the same weights: data and sequence parallel ones."""
+    """Ranks that hold the same weights, all those between tensor and pipeline groups."""
     expert_replicas: Group
     """Ranks that hold the same experts."""
     pipeline: Group
@@ -41,19 +39,18 @@ class Groups:
     @classmethod
     def of(cls, plan: Plan) -> Groups:
         """Returns the groups of a plan, whose ranks are numbered in the order of `INNERMOST_FIRST`."""
-        strides = [1, *itertools.accumulate((plan.degree(axis) for axis in INNERMOST_FIRST), operator.mul)]
-        groups = {
-            axis.name: Group(plan.degree(axis), stride) for axis, stride in zip(INNERMOST_FIRST, strides, strict=False)
-        }
-        replicas = Group(groups["sequence"].size * groups["data"].size, groups["sequence"].stride)
+        tensor, sequence, pipeline = (
+            Group(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
+        )
+        replicas = Group(plan.holders, tensor.size)
         experts = plan.degree(EXPERT)
         return cls(
-            tensor=groups["tensor"],
-            sequence=groups["sequence"],
+            tensor=tensor,
+            sequence=sequence,
             expert=Group(experts, replicas.stride),
             replicas=replicas,
             expert_replicas=Group(max(replicas.size // experts, 1), replicas.stride * experts),
-            pipeline=groups["pipeline"],
+            pipeline=pipeline,
         )
 
 

@@ -7,6 +7,7 @@ left out.
 from __future__ import annotations
 
 from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weights
 from llmtrain.predict.flat import (
@@ -39,8 +40,7 @@ def sum_bytes(plan: Plan) -> int:
 
 def moments(plan: Plan) -> int:
     """Returns the number of fp32 tensors that the optimizer keeps per parameter; SGD without momentum has none."""
-    optim = plan.recipe.optim
-    return 2 if optim.name != "sgd" else int(optim.betas[0] > 0)
+    return len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
 
 
 def state_of(plan: Plan, weights: Weights, stage: int) -> State:

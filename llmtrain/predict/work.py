@@ -8,6 +8,7 @@ from functools import lru_cache
 from llmtrain.cluster import Device
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
+from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.predict.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
@@ -116,7 +117,7 @@ class Worker(DeviceShare):
         self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
         self.attention_share, attention_reached = _attention(plan, assumed, reached)
         self.attention_rate = peak * attention_reached
-        self.optimizer = plan.recipe.optim.name
+        self.states = len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
         self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
 
     def micro_batch(self, held: Held) -> Work:
@@ -151,9 +152,8 @@ class Worker(DeviceShare):
 
     def update_bytes(self) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
-        moments = 1 if self.optimizer == "sgd" else 2
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        return 4 + 8 + 8 * moments + copy  # gradient read; master weight and moments read and written
+        return 4 + 8 + 8 * self.states + copy  # gradient read; master weight and moments read and written
 
 
 def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[float, float]:

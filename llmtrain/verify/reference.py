@@ -233,8 +233,8 @@ def _optimizer(trained: Iterable[nn.Parameter], optim: OptimConfig) -> torch.opt
     ]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
-    kind = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:

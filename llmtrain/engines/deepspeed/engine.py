@@ -45,6 +45,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
+from llmtrain.plan.axes import DATA
 from llmtrain.recipe import Recipe
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -165,14 +166,13 @@ class DeepSpeedEngine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's replica. Tensor parallel ranks are adjacent, then sequence parallel ones."""
-        parallel = self.plan.parallel
-        return dist.get_rank() // (parallel.tensor * parallel.sequence) % self.plan.data_parallel_size
+        """Index of this rank's replica."""
+        return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
 
     @property
     def averaged_ranks(self) -> int:
         """Number of ranks with different tokens, over which DeepSpeed averages gradients."""
-        return self.plan.data_parallel_size * self.plan.parallel.sequence
+        return self.plan.holders
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once."""

@@ -1,0 +1,110 @@
+"""Applies docs/extending.md to a copy of the package, and runs what it adds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+EDIT = re.compile(
+    r"(?:In `(?P<file>[^`]+)`, (?P<how>after|before|replacing) `(?P<anchor>[^\n]+?)`|New file `(?P<new>[^`]+)`):\n\n"
+    r"```(?:python|text)\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
+)
+
+PROGRAM = """
+import sys
+import torch
+from batches import GLOBAL_BATCH, tiny_recipe
+from harness import run_ranks
+from traces import assert_same, engine_of, plan_of, reference_of, trace
+
+STEPS = 3
+ROWS = tiny_recipe(**{"batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.1, "parallel.rows": 2})
+NESTEROV = ROWS.with_(**{"parallel.rows": 1, "parallel.zero_stage": 1, "optim.name": "nesterov"})
+
+
+def train(rank, recipes):
+    found = []
+    for recipe in recipes:
+        plan = plan_of(recipe, 2)
+        engine, batch = engine_of(plan), plan.batch
+        own = (engine.data_parallel_rank, plan.data_parallel_size)
+        found.append(trace(engine, range(STEPS), batch.micro_batch_size, batch.gradient_accumulation_steps, *own))
+    return found
+
+
+if __name__ == "__main__":
+    assert plan_of(ROWS, 2).layout()["rp"] == 2
+    recipes = [ROWS, ROWS.with_(**{"parallel.zero_stage": 2}), NESTEROV]
+    alone = [recipe.with_(**{"parallel.rows": 1}) for recipe in recipes]
+    expected = [trace(reference_of(recipe), range(STEPS), 1, GLOBAL_BATCH) for recipe in alone]
+    for runs in run_ranks(2, train, recipes):
+        for run, other, recipe in zip(runs, expected, recipes, strict=True):
+            assert_same(run, other, recipe.optim.name)
+    print("trained")
+"""
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """A copy of the package with all that the page adds."""
+    folder = tmp_path_factory.mktemp("extended")
+    shutil.copytree(ROOT / "llmtrain", folder / "llmtrain", ignore=shutil.ignore_patterns("__pycache__"))
+    edits = list(EDIT.finditer(PAGE))
+    assert len(edits) == len(re.findall("```[a-z]", PAGE))
+    for edit in edits:
+        if edit["new"]:
+            (folder / edit["new"]).write_text(edit["code"], encoding="utf-8")
+            continue
+        path, anchor, code = folder / edit["file"], edit["anchor"], edit["code"]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        [at] = [
+            number for number, line in enumerate(lines) if line.startswith(anchor) or line.strip() == anchor.strip()
+        ]
+        first, after = {"after": (at + 1, at + 1), "before": (at, at), "replacing": (at, at + 1)}[edit["how"]]
+        path.write_text("".join([*lines[:first], code, *lines[after:]]), encoding="utf-8")
+    return folder
+
+
+def run(extended: Path, *command: str, code: int = 0) -> str:
+    paths = [extended, ROOT / "tests", ROOT / "tests/engines"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = (sys.executable, *command)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=extended, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_axis_and_an_optimizer_train_as_the_plain_loop(extended):
+    program = extended / "program.py"
+    program.write_text(PROGRAM)
+    assert "trained" in run(extended, str(program))
+
+
+def test_an_axis_is_searched_and_its_rule_refuses(extended):
+    sizes = ("--set", "batch.micro_batch_size=3", "--set", "batch.global_batch_size=768", "--set", "parallel.rows=2")
+    refused = run(extended, "-m", "llmtrain", "plan", str(ROOT / "recipes/llama_1b.py"), *sizes, code=2)
+    assert "does not divide a micro-batch of 3" in refused
+    found = "from llmtrain.search.variants import degrees; print([split for split in degrees(8)])"
+    assert "'parallel.rows': 8" in run(extended, "-c", found)
+
+
+def test_a_lint_rule_a_format_and_a_metric(extended, tmp_path):
+    config = tmp_path / "odd.json"
+    config.write_text('{"train_micro_batch_size_per_gpu": 3}')
+    assert "lint.batch_odd" in run(extended, "-m", "llmtrain", "lint", str(config))
+    (tmp_path / "a.md").write_text("one\n\ntwo\n")
+    reader = "import sys; from pathlib import Path; from llmtrain.data.sources.formats import READERS\n"
+    reader += "print([one.text for one in READERS['.md'](Path(sys.argv[1]), 'text')])"
+    assert "['one', 'two\\n']" in run(extended, "-c", reader, str(tmp_path / "a.md"))
+    logger = (extended / "llmtrain/metrics/logger.py").read_text(encoding="utf-8")
+    compile(logger, "logger.py", "exec")
