@@ -36,7 +36,7 @@ from llmtrain.launch.place.rank import Reader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
-from llmtrain.system.stops import caught_signals, is_impatient
+from llmtrain.system.stops import QUIT, caught_signals
 from llmtrain.system.untrusted import UNREADABLE, read_text, why
 
 PREPARE_S = 120
@@ -255,7 +255,7 @@ def _wait(job: HostsJob, process: subprocess.Popen[str]) -> int:
             except Empty:
                 continue
             assert isinstance(event, int)
-            if is_impatient(event, stopped_by):
+            if event == QUIT:
                 return Exit.INTERRUPTED
             if stopped_by is None:
                 _everywhere(job, "signal", event)

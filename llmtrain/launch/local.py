@@ -30,7 +30,7 @@ from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.host import own_cores
-from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, is_impatient, say
+from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
 
 if TYPE_CHECKING:
     from llmtrain.launch.template import Forked, Template
@@ -59,8 +59,8 @@ def run_workers(
 
     Rank 0 writes to the launcher's output, the others to their logs. When a worker dies, the others get SIGTERM, and
     SIGKILL `GRACE_S` later. The first of `STOPS` is passed on to the workers; if none has begun a step yet, it ends
-    them. After it, a Ctrl-C kills the workers, and SIGQUIT does at any time; other signals are then ignored, since
-    batch systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
+    them. A second Ctrl-C kills the workers, and SIGQUIT does at any time; other signals are then ignored, since batch
+    systems repeat them. No worker outlives the launcher, even if the launcher is killed. Must be called from the
     main thread, and `run_dir` must exist.
 
     env: variables for the workers, which override those of this process. board: where they write their heartbeats.
@@ -295,7 +295,7 @@ class _Pool:
 
     def _hear(self, number: int) -> None:
         """Handles a signal that the launcher received."""
-        if is_impatient(number, self.stopped_by):
+        if number == QUIT:
             self.was_interrupted = True
             self.kill()
         elif self.stopped_by is None:
@@ -369,7 +369,7 @@ def _outcome(pool: _Pool) -> int:
     if user_error is not None:
         raise user_error
     if pool.stopped_by is not None and -(first.returncode or 0) in STOPS:
-        return Exit.RESUME  # it did not handle signals yet, and had nothing to save
+        return _ended_early(pool.stopped_by)  # it did not handle signals yet
     message, fix = (failure.summary, f"see {first.log}") if failure else (_death(first), _last_lines(first))
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 

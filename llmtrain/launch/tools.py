@@ -30,7 +30,7 @@ from llmtrain.launch.seal import Secret
 from llmtrain.launch.standstill import Standstill
 from llmtrain.plan.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.stops import STOPS, caught_signals, is_impatient
+from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
 
 Tool = Literal["torchrun", "accelerate"]
 TOOLS: tuple[Tool, ...] = ("torchrun", "accelerate")
@@ -123,7 +123,7 @@ def wait(
     while process.poll() is None:
         with suppress(Empty):
             event: int = events.get(timeout=LOOK_S)
-            if is_impatient(event, stopped_by):
+            if event == QUIT:
                 return stopped_by, True
             stopped_by = stopped_by or event
         if standstill is not None:
@@ -199,7 +199,8 @@ def _outcome(job: ToolJob, folder: Path, code: int, stopped_by: int | None, stil
     if written is not None and (error := written.user_error()) is not None and not struck:
         raise error
     if stopped_by is not None and (first is None or -first.code in STOPS):
-        return Exit.RESUME  # it did not handle signals yet, and had nothing to save
+        say(before_the_first_step(stopped_by))  # it did not handle signals yet
+        return Exit.RESUME
     if first is None:
         message, fix = f"ended with exit code {code}", f"see {job.run_dir.logs / 'launcher.log'}"
         raise WorkerError(Problem("worker.died", f"--launcher {job.tool}", message, fix))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmtrain.errors import Exit
 from llmtrain.launch.tools import TORCHRUN, Ended, started, wait, worker_command
-from llmtrain.system.stops import STOPS, caught_signals
+from llmtrain.system.stops import STOPS, before_the_first_step, caught_signals, say
 
 OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
@@ -48,8 +48,10 @@ def code_of(workers: list[Ended], tool: int, stopped_by: int | None) -> int:
     mistake = next((worker.code for worker in failed if worker.code in OWN_MISTAKE), None)
     if mistake is not None:
         return mistake
-    is_early = not failed or -failed[0].code in STOPS  # it did not handle signals yet, and had nothing to save
-    return Exit.RESUME if stopped_by is not None and is_early else Exit.WORKER
+    if stopped_by is not None and (not failed or -failed[0].code in STOPS):
+        say(before_the_first_step(stopped_by))  # it did not handle signals yet
+        return Exit.RESUME
+    return Exit.WORKER
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ From our first line on, none of them ends a run with an undocumented exit code.
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,16 +20,16 @@ from typing import Any, NoReturn
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a run to save and stop, for the launcher and the workers."""
 QUIT = signal.SIGQUIT
-"""The signal that ends a run at once (Ctrl-\\), as a second SIGINT does."""
+"""The signal that ends a run at once (Ctrl-\\). A second SIGINT is heard as this signal."""
 RESUME, INTERRUPTED = 75, 130
 """As in `errors.Exit`, which takes longer to import."""
 MODULES = ("llmtrain.train.worker", "llmtrain.launch.torchrun", "llmtrain.launch.tool_worker")
 """Modules that `python -m` runs as a part of a run, besides `llmtrain train`."""
 
-TOGETHER_S = 0.1
-"""Seconds; two signals that are closer together than this were not sent one after the other by a person."""
-_hung_up = -math.inf
-"""Time of the last SIGHUP (`time.monotonic`)."""
+_heard: set[int] = set()
+"""Signals that were heard since the program began to collect them."""
+_behind: set[int] = set()
+"""Signals that wait until those that came with them are handled."""
 _events: SimpleQueue[Any] | None = None
 """The queue that receives signals at present, or None."""
 
@@ -49,9 +47,9 @@ def before_the_first_step(number: int) -> str:
     return f"stopped on {signal.Signals(number).name} before the first step; the same command starts it again"
 
 
-def is_impatient(number: int, stopped_by: int | None) -> bool:
-    """Whether a signal ends a run at once. stopped_by: the earlier signal to stop, if any."""
-    return number == QUIT or (number == signal.SIGINT and stopped_by is not None)
+def after_step(number: int, step: int) -> str:
+    """Returns the message for a run that has saved."""
+    return f"stopped on {signal.Signals(number).name} after step {step:,}; the same command continues"
 
 
 def say(line: str) -> None:
@@ -107,7 +105,7 @@ def stop_by_exception() -> None:
     def note(number: int, _: FrameType | None) -> None:
         is_first = told.empty()
         told.put(number)
-        if is_impatient(number, None if is_first else number):
+        if number == QUIT:
             _end_at_once()
         if is_first:
             raise Stopped(number)
@@ -124,6 +122,8 @@ def caught_signals() -> Iterator[SimpleQueue[Any]]:
     """
     global _events
     outer, events = _events, SimpleQueue[Any]()  # its `put` may be called from a signal handler
+    if outer is None:
+        _heard.clear()
     previous = _handle(lambda number, _: events.put(number))
     _events = events
     _move(outer, events)
@@ -150,17 +150,23 @@ def wait_for_signal(seconds: float) -> int | None:
 def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
     """Handles all signals except for ignored ones, which stay ignored (nohup); returns the previous handlers.
 
-    Python handles pending signals in the order of their numbers, SIGHUP before SIGINT. A SIGINT right after a SIGHUP
-    may thus have been sent first, and is no sign of impatience.
+    The order in which signals were sent is not known if several wait: Python handles them by their numbers. So nothing
+    depends on it: QUIT is handled before a SIGHUP or SIGINT that waits with it, and only a second SIGINT is impatience,
+    not one that follows another signal.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
-        global _hung_up
-        now = time.monotonic()
-        if number == signal.SIGHUP:
-            _hung_up = now
-        if number != signal.SIGINT or now - _hung_up > TOGETHER_S:
-            handler(number, frame)
+        if number in _behind:
+            return
+        if number < QUIT:
+            _behind.add(number)
+            try:
+                signal.raise_signal(number)  # handles all that wait, before it returns
+            finally:
+                _behind.remove(number)
+        is_impatient = number == signal.SIGINT and number in _heard
+        _heard.add(number)
+        handler(QUIT if is_impatient else number, frame)
 
     heard = [number for number in (*STOPS, QUIT) if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, hear) for number in heard}

@@ -15,7 +15,7 @@ from llmtrain.launch.standstill import ALLOWED_S
 from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Board
-from llmtrain.system.stops import is_impatient, say, wait_for_signal
+from llmtrain.system.stops import QUIT, say, wait_for_signal
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first restart; doubled for each further one, until there is a new checkpoint."""
@@ -71,7 +71,7 @@ def train_with_restarts(
         told = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
         console.print(told, highlight=False)
         if (stopped_by := wait_for_signal(pause_s)) is not None:
-            if is_impatient(stopped_by, None):
+            if stopped_by == QUIT:
                 return Exit.INTERRUPTED
             say(f"stopped on {Signals(stopped_by).name}; the same command continues")
             return Exit.RESUME

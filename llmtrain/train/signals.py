@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 
 from llmtrain.errors import Exit
 from llmtrain.launch.seal import Seal, opened
-from llmtrain.system.stops import STOPS, leave
+from llmtrain.system.stops import STOPS, after_step, leave, say
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -33,25 +33,28 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The first signal."""
-        self._nothing_to_save = False
+        self._saved: int | None = None
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored (nohup)
                 signal.signal(number, self._note)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # a launcher may block them until now
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self._nothing_to_save:
-            leave(Exit.RESUME)
         if number == signal.SIGINT:
             # Left to the kernel, since a process that waits in a collective runs no handler.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.received is None:
             self.received = signal.Signals(number)
+        self._leave_if_saved()
 
-    def leave_at_once(self) -> None:
-        """Makes the process exit at once on a signal, past or future: everything worth saving is saved."""
-        self._nothing_to_save = True
-        if self.received is not None:
+    def leave_at_once(self, step: int) -> None:
+        """Makes the process exit at once on a signal, past or future. step: the last one, which is saved."""
+        self._saved = step
+        self._leave_if_saved()
+
+    def _leave_if_saved(self) -> None:
+        if self._saved is not None and self.received is not None:
+            say(after_step(self.received, self._saved))
             leave(Exit.RESUME)
 
 

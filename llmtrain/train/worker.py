@@ -25,7 +25,7 @@ from llmtrain.run_dir import RunDir, identity_of, write_json
 from llmtrain.run_lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import limit_spinning
-from llmtrain.system.stops import hear_no_more, leave
+from llmtrain.system.stops import after_step, hear_no_more, leave
 from llmtrain.train.console import WorkerOutput, take_over_output
 from llmtrain.train.signals import StopSignals
 
@@ -178,7 +178,7 @@ class _Worker:
         if stopped:
             return Exit.RESUME
         if self.rank.is_main:
-            self.signals.leave_at_once()
+            self.signals.leave_at_once(state.step)
             from llmtrain.train.finish import finish
 
             finish(run_dir, plan, state, prepared, self.output.console)
@@ -239,7 +239,7 @@ class _Worker:
         if stop.stopped_by is None:
             return False
         barrier()  # rank 0 keeps the store from which the others have just read a verdict
-        self._say(f"stopped on {stop.stopped_by.name} after step {state.step:,}; the same command continues")
+        self._say(after_step(stop.stopped_by, state.step))
         return True
 
     def _cores(self) -> BusyCores | None:
