@@ -62,6 +62,8 @@ def _tensor_limits(draft: Draft) -> Iterator[tuple[str, int]]:
 def _sequence_limits(draft: Draft) -> Iterator[tuple[str, int]]:
     length, tensor = draft.recipe.data.sequence_length, draft.parallel.tensor
     yield f"a sequence of {length} tokens", length
+    if any(number % tensor for _, number in _tensor_limits(draft)):
+        return  # ranks that share the heads unevenly have no one number of them
     if draft.facts is not None:
         heads = draft.facts.heads // tensor
         yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads", heads

@@ -59,3 +59,17 @@ def test_experts_whose_rows_are_uneven_run_nowhere():
     assert plan_of(
         {"parallel.precision": "bf16", "parallel.zero_stage": 1}, EXPERTS | {"intermediate_size": 52}, 1
     ).rules
+
+
+def test_heads_that_tensor_ranks_share_unevenly_may_be_divided_by_sequence_ranks():
+    """AutoTP gives four heads to one rank and two to the other; two sequence ranks can divide both."""
+    one = plan_of({"parallel.tensor": 2, "parallel.sequence": 2}, {"heads": (6, 3)}, 4)
+    assert one.rules == {"layout.tensor_divides"}
+
+
+@pytest.mark.breadth
+def test_noise_that_adam_makes_steps_of_is_no_disagreement():
+    """The keys' biases of GPT-2 have a gradient of nothing but rounding."""
+    fields = {"parallel.zero_stage": 3, "parallel.precision": "bf16", "optim.name": "adam", "optim.clip_grad_norm": 0.0}
+    fields |= {"parallel.sequence": 2, "batch.global_batch_size": 8, "batch.micro_batch_size": 2}
+    assert not verdict(plan_of(fields | {"model.attention": "eager"}, {"architecture": "gpt2"}, 2))
