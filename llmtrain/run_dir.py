@@ -366,9 +366,11 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 def _git() -> dict[str, Any] | None:
     """Returns the commit of the working directory, and whether tracked files differ; None outside a repository."""
     commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    # Without the lock that a killed run would leave in the user's repository.
+    git = ("git", "--no-optional-locks")
     try:
         commit, changes = (
-            subprocess.run(["git", *command], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+            subprocess.run([*git, *command], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
             for command in commands
         )
     except (OSError, subprocess.SubprocessError):

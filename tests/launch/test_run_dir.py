@@ -1,5 +1,7 @@
 import json
+import os
 import stat
+import subprocess
 
 import pytest
 
@@ -226,3 +228,17 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         write_atomically(path, "\ud800")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_users_repository_is_only_read(tmp_path, monkeypatch):
+    """`git status` alone would write the index, under a lock that a killed run leaves there."""
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "recipe.py"
+    recipe.touch()
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], check=True)
+    os.utime(recipe, (1, 1))  # git looks again, and would note it
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert environment()["git"]["modified"] is False
+    assert (tmp_path / ".git" / "index").read_bytes() == index
