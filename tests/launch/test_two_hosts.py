@@ -332,7 +332,8 @@ def _secrets(host: Host) -> set[str]:
     return texts | {Secret(text, is_given=True).seal.key for text in texts}
 
 
-def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path):
+@pytest.mark.parametrize("runner", ["pdsh", pytest.param("openmpi", marks=pytest.mark.breadth)])
+def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_environment, tmp_path, runner):
     """From an address of its own to every port of a run. The store's verdicts it can spoil: then the run says so."""
     run_dir = tmp_path / "run"
     steps = ("logging.every_steps=1", "evaluation.every_steps=0", "train.max_steps=100000", "parallel.zero_stage=1")
@@ -342,7 +343,7 @@ def test_a_stranger_on_the_network_reads_no_secret_and_stops_nothing(workers_env
         here, there = both.hosts
         there.add_address(STRANGER)
         environment = _environment(both, workers_environment, MASTER_PORT=str(MEETING))
-        command = _ours(both, "pdsh", both.hostfile(1), "--run-dir", str(run_dir), *sets)
+        command = _ours(both, runner, both.hostfile(1), "--run-dir", str(run_dir), *sets)
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
         def goes_on() -> None:

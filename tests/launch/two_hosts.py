@@ -82,9 +82,10 @@ class Host:
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def listening(self) -> list[int]:
-        """TCP ports that anything but the ssh server listens on."""
+        """TCP ports, open to other hosts, that anything but the ssh server listens on."""
         lines = _run(*self.command("ss", "-H", "-ltnp")).splitlines()
-        return [int(line.split()[3].rpartition(":")[2]) for line in lines if '"sshd"' not in line]
+        places = [line.split()[3].rpartition(":") for line in lines if '"sshd"' not in line]
+        return [int(port) for address, _, port in places if not address.startswith("127.")]
 
     def add_address(self, address: str) -> None:
         """One more, as a third machine has it: what is sent from there comes from no host of the job."""
