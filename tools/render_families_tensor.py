@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
 
 from llmtrain.engines.deepspeed.tensor_check import CannotSplit, compare_split
-from llmtrain.engines.overrides.deepspeed import make_tensor_groups
 from llmtrain.launch.place.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
+from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.runtime.distributed import init_process_group
 
 RANKS = 2

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmtrain.engines.overrides import OVERRIDES, TRIED
+from llmtrain.overrides import OVERRIDES, TRIED
 
 PAGE = Path(__file__).parents[1] / "docs/design/overrides.md"
 HEAD = """# What llmtrain replaces in other libraries
 
-Generated from `llmtrain/engines/overrides/` by `python tools/render_overrides.py`; do not edit.
+Generated from `llmtrain/overrides/` by `python tools/render_overrides.py`; do not edit.
 
 llmtrain replaces or reads the following private parts of other libraries. They may change with any release, so
 `pyproject.toml` bounds the versions from above. If an installed version lacks one of these parts, llmtrain refuses to
@@ -26,11 +26,13 @@ def render() -> str:
     for package, version in TRIED.items():
         lines += [
             f"## {package} {version}\n",
-            "| Part | Without the replacement | Module | Test |",
-            "|---|---|---|---|",
+            f"In [`llmtrain/overrides/{package}.py`](../../llmtrain/overrides/{package}.py).\n",
+            "| Part | Without it | Test |",
+            "|---|---|---|",
         ]
         for one in (one for one in OVERRIDES if one.package == package):
-            lines.append(f"| `{one.place}` | {one.why} | `llmtrain/{one.ours}` | `{one.test}` |")
+            parts = "<br>".join(f"`{place.replace(':.', ':')}`" for place in one.places)
+            lines.append(f"| {parts} | {one.why} | `{one.test}` |")
         lines.append("")
     return "\n".join(lines)
 

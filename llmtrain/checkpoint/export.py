@@ -26,6 +26,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
+from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan import Plan
 from llmtrain.system.durable import create
 from llmtrain.system.untrusted import utf8_name
@@ -102,7 +103,7 @@ def stored_names(checkpoint: Path, source: Source, model: PreTrainedModel) -> li
     if lacking:
         message = f"lacks {len(lacking)} weights of its model, such as '{lacking[0]}'"
         raise CheckpointError(Problem("checkpoint.pieces", str(checkpoint), message))
-    ignored = set(model._keys_to_ignore_on_save or ())
+    ignored = unsaved_names(model)
     return [name for name in model.state_dict() if stored[groups[name][0]] == name and name not in ignored]
 
 

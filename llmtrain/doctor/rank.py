@@ -22,7 +22,7 @@ from llmtrain.launch.place.rank import LOOPBACK, Rank
 
 if TYPE_CHECKING:
     import torch
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 MIB_CPU, MIB_GPU = 16, 128
 """MiB of the fp32 tensor whose all-reduce is timed."""
@@ -76,7 +76,7 @@ def _work(job: Job, tell: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     from torch import distributed as dist
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     rank = Rank(job.rank, job.local_rank, job.world_size, job.local_world_size, job.master, job.port, "doctor")
     interfaces = set_interfaces(rank, job.on_cpu).lines

@@ -14,7 +14,6 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from accelerate.utils import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -42,7 +41,6 @@ from llmtrain.engines.state.save_load import (
     Place,
     load_state,
     pieces_of,
-    resume_schedule,
     save_state,
     untrained_pieces,
 )
@@ -53,6 +51,8 @@ from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
+from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
+from llmtrain.overrides.torch import resume_schedule
 from llmtrain.plan import Plan
 
 
@@ -241,7 +241,7 @@ class AcceleratedDeepSpeed(DeepSpeedEngine):
 
 
 def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator:
-    _join_group(device)
+    join_group(device)
     return _checked(
         accelerate.Accelerator(
             cpu=device.type == "cpu",
@@ -280,11 +280,8 @@ def _accelerator_sharded(plan: Plan, model: PreTrainedModel, device: torch.devic
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
     )
-    _join_group(device)
-    if device.type == "cpu":
-        # accelerate 1.15 accepts an FSDP plugin only on accelerator devices; on CPUs it would silently run
-        # DistributedDataParallel. FSDP2 itself works on CPUs, so accelerate's state is made to report a device.
-        PartialState().distributed_type = DistributedType.MULTI_GPU
+    join_group(device)
+    allow_sharding_on_cpus(device)
     return _checked(
         accelerate.Accelerator(mixed_precision=MIXED_PRECISION[plan.recipe.parallel.precision], fsdp_plugin=plugin)
     )
@@ -300,7 +297,7 @@ def _check_unshared(layers: Iterable[nn.Module], model_type: str) -> None:
 
 
 def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> accelerate.Accelerator:
-    _join_group(device)
+    join_group(device)
     return _checked(
         accelerate.Accelerator(
             mixed_precision="no",  # the DeepSpeed configuration sets the precision
@@ -308,16 +305,6 @@ def _accelerator_deepspeed(plan: Plan, ds_config: dict[str, Any], device: torch.
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
         )
     )
-
-
-def _join_group(device: torch.device) -> None:
-    """Rebuilds accelerate's state from the existing process group.
-
-    Without `cpu=True`, accelerate on a CPU would consider itself the only process, whatever the group.
-    """
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState(cpu=device.type == "cpu")
 
 
 def _checked(accelerator: accelerate.Accelerator) -> accelerate.Accelerator:

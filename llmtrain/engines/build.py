@@ -14,8 +14,8 @@ from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.engines.deepspeed.tensor import TensorAxis
 from llmtrain.engines.engine import Engine
-from llmtrain.engines.overrides import check_overrides
-from llmtrain.engines.overrides.deepspeed import forget_groups
+from llmtrain.overrides import check_overrides
+from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 from llmtrain.runtime.host_memory import keep_freed_memory

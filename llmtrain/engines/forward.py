@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import Documents, MicroBatch
-from llmtrain.engines.overrides.transformers import mask_arguments, replaced
 from llmtrain.models import (
     ChunkedLoss,
     chunked_loss,
@@ -31,10 +30,10 @@ from llmtrain.models import (
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.proof.varlen_check import check_attention
+from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
 
-_own = masking_utils.find_packed_sequence_indices
 _known: Documents | None = None
 """Documents of the current batch; None if they are unknown."""
 
@@ -54,7 +53,7 @@ def documents_known(batch: MicroBatch) -> Iterator[Documents | None]:
     _known = batch.documents
     try:
         with (
-            replaced(masking_utils, "find_packed_sequence_indices", _find),
+            document_indices(_find),
             mask_arguments(partial(_with_positions, batch.position_ids)),
         ):
             yield _known
@@ -69,7 +68,7 @@ def bounds_for(
 
     batch: whole sequences; positions are copied from the device only if neither `known` nor the batch has documents.
     """
-    if not takes_bounds(model.config._attn_implementation):
+    if not takes_bounds(attention_of(model)):
         return {}
     return (known or batch.documents or Documents.of(batch.position_ids.cpu())).arguments(device)
 
@@ -85,8 +84,7 @@ def _with_positions(
 
 def _find(position_ids: Tensor) -> Tensor | None:
     """Returns document indices per row, [batch, T], as `transformers` does; None if every row has one document."""
-    if _known is None:
-        return _own(position_ids)  # type: ignore[no-any-return]
+    assert _known is not None
     if not _known.several:
         return None
     begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1

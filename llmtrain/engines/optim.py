@@ -1,17 +1,17 @@
-"""Optimizers, parameter groups, the learning rate schedule and the norm of gradients, the same for every engine."""
+"""Optimizers, parameter groups and the learning rate schedule, the same for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from llmtrain.overrides.torch import ShardedSGD
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 
@@ -43,35 +43,6 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
     return optimizer
 
 
-class ShardedSGD(torch.optim.SGD):
-    """SGD on this rank's shards: torch 2.13 supports DTensors in the fused kernel of Adam, but not in that of SGD."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates each shard unless `found_inf` is 1. The momentum buffers must exist (`llmtrain.engines.guard`)."""
-        for group in self.param_groups:
-            trained = [one for one in group["params"] if one.grad is not None and _local(one).numel()]
-            if not trained:
-                continue
-            torch._fused_sgd_(
-                [_local(one) for one in trained],
-                [_local(one.grad) for one in trained],
-                [_local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                is_first_step=False,
-                found_inf=self.found_inf,  # type: ignore[attr-defined]
-            )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def rate_of(recipe: Recipe, step: int) -> float:
     """Returns the learning rate of a step; the first step is 1."""
     optimizer = torch.optim.SGD([torch.zeros(())], lr=recipe.optim.lr)
@@ -96,25 +67,6 @@ def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
         scheduler_specific_kwargs=extras,
     )
     return made
-
-
-PIECE = 2**16
-"""Number of elements that are summed in fp32 on a CPU. There, torch's norm of 50 million elements is off by 3e-3, as
-are `clip_grad_norm_` and `get_total_norm`; the norm computed in pieces is off by 2e-7, in an eighth of the time that
-fp64 takes."""
-
-
-def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of the squares of all elements of all `gradients`, an fp64 scalar on `device`; 0 without any."""
-    pieces = [piece for one in gradients for piece in _pieces(one.detach())]
-    norms = torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ()
-    nothing = torch.zeros((), device=device)
-    return torch.stack([nothing, *(norm.to(device) for norm in norms)]).double().square().sum()
-
-
-def _pieces(gradient: Tensor) -> Sequence[Tensor]:
-    """Splits a gradient into pieces for which fp32 suffices. A GPU's kernel does so itself (ForeachReduceOp.cu)."""
-    return torch.split(gradient.reshape(-1), PIECE) if gradient.device.type == "cpu" else (gradient,)
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Work
 
 from llmtrain.engines.engine import Engine
 from llmtrain.models import compiled
+from llmtrain.overrides.torch import around_waits
 from llmtrain.plan import Plan
 from llmtrain.system.heartbeat import Heartbeat
 
@@ -51,19 +53,20 @@ class Waits:
         self._begun = self._waited_s = 0.0
 
     def attach(self) -> None:
-        """Replaces `Work.wait` by a function that records the waits of this thread."""
-        wait, trainer = Work.wait, threading.get_ident()
+        """Records the waits of this thread."""
+        trainer = threading.get_ident()
 
-        def watched(work: Work, *arguments: Any) -> bool:
+        @contextmanager
+        def recorded() -> Iterator[None]:
             if threading.get_ident() != trainer:
-                return wait(work, *arguments)  # a thread that saves in the background delays nobody
+                yield  # a thread that saves in the background delays nobody
+                return
             started = time.perf_counter()
             with self._heart.waiting():
-                done = wait(work, *arguments)
+                yield
             self._waited_s += time.perf_counter() - started
-            return done
 
-        Work.wait = watched  # type: ignore
+        around_waits(recorded)
 
     def begin(self) -> None:
         """Starts the clock of a step."""

@@ -16,20 +16,20 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward
 from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, squared_norm, torch_optimizer
+from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import (
     Place,
     load_state,
     pieces_of,
-    resume_schedule,
     save_state,
     untrained_pieces,
 )
 from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
 from llmtrain.models.precision import autocast
+from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import signal
 import sys
@@ -106,12 +105,9 @@ def _leave_signals() -> None:
 
 
 def _start(name: str, run_dir: RunDir, recipe: Recipe, start_step: int, identities: dict[str, str]) -> Any:
-    from accelerate import tracking
+    from llmtrain.overrides.accelerate import trackers_without_state
 
-    # The classes are used without an Accelerator, on rank 0 only. Their module logs through an adapter that needs
-    # accelerate's global state, which would set the thread count and treat every worker as a single process on a CPU; a
-    # plain logger needs no state.
-    tracking.logger = logging.getLogger(tracking.__name__)
+    trackers_without_state()
     tracker = TRACKERS[name](run_dir, recipe, start_step, identities)
     tracker.main_process_only = False  # otherwise each call would create accelerate's state
     tracker.start()

@@ -17,7 +17,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.hub_names import persistent_buffers
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
@@ -25,6 +24,7 @@ from llmtrain.models.proof.cut import build_stage, check_cut
 from llmtrain.models.proof.slices_check import check_split
 from llmtrain.models.stages import Cut, Stage
 from llmtrain.models.tensor import Ranks, Split, TensorParallel
+from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.plan.model_facts import model_facts, pretrained_configuration
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe

@@ -9,14 +9,11 @@ evaluation, and the last micro-batch of an evaluation.
 
 from __future__ import annotations
 
-import os
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +27,15 @@ from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.stages import Hole, decoder_layers
+from llmtrain.overrides.torch import (
+    break_graph_at,
+    compile_graph,
+    keep_graphs_whole,
+    limit_compiler_threads,
+    missing_for_compiler,
+    run_graph,
+    trace_errors,
+)
 from llmtrain.system.host import own_cores
 from llmtrain.system.stops import STOPS
 
@@ -65,23 +71,13 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     them.
     """
     if attention not in TRACED:
-        _leave_out(attention)
-    # With this option on, DistributedDataParallel would split a layer's graph wherever a bucket of gradients ends.
-    torch._dynamo.config.optimize_ddp = False
+        # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
+        # would be recompiled for each new combination.
+        ALL_ATTENTION_FUNCTIONS.register(attention, break_graph_at(ALL_ATTENTION_FUNCTIONS[attention]))
+    keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Hole):
             layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE)
-
-
-def _leave_out(attention: str) -> None:
-    """Makes dynamo break the graph at an attention function of `transformers`' table and continue after it.
-
-    Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which would
-    be recompiled for each new combination.
-    """
-    kernel = ALL_ATTENTION_FUNCTIONS[attention]
-    if not getattr(kernel, "_torchdynamo_disable", False):
-        ALL_ATTENTION_FUNCTIONS.register(attention, torch.compiler.disable(kernel))  # type: ignore[no-untyped-call]
 
 
 def share_processors(ranks: int) -> None:
@@ -89,10 +85,7 @@ def share_processors(ranks: int) -> None:
 
     By default torch would use all processors, up to 32, in each rank.
     """
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        from torch._inductor import config
-
-        config.compile_threads = max(1, min(MOST_THREADS, own_cores() // ranks))
+    limit_compiler_threads(max(1, min(MOST_THREADS, own_cores() // ranks)))
 
 
 @cache
@@ -114,14 +107,11 @@ def _inductor(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
     Batch systems send a stop signal to all processes of a job, including compiler processes. Here only the rank handles
     it: the signal is delivered when the compilation is over, and compiler processes inherit the blocked signal mask.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     started = time.monotonic()
     with compiling(), _stops_blocked():
-        made: Any = compile_fx(graph, inputs)
+        compiled = compile_graph(graph, inputs)
     nodes = sum(node.op.startswith("call") for node in graph.graph.nodes)
     print(f"compiled {nodes} operations in {time.monotonic() - started:.1f} s", flush=True)
-    compiled: Compiled = made
     return compiled
 
 
@@ -140,7 +130,7 @@ def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
 
     fields: the fields of the recipe that ask for compilation; without it they would be `eager` or `chunked`.
     """
-    missing, cure = _missing(on_cpu)
+    missing, cure = missing_for_compiler(on_cpu)
     if missing:
         others = {"kernels.blocks": "eager", "kernels.loss": "chunked"}
         raise RecipeError(
@@ -156,25 +146,6 @@ def check_compiler(fields: Sequence[str], on_cpu: bool) -> None:
         )
 
 
-def _missing(on_cpu: bool) -> tuple[str, str]:
-    """Returns what is missing for compilation and how to install it; both empty if nothing is missing."""
-    if not on_cpu:
-        from torch.utils._triton import has_triton
-
-        return ("", "") if has_triton() else ("triton, which compiles for GPUs, is not there", "pip install triton")
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "no C++ compiler is found, by which torch compiles for CPUs", "install g++, or name one in CXX"
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").is_file():
-        return f"{headers} has no Python.h, which what is compiled includes", "install python3-dev"
-    return "", ""
-
-
 def check_layers(config: PreTrainedConfig, attention: str) -> None:
     """Traces the layers of a tiny copy of the model and compares logits and gradients; on the CPU, in fp32.
 
@@ -184,14 +155,14 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     question = f"{attention} {config.to_json_string()}"
     if question in _let_through:
         return
-    torch._dynamo.reset()  # graphs traced earlier must not count among the kinds
+    torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
             deviation = _deviation(shrink(config), attention if attention in WHOLE else "eager")
-    except (*STUMBLES, torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+    except STUMBLES + trace_errors() as error:
         raise _refused(config, f" ({type(error).__name__}: {_first_line(error)})") from error
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     if deviation > TOLERANCE:
         raise _refused(config, f": logits or gradients deviate by {deviation:.0e}")
     _let_through.add(question)
@@ -216,7 +187,7 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
 
     expected = computed()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled(layer.forward, is_whole=True, backend=_traced, limit=KINDS)
+        layer.forward = _compiled(layer.forward, is_whole=True, backend=run_graph, limit=KINDS)
     worst = 0.0
     for one, other in zip(computed(), expected, strict=True):
         if one is not None and other is not None:
@@ -224,14 +195,6 @@ def _deviation(config: PreTrainedConfig, attention: str) -> float:
         elif one is not None or other is not None:
             return float("inf")
     return worst
-
-
-def _traced(graph: GraphModule, inputs: Sequence[Tensor]) -> Compiled:
-    """Runs the traced forward and backward graphs operation by operation."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    made: Compiled = aot_eager(graph, list(inputs))
-    return made
 
 
 def _first_line(error: Exception) -> str:

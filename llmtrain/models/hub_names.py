@@ -25,6 +25,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from llmtrain.overrides.torch import persistent_buffers
+
 Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
 
@@ -37,16 +39,6 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code:
         )
     model.tie_weights()
     return model
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers that are saved together with the weights."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    }
 
 
 def aliases(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

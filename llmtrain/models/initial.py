@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.overrides.transformers import draw_weights
+
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[object]]
 """Makes parameters whole inside the context; when it ends, each rank keeps its part of what was written.
 
@@ -40,7 +42,7 @@ def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) 
                     torch.manual_seed(_key(seed, name))
                     _draw_by_constructor(module)
                 torch.manual_seed(_key(seed, name))
-                owner._init_weights(module)
+                draw_weights(owner, module)
 
 
 def _draw_by_constructor(module: Conv1D) -> None:

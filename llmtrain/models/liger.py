@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
@@ -23,6 +22,7 @@ from llmtrain.models.loss import IGNORE
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import STUMBLES, reference
 from llmtrain.models.proof.tiny import shrink
+from llmtrain.overrides.transformers import family_of, replaced
 
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"
@@ -148,16 +148,12 @@ def _use_norm(module: nn.Module, read: Mapping[str, Any]) -> None:
 
 def _use_rotation(module: nn.Module, name: str, kernel: str) -> None:
     """Replaces the rotation, which an attention layer looks up in its Python module, while the layer computes."""
-    space, theirs, plain_forward = vars(sys.modules[type(module).__module__]), _liger(kernel), type(module).forward
+    family, theirs, plain = family_of(module), _liger(kernel), type(module).forward
 
-    @wraps(plain_forward)
+    @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        plain = space[name]
-        space[name] = theirs
-        try:
-            return plain_forward(*args, **kwargs)
-        finally:
-            space[name] = plain
+        with replaced(family, name, theirs):
+            return plain(*args, **kwargs)
 
     vars(module)["forward"] = MethodType(forward, module)
 

@@ -16,8 +16,8 @@ of terms that each stage could compute alone.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.tensor import TensorParallel
+from llmtrain.overrides.torch import parameters_without_memory
 from llmtrain.plan.model_facts import decoder_lists
 from llmtrain.plan.stages import StageBounds
 
@@ -256,7 +257,7 @@ def build_with_cut(
 
     With `tensor`, only this rank's slices are allocated.
     """
-    with no_init_weights(), _parameters_without_memory(), torch.device(device):
+    with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     freeze_choosers(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -297,29 +298,6 @@ def _remove_unused(
             delattr(module, attribute)
             zeros = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
             module.register_buffer(attribute, zeros, persistent=False)
-
-
-@contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Creates each new parameter on the meta device; buffers (rotary frequencies, ...) are computed as usual.
-
-    The first value of each parameter is kept, because some parameters start from a constant that their constructor sets
-    (`_allocate`).
-    """
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            first = parameter.detach().flatten()[:1].clone()
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            parameter.first = first  # type: ignore[attr-defined]
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

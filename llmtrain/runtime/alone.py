@@ -10,7 +10,8 @@ import os
 
 import deepspeed
 from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llmtrain.overrides.torch import join_fake_group
 
 
 def pretend(rank: int, world_size: int) -> None:
@@ -23,7 +24,7 @@ def pretend(rank: int, world_size: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",  # no process connects to it
     )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    join_fake_group(rank, world_size)
     deepspeed.init_distributed(dist_backend="fake", verbose=False, dist_init_required=False)
 
 

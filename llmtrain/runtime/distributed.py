@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.place.discovery import HOROVODRUN, TORCHRUN
 from llmtrain.launch.place.interfaces import stay_on_loopback
 from llmtrain.launch.place.rank import LOOPBACK, Rank
 from llmtrain.launch.seal import SECRET_VARIABLE, Secret
+from llmtrain.overrides.torch import rendezvous_store
 from llmtrain.runtime.devices import check_distinct, device_index, gpu_identity
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -50,12 +51,11 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
     )
     if rank.on_one_machine:
         stay_on_loopback()
-    from deepspeed.ops import __compatible_ops__
-
     device = torch.device("cpu") if on_cpu else torch.device("cuda", index)
     if on_cpu:
-        # Compiling DeepSpeed's shared-memory collective takes a minute at the first start; gloo does without it.
-        __compatible_ops__["deepspeed_shm_comm"] = False
+        from llmtrain.overrides.deepspeed import use_no_compiled_collective
+
+        use_no_compiled_collective()
     else:
         torch.cuda.set_device(device)
     _join(rank, "gloo" if on_cpu else "nccl")
@@ -133,7 +133,7 @@ def agreed_secret(secret: Secret, rank: Rank) -> Secret:
 
 def store(prefix: str) -> Store:
     """Returns the ranks' rendezvous store with a key prefix for one purpose; its operations wait for no device."""
-    return PrefixStore(f"llmtrain/{prefix}", _get_default_store())
+    return PrefixStore(f"llmtrain/{prefix}", rendezvous_store())
 
 
 def rank() -> int:

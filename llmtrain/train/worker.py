@@ -147,8 +147,8 @@ class _Worker:
         from llmtrain.checkpoint.storage import probe
         from llmtrain.data import Schedule
         from llmtrain.engines import build_engine
-        from llmtrain.engines.overrides import untried_versions
         from llmtrain.engines.own_time import measure
+        from llmtrain.overrides import untried_versions
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed"):

@@ -19,8 +19,8 @@ from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
-from llmtrain.engines.overrides.deepspeed import make_tensor_groups
 from llmtrain.models import build_model, model_configuration
+from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
 
 STEPS = 4

@@ -13,7 +13,7 @@ from traces import engine_of, plan_of
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, stage_builder
-from llmtrain.models.hub_names import persistent_buffers
+from llmtrain.overrides.torch import persistent_buffers
 
 CPU = torch.device("cpu")
 DENSE = {

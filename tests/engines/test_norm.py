@@ -10,7 +10,7 @@ from harness import run_ranks
 from torch import distributed as dist
 from traces import engine_of, plan_of
 
-from llmtrain.engines.optim import PIECE, squared_norm
+from llmtrain.overrides.torch import PIECE, squared_norm
 
 CPU = torch.device("cpu")
 OF_A_PIECE = PIECE**0.5 * 2**-24

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -13,12 +15,14 @@ from harness import run_ranks
 from packaging.requirements import Requirement
 from traces import plan_of
 
+from llmtrain import overrides
 from llmtrain.ds_config import render
-from llmtrain.engines import build_engine, overrides
-from llmtrain.engines.overrides import OVERRIDES, TRIED, check_overrides, untried_versions
+from llmtrain.engines import build_engine
 from llmtrain.errors import RecipeError
+from llmtrain.overrides import OVERRIDES, TRIED, check_overrides, untried_versions
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "llmtrain"
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +32,78 @@ def _asked_anew():
     check_overrides.cache_clear()
 
 
-@pytest.mark.parametrize("one", OVERRIDES, ids=lambda one: one.place)
+def _name(place: str) -> str:
+    return place.replace(":", ".").rpartition(".")[2]
+
+
+@pytest.mark.parametrize("one", OVERRIDES, ids=lambda one: one.places[0])
 def test_every_place_is_there_and_is_used_and_tested(one):
-    assert one.is_there
-    name = one.place.rpartition(".")[2].rpartition(":")[2]
-    assert re.search(rf"\b{name}\b", (ROOT / "llmtrain" / one.ours).read_text())
+    assert not one.missing()
+    used = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path != PACKAGE / "overrides/__init__.py")
+    assert all(re.search(rf"\b{_name(place)}\b", used) for place in one.places)
     assert (ROOT / one.test).is_file()
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def _private(path: Path, own: set[str]) -> Iterator[str]:
+    """Private names that a module imports from libraries or reads of their objects, and what it assigns to them."""
+    tree = ast.parse(path.read_text())
+    foreign = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                whole = ".".join(filter(None, (getattr(node, "module", None), alias.name)))
+                if whole.partition(".")[0] in TRIED:
+                    foreign.add((alias.asname or alias.name).partition(".")[0])
+                    if any(map(_is_private, whole.split("."))):
+                        yield alias.name.rpartition(".")[2]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_set = isinstance(node.ctx, ast.Store) and re.split(r"[.(]", ast.unparse(node))[0] in foreign
+            if is_set or (_is_private(node.attr) and node.attr not in own):
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(name.value):
+                yield name.value
+
+
+NOT_THEIRS = {
+    "_exit",  # of os and of C's library, where it is public
+    "_NamedFuncPointer",  # a type in typeshed
+    "_fields_",  # of ctypes, where it is public
+    "_redirect_stdout",  # of rich
+    "_redirect_stderr",
+}
+
+
+def _own_names() -> set[str]:
+    """Private names that llmtrain itself defines."""
+    own = set()
+    for node in (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+    return own - {_name(place) for one in OVERRIDES for place in one.places}
+
+
+def test_other_modules_do_not_touch_private_parts_of_libraries():
+    own = _own_names()
+    found = {str(path.relative_to(PACKAGE)): set(_private(path, own)) - NOT_THEIRS for path in PACKAGE.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names and not path.startswith("overrides/")} == {}
+    listed = {name for one in OVERRIDES for place in one.places for name in re.split("[.:]", place)}
+    assert set().union(*found.values()) <= listed
 
 
 @pytest.mark.parametrize("place", ["deepspeed.no.such.module:name", "deepspeed.utils.groups:_NO_SUCH_GROUP"])
 def test_a_version_without_a_place_is_refused_before_an_engine_is_built(monkeypatch, place):
-    monkeypatch.setattr(overrides, "OVERRIDES", (*OVERRIDES, replace(OVERRIDES[0], place=place)))
+    monkeypatch.setattr(overrides, "OVERRIDES", (*OVERRIDES, replace(OVERRIDES[0], places=(place,))))
     plan = plan_of(tiny_recipe(), 1)
     with pytest.raises(RecipeError, match=r"versions\.override") as error:
         build_engine(plan, render(plan), None)

@@ -10,7 +10,7 @@ from harness import run_ranks
 from torch import distributed as dist
 from traces import engine_of, plan_of
 
-from llmtrain.engines.overrides.deepspeed import reduce_among_several
+from llmtrain.overrides.deepspeed import reduce_among_several
 
 
 def _buffers(rank: int, ranks: int, fields: dict[str, object]) -> int:

@@ -22,9 +22,9 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
-from llmtrain.engines.overrides.deepspeed import make_tensor_groups
 from llmtrain.engines.state.shards import Split
 from llmtrain.models import build_model
+from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.plan.families import FAMILIES
 from llmtrain.rules.tensor import TENSOR_FAMILIES
 

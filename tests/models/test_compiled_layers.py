@@ -69,13 +69,13 @@ def test_layers_that_would_all_be_compiled_by_themselves_are_refused(monkeypatch
 
 
 def test_other_numbers_are_seen(monkeypatch):
-    traced = compiled._traced
+    traced = compiled.run_graph
 
     def wrong(graph, inputs):
         function = traced(graph, inputs)
         return lambda *args: tuple(1.001 * one for one in function(*args))
 
-    monkeypatch.setattr(compiled, "_traced", wrong)
+    monkeypatch.setattr(compiled, "run_graph", wrong)
     with pytest.raises(RecipeError, match="logits or gradients deviate by"):
         check_layers(_llama(), "sdpa")
 
@@ -93,7 +93,7 @@ def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):
 
     def backend(graph, inputs):
         made.append(graph)
-        return compiled._traced(graph, inputs)
+        return compiled.run_graph(graph, inputs)
 
     monkeypatch.setattr(compiled, "_inductor", backend)
     torch._dynamo.reset()

@@ -23,9 +23,8 @@ from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import check_kernels, documents_known, forward, use_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
-from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, squared_norm
-from llmtrain.engines.overrides.deepspeed import NormWithLoss, no_host_checks, reduce_among_several
-from llmtrain.engines.state.held import held, weights_changed
+from llmtrain.engines.optim import gradients_of, parameter_groups, schedule
+from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import (
     PROGRESS_FILE,
@@ -33,7 +32,6 @@ from llmtrain.engines.state.save_load import (
     load_state,
     multiplied,
     pieces_of,
-    resume_schedule,
     save_state,
     shape_of,
     untrained_pieces,
@@ -44,6 +42,16 @@ from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
+from llmtrain.overrides.deepspeed import (
+    NormWithLoss,
+    clip_by,
+    last_norm,
+    loss_scalers,
+    no_host_checks,
+    reduce_among_several,
+    weights_changed,
+)
+from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
 from llmtrain.recipe import Recipe
@@ -71,7 +79,7 @@ def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
     resume_schedule(engine.lr_scheduler, progress["schedule"])
     for name, value in progress.get("deepspeed", {"global_steps": progress["schedule"]}).items():
         setattr(engine, name, value)
-    saved, scalers, own = progress.get("loss_scale", {}), _scalers(engine), _loss_scale(engine)
+    saved, scalers, own = progress.get("loss_scale", {}), loss_scalers(engine), _loss_scale(engine)
     for name in saved.keys() & scalers.keys():
         if saved[name].keys() != own[name].keys():
             message = f"of '{name}' it has {', '.join(sorted(saved[name]))}, and not {', '.join(sorted(own[name]))}"
@@ -82,15 +90,8 @@ def resumed(engine: _Engine, progress: dict[str, Any]) -> None:
             scalers[name].load_state_dict(saved[name])
 
 
-def _scalers(engine: _Engine) -> dict[str, Any]:
-    """Returns DeepSpeed's scaler for fp16 and torch's for autocast_fp16, which DeepSpeed keeps in one of two places."""
-    autocast = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    found = {"loss_scaler": getattr(engine.optimizer, "loss_scaler", None), "gradscaler": autocast}
-    return {name: scaler for name, scaler in found.items() if scaler is not None}
-
-
 def _loss_scale(engine: _Engine) -> dict[str, dict[str, Any]]:
-    scalers = _scalers(engine)
+    scalers = loss_scalers(engine)
     found = {}
     if "loss_scaler" in scalers:
         values = vars(scalers["loss_scaler"])
@@ -130,8 +131,7 @@ class DeepSpeedEngine:
         self.engine = self._initialise(ds_config)
         reduce_among_several(self.engine)
         if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
-            # DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
-            self.engine.clip_fp32_gradients = self._clip
+            clip_by(self.engine, self._norm_of_step)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
@@ -322,7 +322,7 @@ class DeepSpeedEngine:
         """Combines loss and norm over all ranks when the optimizer is about to begin; `loss` is this rank's share."""
         if self.pipeline and self.plan.parallel.zero_stage == 0:
             self._own_norm = self._gradient_norm()
-        norm = self._engine_grad_norm() if self._own_norm is None else self._own_norm
+        norm = self._norm_of_step()
         if self._norm_with_loss is not None and (known := self._norm_with_loss.take_loss()) is not None:
             return Measured(known, finite_or_infinite(norm))
         return over_ranks(loss, norm, copies=self.plan.parallel.tensor)
@@ -348,11 +348,6 @@ class DeepSpeedEngine:
         scaler = self.engine.torch_autocast_z0_gradscaler
         return norm / scaler.get_scale() if scaler else norm
 
-    def _clip(self) -> None:
-        """Clips by the norm taken just before; called if DeepSpeed keeps no norm and the limit is above 0."""
-        assert self._own_norm is not None, "an update without its norm"
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.engine.gradient_clipping(), self._own_norm)
-
     def _gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the gradients on this rank and on the other holders of divided weights."""
         held: dict[dist.ProcessGroup | None, list[Tensor]] = {}
@@ -371,10 +366,11 @@ class DeepSpeedEngine:
             axis.sum_squares(total)
         return total.sqrt().float()
 
-    def _engine_grad_norm(self) -> Tensor:
-        # The engine's own copy has the previous step's norm until this step is over.
-        norm = self.engine.optimizer._global_grad_norm
-        return torch.as_tensor(norm, device=self.device, dtype=torch.float32)
+    def _norm_of_step(self) -> Tensor:
+        """Returns the norm of the gradients: the one that was taken here, or else DeepSpeed's."""
+        if self._own_norm is not None:
+            return self._own_norm
+        return torch.as_tensor(last_norm(self.engine.optimizer), device=self.device, dtype=torch.float32)
 
     @property
     def _replicas(self) -> dist.ProcessGroup | None:

@@ -20,14 +20,18 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets.base import MoEModelPreset
 from deepspeed.module_inject.auto_ep_presets.registry import get_preset
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.axis import Axis, Portion
-from llmtrain.engines.overrides.deepspeed import count_all_experts, forget_folded_gradients
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import shape_of
+from llmtrain.overrides.deepspeed import (
+    count_all_experts,
+    expert_group,
+    forget_folded_gradients,
+    group_with_experts,
+)
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
@@ -100,7 +104,7 @@ class ExpertAxis(Axis):
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Reads the groups and blocks of experts, which DeepSpeed has made by now."""
         self._engine = engine
-        self._group = groups._get_expert_parallel_group(f"ep_size_{self.plan.parallel.expert}")
+        self._group = expert_group(self.plan.parallel.expert)
         self._blocks = {
             path: module.model_family
             for path, module in engine.model.named_modules()
@@ -122,7 +126,7 @@ class ExpertAxis(Axis):
         if not is_expert(tensor):
             return None
         region = region_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.parallel.expert)
-        return Portion(region, self._group, groups._get_expert_data_parallel_group(tensor.group_name))  # type: ignore[attr-defined]
+        return Portion(region, self._group, group_with_experts(tensor))
 
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
         """Gathers the experts of all ranks; returns other weights unchanged."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -27,6 +27,7 @@ from llmtrain.models.build import StageBuilder
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
+from llmtrain.overrides.deepspeed import PipelineTiedByName
 from llmtrain.plan import Plan
 from llmtrain.runtime.alone import is_alone
 
@@ -50,14 +51,12 @@ class StageSpec(LayerSpec):  # type: ignore[misc]
         return self._make(self._index)
 
 
-class StagePipeline(PipelineModule):  # type: ignore[misc]
+class StagePipeline(PipelineTiedByName):
     """A pipeline of one `Stage` per rank of the pipe, or per group of tensor parallel ranks.
 
     Ranks are numbered with the tensor groups innermost, so the ranks of such a group are adjacent and on one node.
-
     DeepSpeed would split a list of layers. Here the model is split before, so that each rank builds its own part and
-    nothing else. Weights that several stages hold (tied ones) are found by their names in the whole model, because
-    DeepSpeed's own tied layers would tie a whole stage.
+    nothing else.
     """
 
     def __init__(
@@ -65,16 +64,16 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         build: StageBuilder,
         plan: Plan,
         loss: Callable[[Any, Tensor], Tensor],
-        stage_names: Callable[[], list[list[str]]],
+        names: Callable[[], list[list[str]]],
     ) -> None:
-        """stage_names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
-        self._stage_names = stage_names
+        """names: returns the names of each stage's weights; used if the other ranks are not there to be asked."""
 
         def make(index: int) -> Stage:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
-            return build(index, GroupRanks(self._grid.get_slice_parallel_group()))
+            return build(index, GroupRanks(self.mpu().get_slice_parallel_group()))
 
         super().__init__(
+            names if is_alone() else None,
             layers=[StageSpec(make, index) for index in range(plan.parallel.pipeline)],
             topology=PipeModelDataParallelTopology(
                 num_pp=plan.parallel.pipeline, num_mp=plan.parallel.tensor, num_dp=plan.holders
@@ -82,44 +81,6 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             loss_fn=loss,
             partition_method="uniform",
         )
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of this rank."""
-        stage: Stage = self.forward_funcs[0]
-        return stage
-
-    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
-        """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
-        return [(self.stage.get_parameter(tied["weight_attr"][0]), tied["group"]) for tied in self.tied_comms.values()]
-
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
-
-        Also marks every copy but the first, so that the norm of the gradients counts each weight once.
-        """
-        own = {whole: path for path, whole in self.stage.hf_names().items()}
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        if is_alone():
-            names = self._stage_names()
-            by_rank = [names[self._topo.get_coord(rank).pipe] for rank in range(len(by_rank))]
-        else:
-            dist.all_gather_object(by_rank, sorted(own))
-        tied = sorted({name for names in by_rank for name in names if self._stages_with(name, by_rank) > 1})
-        comms = {}
-        for name in tied:
-            # The slices of a tensor group are separate weights, each tied along its own pipe.
-            for pipe in self._grid.pipe_groups:
-                ranks = [rank for rank in pipe if name in by_rank[rank]]
-                group = dist.new_group(ranks)
-                if self.global_rank in ranks:
-                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stage}
-                    weight: Any = self.stage.get_parameter(own[name])
-                    weight.ds_pipe_replicated = self.global_rank != ranks[0]
-        return comms
-
-    def _stages_with(self, name: str, by_rank: list[list[str]]) -> int:
-        return sum(name in by_rank[rank] for rank in self._grid.pp_group)
 
 
 class PipelineAxis(Axis):
@@ -215,11 +176,12 @@ class PipelineAxis(Axis):
 
     @property
     def _stage(self) -> Stage:
-        return self._pipeline.stage
+        stage: Stage = self._pipeline.stage
+        return stage
 
     @property
     def _grid(self) -> Any:
-        return self._pipeline._grid
+        return self._pipeline.mpu()
 
     def _start(self, batch: StepBatch) -> None:
         """Prepares a pass over a batch.

@@ -12,10 +12,10 @@ from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.axis import Axis, Portion
 from llmtrain.engines.deepspeed.tensor_check import check_split
-from llmtrain.engines.overrides.deepspeed import data_group, make_tensor_groups, tensor_group
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
+from llmtrain.overrides.deepspeed import data_group, make_tensor_groups, tensor_group
 from llmtrain.runtime.alone import is_alone
 
 

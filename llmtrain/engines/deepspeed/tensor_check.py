@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.engines.overrides.deepspeed import tensor_group
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.tiny import SIZES, shrink
+from llmtrain.overrides.deepspeed import tensor_group
 
 TOLERANCE = 1e-4
 """Largest deviation of a logit or a gradient, relative to the largest entry of its tensor.

@@ -11,21 +11,19 @@ the process. This module uses its exchange without the adapter.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.overrides.transformers import mask_arguments, replaced
+from llmtrain.overrides.deepspeed import all_to_all
+from llmtrain.overrides.transformers import attention_of, family_of, mask_arguments, router_loss
 
 Group = Any
 """A process group; torch's type for it is not public."""
@@ -44,27 +42,24 @@ class Ulysses:
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
         self._model = model
-        self._attention: str = model.config._attn_implementation
+        self._attention: str = attention_of(model)
         self._positions = torch.empty(0)
         self._interleaved = False
-        register_all_to_all_group(group)
+        self._swapped = all_to_all(group)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """The context of forward passes, and of backward passes, which may recompute attention."""
-        inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)
+        inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)  # None for `eager`, which is in the family's own file
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            return self._attend(inner or _eager_attention_of(module), module, *args, **kwargs)
+            return self._attend(inner or family_of(module).eager_attention_forward, module, *args, **kwargs)
 
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
             stack.enter_context(mask_arguments(self._whole_masks))
-            family = sys.modules[type(self._model).__module__]
-            if hasattr(family, "load_balancing_loss_func"):
-                router_loss = partial(self._whole_router_loss, family.load_balancing_loss_func)
-                stack.enter_context(replaced(family, "load_balancing_loss_func", router_loss))
+            stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
 
     def slice(self, batch: MicroBatch) -> MicroBatch:
@@ -121,7 +116,7 @@ class Ulysses:
         return self._all_to_all(states.chunk(self.size, dim=split), join)
 
     def _all_to_all(self, parts: Sequence[Tensor], join: int) -> Tensor:
-        return torch.cat(_dim_zero_all_to_all(self.group, torch.stack(tuple(parts))).unbind(), dim=join)
+        return torch.cat(self._swapped(torch.stack(tuple(parts))).unbind(), dim=join)
 
     def _whole_masks(
         self, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
@@ -147,9 +142,3 @@ class _HeadShare:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _eager_attention_of(module: nn.Module) -> Function:
-    """Returns the function that a family calls if the table has no entry, which is in the family's own file."""
-    eager: Function = sys.modules[type(module).__module__].eager_attention_forward
-    return eager

@@ -7,18 +7,15 @@ module returns each parameter's part of the range as a view: reads see live valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from llmtrain.overrides.deepspeed import flat_tensors
 from llmtrain.system.piece_heads import WEIGHT
 
 STEP = "step"
@@ -51,29 +48,19 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
     place, if an engine keeps such copies itself. A torch optimizer without state gets a state of zeros, with which it
     would begin.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        yield from _held_by_stage_3(optimizer)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        yield _held_by_partitions(optimizer, optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
-    elif isinstance(optimizer, BF16_Optimizer):
-        yield _held_by_partitions(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
-    else:
+    flat_lists = flat_tensors(optimizer)
+    if flat_lists is None:
         yield _held_by_torch(optimizer, masters or {})
-
-
-@torch.no_grad()
-def weights_changed(optimizer: Any) -> None:
-    """Updates the model's weights after the fp32 weights of a ZeRO optimizer were written; called by all ranks."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
-        optimizer.update_lp_params()
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        for index in range(len(optimizer.fp16_groups)):
-            with _swapped_in(optimizer, index):
-                optimizer._reassign_or_swap_out_partitioned_parameters(index)
-        if optimizer.persistent_parameters:
-            # Small parameters stay gathered, and their gathered values are outdated.
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        return
+    for flats in flat_lists:
+        found = []
+        for flat, parts in flats:
+            state = _state(optimizer.optimizer, flat)
+            whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
+            for part in parts:
+                tensors = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in whole.items()}
+                found.append(Held(part.parameter, part.start, tensors, state))
+        yield found
 
 
 def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> list[Held]:
@@ -87,49 +74,6 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
             }
             found.append(Held(models.get(trained, trained), first_index(trained), tensors, state))
     return found
-
-
-def _held_by_partitions(optimizer: Any, groups: list[list[nn.Parameter]], flats: list[Tensor]) -> list[Held]:
-    """ZeRO 1 and 2: this rank has one range of each group, which may begin and end within parameters."""
-    found = []
-    for parameters, flat in zip(groups, flats, strict=True):
-        state = _state(optimizer.optimizer, flat)
-        for parameter in parameters:
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None if no part of it is on this rank
-            if mapping is None:
-                continue
-            place = mapping.get_hp_fragment_address()
-            tensors = _narrowed(flat, state, place.start, place.numel)
-            found.append(Held(parameter, mapping.lp_fragment_address.start, tensors, state))
-    return found
-
-
-def _held_by_stage_3(optimizer: Any) -> Iterator[list[Held]]:
-    """ZeRO 3: this rank has an equal range of every parameter; the last ranges are padded."""
-    for index, parameters in enumerate(optimizer.fp16_groups):
-        with _swapped_in(optimizer, index):
-            flat = optimizer.fp32_partitioned_groups_flat[index]
-            state = _state(optimizer.optimizer, flat)
-            rank = optimizer._get_sub_group_partition_rank(index)
-            offset, found = 0, []
-            for parameter in parameters:
-                size = parameter.partition_numel()
-                start = min(rank * size, parameter.ds_numel)
-                length = min(size, parameter.ds_numel - start)
-                found.append(Held(parameter, start, _narrowed(flat, state, offset, length), state))
-                offset += size
-            yield found
-
-
-@contextmanager
-def _swapped_in(optimizer: Any, index: int) -> Iterator[None]:
-    """Loads a group of ZeRO 3 into memory if its states are on NVMe."""
-    swapped = optimizer._swappable_optimizer_subgroup(index)
-    if swapped:
-        optimizer._optimizer_states_and_gradient_swap_in(index)
-    yield
-    if swapped:
-        optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 def _state(optimizer: Optimizer, trained: Tensor) -> dict[str, Any]:
@@ -153,11 +97,6 @@ def _shaped(state: Mapping[str, Any], trained: Tensor) -> list[tuple[str, Tensor
         for kind, value in state.items()
         if kind != STEP and isinstance(value, Tensor) and value.shape == trained.shape
     ]
-
-
-def _narrowed(flat: Tensor, state: Mapping[str, Any], offset: int, length: int) -> dict[str, Tensor]:
-    whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
-    return {kind: tensor.narrow(0, offset, length) for kind, tensor in whole.items()}
 
 
 def local_flat(tensor: Tensor) -> Tensor:

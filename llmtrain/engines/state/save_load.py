@@ -13,7 +13,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from llmtrain.engines.guard import Guard
 from llmtrain.engines.state import files
@@ -22,7 +21,7 @@ from llmtrain.engines.state.held import Held, first_index, local_flat
 from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.models.hub_names import persistent_buffers
+from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.runtime.distributed import rank
 from llmtrain.system.piece_heads import WEIGHT
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
@@ -144,16 +143,6 @@ def shape_of(parameter: Tensor) -> torch.Size:
 def multiplied(copy: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     """Returns (index, number) of a copy if every copy of one kind has copies of another kind."""
     return copy[0] * other[1] + other[0], copy[1] * other[1]
-
-
-def resume_schedule(schedule: LRScheduler, steps: int) -> None:
-    """Sets a schedule to its state after `steps` steps; its rates are functions of the step."""
-    schedule.last_epoch = steps
-    schedule._step_count = steps + 1  # torch's counter for its warning of a wrong call order
-    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]  # type: ignore[attr-defined]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
 
 
 class Source:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from llmtrain.data.cache import cache_folder, key_of
@@ -22,6 +21,7 @@ from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.models.build import model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.stages import decoder_layers
+from llmtrain.overrides.torch import fake_tensors, storage_of
 from llmtrain.plan import Plan
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.untrusted import UNREADABLE, read_json
@@ -68,14 +68,14 @@ def _trace(plan: Plan) -> tuple[int, ...]:
         # positions to decide whether it needs a mask, and fake tensors have no values.
         raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             model = AutoModelForCausalLM.from_config(
                 model_configuration(recipe),
                 attn_implementation=recipe.model.attention_kernel,
                 dtype=weight_dtype(recipe.parallel.precision),
                 trust_remote_code=recipe.model.trust_remote_code,
             ).train()
-            seen = _Seen(decoder_layers(model)[1], {_storage(weight) for weight in model.parameters()})
+            seen = _Seen(decoder_layers(model)[1], {storage_of(weight) for weight in model.parameters()})
             size = (recipe.batch.micro_batch_size, recipe.data.sequence_length)
             # Has the dtype and shape of the masks of packed documents, which are normally computed from positions.
             dtype = torch.bool if recipe.model.attention_kernel == "sdpa" else model.dtype
@@ -113,7 +113,7 @@ class _Seen:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that autograd is about to save."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if self._inside is not None and storage not in self._known:
             self._known.add(storage)
             self._kept.append(tensor)  # keeps it alive, since another tensor could otherwise get its address
@@ -127,12 +127,7 @@ class _Seen:
             for tensor in one if isinstance(one, tuple) else (one,):
                 if isinstance(tensor, Tensor):
                     self._kept.append(tensor)
-                    self._known.add(_storage(tensor))
+                    self._known.add(storage_of(tensor))
 
     def _leave(self) -> None:
         self._inside = None
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

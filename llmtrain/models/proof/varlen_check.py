@@ -19,6 +19,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.varlen import VARLEN, takes_bounds
+from llmtrain.overrides.transformers import attention_of
 
 LAYERS = 4
 """Layers of the tiny copy: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
@@ -100,11 +101,11 @@ def _probe() -> Iterator[list[bool]]:
         calls.append(all(named.get(name) is not None for name in Documents.NAMES))
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, probe)
+    ALL_ATTENTION_FUNCTIONS[PROBE] = probe
     try:
         yield calls
     finally:
-        del ALL_ATTENTION_FUNCTIONS._global_mapping[PROBE]
+        del ALL_ATTENTION_FUNCTIONS[PROBE]
 
 
 def deviation(config: PreTrainedConfig) -> str:
@@ -139,7 +140,7 @@ def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
-    if model.config._attn_implementation != VARLEN:
+    if attention_of(model) != VARLEN:
         inputs = {name: value for name, value in inputs.items() if name not in Documents.NAMES}
     logits: Tensor = model(**inputs).logits
     return logits.flatten(0, 1)

@@ -1,0 +1,320 @@
+"""What llmtrain replaces in DeepSpeed, `transformers`, accelerate and torch, or reads of their private parts.
+
+If the installed version lacks one of these places, no engine is built: without its replacement, a run would continue
+and compute something else. `docs/design/overrides.md` shows this list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+
+from llmtrain.errors import Problem, RecipeError
+
+TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "torch": "2.13.0"}
+"""The versions with which the tests were run."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """Private parts of another library that llmtrain replaces or reads."""
+
+    places: tuple[str, ...]
+    """Each `module:attribute`, or `module:Class.attribute`.
+
+    `module:.name` is looked up in the module's source: only instances have the attribute, or importing takes seconds.
+    """
+    why: str
+    """What goes wrong without it."""
+    test: str
+    """The test that fails if the reason no longer exists, or if a place has another meaning."""
+
+    @property
+    def package(self) -> str:
+        """The library's package name."""
+        return self.places[0].partition(".")[0].partition(":")[0]
+
+    def missing(self) -> list[str]:
+        """Returns the places that the installed version does not have."""
+        return [place for place in self.places if not _is_there(place)]
+
+
+def _is_there(place: str) -> bool:
+    module, _, attributes = place.partition(":")
+    try:
+        if attributes.startswith("."):
+            found = find_spec(module)
+            source = Path(found.origin).read_text(encoding="utf-8") if found and found.origin else ""
+            return re.search(rf"\b{attributes[1:]}\b", source) is not None
+        resolve_name(place)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_BF16 = "deepspeed.runtime.bf16_optimizer:"
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2:"
+_ZERO_3 = "deepspeed.runtime.zero.stage3:"
+_GROUPS = "deepspeed.utils.groups:"
+OVERRIDES = (
+    Override(
+        (f"{_ENGINE}.allreduce_no_retain",),
+        "A group of one rank copies all gradients into a buffer and back.",
+        "tests/engines/test_reduction.py",
+    ),
+    Override(
+        (f"{_ENGINE}.clip_fp32_gradients",),
+        "At ZeRO-0 the norm is taken twice, and averaged over ranks that have different experts.",
+        "tests/engines/test_expert.py",
+    ),
+    Override(
+        (
+            f"{_ZERO}DeepSpeedZeroOptimizer.scaled_global_norm",
+            f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
+            f"{_ZERO}._zero_padding",
+        ),
+        "The norm takes a sum over ranks for each group of parameters, and the loss one more.",
+        "tests/engines/test_norm.py",
+    ),
+    Override(
+        (f"{_BF16}._global_grad_norm", f"{_ZERO}._global_grad_norm", f"{_ZERO_3}._global_grad_norm"),
+        "The engine has the previous step's norm when the guard judges a step.",
+        "tests/engines/test_guard.py",
+    ),
+    Override(
+        (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms",),
+        "With experts and tensor slices over the same ranks, only the experts of each group's first rank are counted.",
+        "tests/engines/test_expert_tensor.py",
+    ),
+    Override(
+        ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",),
+        "BF16_Optimizer leaves a mark on gradients, and those of later micro-batches are not scaled.",
+        "tests/engines/test_expert_tensor.py",
+    ),
+    Override(
+        (f"{_BF16}is_invalid_grad_norm", f"{_ZERO}is_invalid_grad_norm", f"{_ZERO_3}is_invalid_grad_norm"),
+        "The host waits for the device in each step; the guard's verdict is on the device.",
+        "tests/engines/test_host_waits.py",
+    ),
+    Override(
+        (f"{_BF16}clip_tensors_by_global_norm",),
+        "The host waits for the device to learn whether the gradient is clipped.",
+        "tests/engines/test_host_waits.py",
+    ),
+    Override(
+        (
+            *(f"{_GROUPS}{name}_PARALLEL_GROUP" for name in ("_TENSOR_MODEL", "_MODEL", "_DATA")),
+            f"{_GROUPS}mpu",
+            f"{_GROUPS}mesh_device",
+        ),
+        "The groups of a process's first engine are taken for those of every later one.",
+        "tests/engines/test_tensor.py",
+    ),
+    Override(
+        (f"{_GROUPS}_init_tp_mesh_device",),
+        "Tensor parallel groups are needed before the model is built.",
+        "tests/engines/test_tensor.py",
+    ),
+    Override(
+        (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
+        "A rank cannot tell which experts it holds, to save and gather them.",
+        "tests/engines/test_expert.py",
+    ),
+    Override(
+        ("deepspeed.runtime.pipe.module:PipelineModule._index_tied_modules",),
+        "A tied weight would tie the whole stage that holds it.",
+        "tests/engines/test_pipeline.py",
+    ),
+    Override(
+        ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
+        "Its public adapter drops attention masks, so packed documents would see each other.",
+        "tests/engines/test_sequence.py",
+    ),
+    Override(
+        ("deepspeed.ops:__compatible_ops__",),
+        "Its collective for CPUs is compiled for a minute at the first start.",
+        "tests/engines/test_overrides.py",
+    ),
+    Override(
+        (
+            f"{_BF16}._hp_mapping",
+            f"{_ZERO}._hp_mapping",
+            *(
+                f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.{name}"
+                for name in (
+                    "_get_sub_group_partition_rank",
+                    "_swappable_optimizer_subgroup",
+                    "_optimizer_states_and_gradient_swap_in",
+                    "_optimizer_states_and_gradient_swap_out",
+                    "_reassign_or_swap_out_partitioned_parameters",
+                )
+            ),
+        ),
+        "Nothing tells which range of which parameter a rank trains; checkpoints could not be read under another plan.",
+        "tests/checkpoint/test_elastic.py",
+    ),
+    Override(
+        ("transformers.masking_utils:_preprocess_mask_arguments",),
+        "Some families give their masks no positions, and packed documents see each other; slices need whole masks.",
+        "tests/engines/test_documents.py",
+    ),
+    Override(
+        ("transformers.masking_utils:find_packed_sequence_indices",),
+        "Each forward pass waits for the device to learn whether there are several documents.",
+        "tests/engines/test_documents.py",
+    ),
+    Override(
+        ("transformers:PreTrainedConfig._attn_implementation",),
+        "Nothing tells whether a model's attention takes masks or the bounds of documents.",
+        "tests/models/test_varlen.py",
+    ),
+    Override(
+        ("transformers.models.mixtral.modeling_mixtral:.load_balancing_loss_func",),
+        "Ranks that share a sequence would compute the router's loss from their own slices.",
+        "tests/engines/test_sequence.py",
+    ),
+    Override(
+        ("transformers.models.llama.modeling_llama:.apply_rotary_pos_emb",),
+        "Liger's own functions would change rotations for every model of the process.",
+        "tests/models/test_liger.py",
+    ),
+    Override(
+        ("transformers:PreTrainedModel._init_weights",),
+        "Initial weights would depend on how a model is divided.",
+        "tests/models/test_initial_weights.py",
+    ),
+    Override(
+        ("transformers:PreTrainedModel._keys_to_ignore_on_save",),
+        "An exported model would contain weights that `transformers` itself does not save.",
+        "tests/checkpoint/test_export.py",
+    ),
+    Override(
+        ("accelerate.state:AcceleratorState._reset_state", "accelerate.state:GradientState._reset_state"),
+        "Accelerate keeps the state of a process's first engine.",
+        "tests/engines/test_accelerate.py",
+    ),
+    Override(
+        ("accelerate.state:.distributed_type",),
+        "On CPUs, FSDP2 silently becomes DistributedDataParallel.",
+        "tests/engines/test_accelerate.py",
+    ),
+    Override(
+        ("accelerate.tracking:logger",),
+        "Trackers set the thread count, and treat every worker as a single process on a CPU.",
+        "tests/metrics/test_trackers.py",
+    ),
+    Override(
+        ("torch._C._distributed_c10d:Work.wait",),
+        "Nothing tells how long a rank waits for others.",
+        "tests/engines/test_own_time.py",
+    ),
+    Override(
+        ("torch.nn:Module.register_parameter",),
+        "A stage would allocate the parameters of all stages.",
+        "tests/models/test_stages.py",
+    ),
+    Override(
+        ("torch:_foreach_norm",),
+        "The norm of gradients takes a call per tensor, or is off by 3e-3 on CPUs.",
+        "tests/engines/test_norm.py",
+    ),
+    Override(
+        ("torch:_fused_sgd_",),
+        "SGD's fused kernel takes no DTensors, and only fused kernels let the guard skip an update on the device.",
+        "tests/engines/test_guard.py",
+    ),
+    Override(
+        ("torch.optim.lr_scheduler:._step_count", "torch.optim.lr_scheduler:._last_lr"),
+        "A resumed schedule would warn, and report the rate of the first step.",
+        "tests/engines/test_learning_rates.py",
+    ),
+    Override(
+        ("torch.nn.modules.module:._non_persistent_buffers_set",),
+        "Nothing tells which buffers belong to a checkpoint.",
+        "tests/engines/test_from_hub.py",
+    ),
+    Override(
+        ("torch.distributed.distributed_c10d:_get_default_store",),
+        "Ranks would need a second rendezvous to compare devices and secrets before their first collective.",
+        "tests/run/test_strangers.py",
+    ),
+    Override(
+        ("torch.testing._internal.distributed.fake_pg:FakeStore",),
+        "A plan's division of a model could be examined only with as many processes as it has ranks.",
+        "tests/checkpoint/test_convert.py",
+    ),
+    Override(
+        ("torch._subclasses.fake_tensor:FakeTensorMode", "torch:UntypedStorage._cdata"),
+        "Tracing what layers save would take the memory of the real model.",
+        "tests/models/test_saved_activations.py",
+    ),
+    Override(
+        ("torch._dynamo.config:optimize_ddp",),
+        "DistributedDataParallel splits a layer's graph wherever a bucket of gradients ends.",
+        "tests/engines/test_compiled.py",
+    ),
+    Override(
+        (
+            "torch._inductor.config:compile_threads",
+            "torch._inductor.compile_fx:.compile_fx",
+            "torch._inductor.cpp_builder:get_cpp_compiler",
+            "torch._inductor.exc:InvalidCxxCompiler",
+            "torch._dynamo.backends.debugging:aot_eager",
+            "torch._dynamo.exc:TorchDynamoException",
+            "torch._dynamo.exc:FailOnRecompileLimitHit",
+            "torch._dynamo.eval_frame:._torchdynamo_disable",
+            "torch.utils._triton:has_triton",
+        ),
+        "Compilation would not be checked first on a tiny copy, would use all cores in each rank, and would die by a "
+        "signal that is meant for the rank.",
+        "tests/models/test_compiled_layers.py",
+    ),
+)
+
+
+@cache
+def check_overrides() -> None:
+    """Raises RecipeError for places that the installed versions do not have."""
+    problems = [
+        Problem(
+            "versions.override",
+            one.package,
+            f"{one.package} {_installed(one.package)} has no {place.replace(':.', ':').replace(':', '.')}, on which "
+            f"llmtrain depends. Without it: {one.why[0].lower()}{one.why[1:]}",
+            f"pip install {one.package}=={TRIED[one.package]}",
+        )
+        for one in OVERRIDES
+        if _installed(one.package)
+        for place in one.missing()
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def untried_versions() -> Iterator[str]:
+    """Yields a line for each installed library of another minor version than the one that the tests were run with."""
+    for package, tried in TRIED.items():
+        installed = _installed(package)
+        if installed and installed.split(".")[:2] != tried.split(".")[:2]:
+            places = [
+                place.partition(":")[2].removeprefix(".")
+                for one in OVERRIDES
+                if one.package == package
+                for place in one.places
+            ]
+            yield f"{package} {installed} was not tried with llmtrain, {tried} was; check {', '.join(places)}"
+
+
+def _installed(package: str) -> str:
+    """Returns the version of a library; empty if it is not installed, since accelerate is optional."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

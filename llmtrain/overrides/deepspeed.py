@@ -1,0 +1,368 @@
+"""What llmtrain replaces and reads of DeepSpeed 0.19.8, and why. `llmtrain.overrides` has the list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from deepspeed.module_inject import set_autotp_mode
+from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
+from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.sequence.layer import _dim_zero_all_to_all, register_all_to_all_group
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.overrides.torch import squared_norm
+from llmtrain.recipe import ParallelConfig, Precision
+
+
+def forget_groups() -> None:
+    """Lets the next engine of this process make its own groups.
+
+    DeepSpeed 0.19.8 uses the groups of the first tensor parallel engine for every later one, whatever its degree, and
+    also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups.
+    """
+    set_autotp_mode(training=False)
+    groups.mpu = None
+    groups.mesh_device = None
+    groups._TENSOR_MODEL_PARALLEL_GROUP = None
+    groups._MODEL_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+
+
+def make_tensor_groups(degree: int) -> None:
+    """Makes the tensor and data parallel groups.
+
+    Ranks i·degree to (i+1)·degree - 1 share one replica; ranks that are equal modulo `degree` hold the same shards.
+    """
+    forget_groups()
+    groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Returns the ranks that hold one replica together with this one."""
+    return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())
+
+
+def data_group() -> dist.ProcessGroup:
+    """Returns the ranks that hold the same shards as this one."""
+    return cast(dist.ProcessGroup, groups.get_data_parallel_group())
+
+
+def expert_group(degree: int) -> dist.ProcessGroup:
+    """Returns the ranks that share the experts of a layer; AutoEP has made the group."""
+    return cast(dist.ProcessGroup, groups._get_expert_parallel_group(f"ep_size_{degree}"))
+
+
+def group_with_experts(expert: Tensor) -> dist.ProcessGroup:
+    """Returns the ranks that hold the same experts as this one, given a weight of an expert."""
+    return cast(dist.ProcessGroup, groups._get_expert_data_parallel_group(expert.group_name))  # type: ignore[attr-defined]
+
+
+def all_to_all(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the differentiable exchange in which rank i of the group receives row i of every rank."""
+    register_all_to_all_group(group)
+    return partial(_dim_zero_all_to_all, group)
+
+
+def use_no_compiled_collective() -> None:
+    """Makes gloo run all collectives on CPUs.
+
+    Compiling DeepSpeed's shared-memory collective takes a minute at the first start.
+    """
+    __compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def reduce_among_several(engine: DeepSpeedEngine) -> None:
+    """Leaves gradients in place in a group of one rank.
+
+    DeepSpeed 0.19.8 copies all of them into a buffer and back, which takes time and doubles their memory. A group of
+    one rank still runs DeepSpeed's function if it has to divide by more ranks, as for experts that only one rank holds.
+    """
+    own = engine.allreduce_no_retain
+
+    def reduce(bucket: list[Tensor], dp_group: dist.ProcessGroup, **options: Any) -> None:
+        if dist.get_world_size(dp_group) > 1 or options.get("dp_world_size") != 1:
+            own(bucket, dp_group, **options)
+
+    engine.allreduce_no_retain = reduce
+
+
+def clip_by(engine: DeepSpeedEngine, norm: Callable[[], Tensor]) -> None:
+    """Clips the gradients of an engine that keeps no norm, with fp32 weights at ZeRO-0, by `norm`.
+
+    DeepSpeed would compute the norm a second time, and average it over ranks with different experts.
+    """
+
+    def clip() -> None:
+        nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm())
+
+    engine.clip_fp32_gradients = clip
+
+
+def last_norm(optimizer: Any) -> Any:
+    """Returns the norm of an optimizer of DeepSpeed. The engine has the previous step's norm until a step is over."""
+    return optimizer._global_grad_norm
+
+
+def loss_scalers(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Returns DeepSpeed's scaler for fp16 and torch's for autocast_fp16, which DeepSpeed keeps in one of two places."""
+    autocast = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    found = {"loss_scaler": getattr(engine.optimizer, "loss_scaler", None), "gradscaler": autocast}
+    return {name: scaler for name, scaler in found.items() if scaler is not None}
+
+
+class NormWithLoss:
+    """Replaces DeepSpeed's norm by one that is reduced together with the loss.
+
+    DeepSpeed 0.19.8 sums over the ranks once for each group of parameters, and reads each gradient twice, once to copy
+    it to fp64. The loss would need one more reduction, for which all ranks would wait before the update.
+    """
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3) -> None:
+        self._optimizer = optimizer
+        self.share: Callable[[], Tensor] = partial(torch.zeros, ())
+        """Returns this rank's share of the loss; set before the update."""
+        self._loss: Tensor | None = None
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            optimizer.scaled_global_norm = self._take
+        else:
+            optimizer._get_norm_groups = lambda: [self._take()]
+
+    @classmethod
+    def of(cls, optimizer: Any, parallel: ParallelConfig) -> NormWithLoss | None:
+        """Returns None to keep DeepSpeed's norm, for gradients on the host or in which not every rank has a share."""
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            on_host = optimizer.cpu_offload
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            on_host = optimizer.offload_optimizer
+        else:
+            return None
+        return None if on_host or max(parallel.tensor, parallel.expert, parallel.pipeline) > 1 else cls(optimizer)
+
+    def take_loss(self) -> Tensor | None:
+        """Returns the loss of all ranks, once per step; None if DeepSpeed dropped the step before it took a norm."""
+        loss, self._loss = self._loss, None
+        return loss
+
+    def _take(self) -> Tensor:
+        """Returns the norm, which includes the loss scale; −1 if it is not finite."""
+        parts = [part for group in self._optimizer.averaged_gradients.values() for part in group]
+        own = [part for part in parts if not getattr(part, "_zero_padding", False)]
+        share = self.share()
+        sums = torch.stack([squared_norm(own, share.device), share.double()])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        self._loss = sums[1].float()
+        norm = sums[0].sqrt().float()
+        mask_nan_or_inf_with_val_inplace(norm, device=norm.device)
+        return norm
+
+
+@contextmanager
+def no_host_checks(precision: Precision) -> Iterator[None]:
+    """Prevents DeepSpeed from waiting for the gradient norm to check whether it is finite, or has to be clipped.
+
+    DeepSpeed would drop a step whose norm is not finite, without stepping the schedule. With fp16 the check is
+    necessary, because DeepSpeed finds its loss scale by it.
+    """
+    if precision == "fp16":
+        yield
+        return
+    replaced: list[tuple[Any, str, Any]] = [
+        (bf16_optimizer, "is_invalid_grad_norm", _not_asked),
+        (stage_1_and_2, "is_invalid_grad_norm", _not_asked),
+        (stage3, "is_invalid_grad_norm", _not_asked),
+        (bf16_optimizer, "clip_tensors_by_global_norm", _clip),
+    ]
+    own = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, replacement in replaced:
+        setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        for (module, name, _), function in zip(replaced, own, strict=True):
+            setattr(module, name, function)
+
+
+def _not_asked(norm: object) -> bool:
+    """Returns False, because the guard's verdict is on the device already."""
+    return False
+
+
+def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor | float, mpu: object = None) -> None:
+    """Clips as DeepSpeed does, but multiplies by 1 if no clipping is necessary, which needs no check on the host."""
+    factor = max_norm / (global_norm + 1e-6)
+    factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)
+    for tensor in input_tensors:
+        tensor.detach().mul_(factor)
+
+
+def count_all_experts(optimizer: Any, device: torch.device) -> None:
+    """Makes ZeRO 1 and 2 count the experts of all ranks in the norm, under AutoEP folded with AutoTP.
+
+    DeepSpeed 0.19.8 counts only those of the first rank of each tensor parallel group, although each rank has gradients
+    of experts that no other rank has.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+
+    def count(norms: list[Tensor]) -> None:
+        for index, has_experts in enumerate(optimizer.is_moe_param_group):
+            if has_experts:
+                square = squared_norm(optimizer.averaged_gradients[index], device)
+                dist.all_reduce(square)
+                norms[index] = square.sqrt().float()
+
+    optimizer._average_expert_grad_norms = count
+
+
+def forget_folded_gradients(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Clears marks that DeepSpeed's folding leaves on parameters, before each backward pass.
+
+    Folding scales gradients of experts and adds up those of routers in each micro-batch, and marks them as done.
+    `BF16_Optimizer` does not clear the marks before the next micro-batch, whose gradients would remain uncorrected.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        for parameter in parameters:
+            clear_autoep_folding_gradient_corrected(parameter)
+
+
+class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
+    """A pipeline of one layer per stage. Weights that several stages hold are found by their names in the whole model.
+
+    DeepSpeed's own tied layers would tie a whole stage. The layer has `hf_names`, as `llmtrain.models.stages.Stage`.
+    """
+
+    def __init__(self, names: Callable[[], list[list[str]]] | None, **options: Any) -> None:
+        """names: returns the names of each stage's weights, if the other ranks are not there to be asked."""
+        self._names = names
+        super().__init__(**options)
+
+    @property
+    def stage(self) -> Any:
+        """The stage of this rank."""
+        return self.forward_funcs[0]
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Tensor, Any]]:
+        """Returns this rank's copies of tied weights, and the groups in which their gradients are summed."""
+        return [(self.stage.get_parameter(tied["weight_attr"][0]), tied["group"]) for tied in self.tied_comms.values()]
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Returns DeepSpeed's records of tied weights: group, and the path of the weight in this rank's stage.
+
+        Also marks every copy but the first, so that the norm of the gradients counts each weight once.
+        """
+        own = {whole: path for path, whole in self.stage.hf_names().items()}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        if self._names is not None:
+            names = self._names()
+            by_rank = [names[self.topology().get_coord(rank).pipe] for rank in range(len(by_rank))]
+        else:
+            dist.all_gather_object(by_rank, sorted(own))
+        stages = Counter(name for rank in self.mpu().pp_group for name in by_rank[rank])
+        comms = {}
+        for name in sorted({name for names in by_rank for name in names if stages[name] > 1}):
+            # The slices of a tensor group are separate weights, each tied along its own pipe.
+            for pipe in self.mpu().pipe_groups:
+                ranks = [rank for rank in pipe if name in by_rank[rank]]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    comms[name] = {"ranks": ranks, "group": group, "weight_attr": [own[name]], "module": self.stage}
+                    self.stage.get_parameter(own[name]).ds_pipe_replicated = self.global_rank != ranks[0]
+        return comms
+
+
+class Part(NamedTuple):
+    """The range of a parameter in a flat tensor that ZeRO trains."""
+
+    parameter: nn.Parameter
+    start: int
+    """Index of the range's first element within the parameter."""
+    offset: int
+    """Index of the range's first element within the flat tensor."""
+    length: int
+
+
+Flat = tuple[Tensor, list[Part]]
+
+
+def flat_tensors(optimizer: Any) -> Iterator[list[Flat]] | None:
+    """Returns an iterator over this rank's flat tensors and the parameters in them; None for other optimizers.
+
+    The tensors of a list are valid until the next list is requested.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return _flat_of_stage_3(optimizer)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return iter([_flat_of_groups(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)])
+    if isinstance(optimizer, BF16_Optimizer):
+        return iter([_flat_of_groups(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)])
+    return None
+
+
+def _flat_of_groups(groups: list[list[nn.Parameter]], flats: list[Tensor]) -> list[Flat]:
+    """ZeRO 1 and 2: this rank has one range of each group, which may begin and end within parameters."""
+    found = []
+    for parameters, flat in zip(groups, flats, strict=True):
+        parts = []
+        for parameter in parameters:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None if no part of it is on this rank
+            if mapping is not None:
+                place = mapping.get_hp_fragment_address()
+                parts.append(Part(parameter, mapping.lp_fragment_address.start, place.start, place.numel))
+        found.append((flat, parts))
+    return found
+
+
+def _flat_of_stage_3(optimizer: Any) -> Iterator[list[Flat]]:
+    """ZeRO 3: this rank has an equal range of every parameter; the last ranges are padded."""
+    for index, parameters in enumerate(optimizer.fp16_groups):
+        with _swapped_in(optimizer, index):
+            rank = optimizer._get_sub_group_partition_rank(index)
+            offset, parts = 0, []
+            for parameter in parameters:
+                size = parameter.partition_numel()
+                start = min(rank * size, parameter.ds_numel)
+                parts.append(Part(parameter, start, offset, min(size, parameter.ds_numel - start)))
+                offset += size
+            yield [(optimizer.fp32_partitioned_groups_flat[index], parts)]
+
+
+@contextmanager
+def _swapped_in(optimizer: Any, index: int) -> Iterator[None]:
+    """Loads a group of ZeRO 3 into memory if its states are on NVMe."""
+    swapped = optimizer._swappable_optimizer_subgroup(index)
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_in(index)
+    yield
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_out(index)
+
+
+@torch.no_grad()
+def weights_changed(optimizer: Any) -> None:
+    """Updates the model's weights after the fp32 weights of a ZeRO optimizer were written; called by all ranks."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for index in range(len(optimizer.fp16_groups)):
+            with _swapped_in(optimizer, index):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if optimizer.persistent_parameters:
+            # Small parameters stay gathered, and their gathered values are outdated.
+            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

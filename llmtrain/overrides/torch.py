@@ -1,0 +1,208 @@
+"""What llmtrain replaces and reads of torch 2.13. `llmtrain.overrides` has the list.
+
+Torch's compiler is imported where it is used, because that takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import Work
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+from torch.optim.lr_scheduler import LRScheduler
+
+PIECE = 2**16
+"""Number of elements that are summed in fp32 on a CPU. There, torch's norm of 50 million elements is off by 3e-3, as
+are `clip_grad_norm_` and `get_total_norm`; the norm computed in pieces is off by 2e-7, in an eighth of the time that
+fp64 takes."""
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum of the squares of all elements of all `gradients`, an fp64 scalar on `device`; 0 without any."""
+    pieces = [piece for one in gradients for piece in _pieces(one.detach())]
+    norms = torch._foreach_norm(pieces, 2, dtype=torch.float32) if pieces else ()
+    nothing = torch.zeros((), device=device)
+    return torch.stack([nothing, *(norm.to(device) for norm in norms)]).double().square().sum()
+
+
+def _pieces(gradient: Tensor) -> Sequence[Tensor]:
+    """Splits a gradient into pieces for which fp32 suffices. A GPU's kernel does so itself (ForeachReduceOp.cu)."""
+    return torch.split(gradient.reshape(-1), PIECE) if gradient.device.type == "cpu" else (gradient,)
+
+
+class ShardedSGD(torch.optim.SGD):
+    """SGD on this rank's shards: torch 2.13 supports DTensors in the fused kernel of Adam, but not in that of SGD."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates each shard unless `found_inf` is 1. The momentum buffers must exist (`llmtrain.engines.guard`)."""
+        for group in self.param_groups:
+            trained = [one for one in group["params"] if one.grad is not None and _local(one).numel()]
+            if not trained:
+                continue
+            torch._fused_sgd_(
+                [_local(one) for one in trained],
+                [_local(one.grad) for one in trained],
+                [_local(self.state[one]["momentum_buffer"]) for one in trained] if group["momentum"] else [],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=False,
+                found_inf=self.found_inf,  # type: ignore[attr-defined]
+            )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def resume_schedule(schedule: LRScheduler, steps: int) -> None:
+    """Sets a schedule to its state after `steps` steps; its rates are functions of the step."""
+    schedule.last_epoch = steps
+    schedule._step_count = steps + 1  # torch's counter for its warning of a wrong call order
+    rates = [base * rate(steps) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]  # type: ignore[attr-defined]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Creates each new parameter on the meta device; buffers (rotary frequencies, ...) are computed as usual.
+
+    The first value of each parameter is kept in `first`, because some parameters start from a constant that their
+    constructor sets.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            first = parameter.detach().flatten()[:1].clone()
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter.first = first  # type: ignore[attr-defined]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that are saved together with the weights."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Returns a context in which new tensors have shapes but no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns what identifies a tensor's storage while it lives, also if it has no memory."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def rendezvous_store() -> Store:
+    """Returns the store where the ranks of the process group met, which the launcher may have opened."""
+    return _get_default_store()
+
+
+def join_fake_group(rank: int, world_size: int) -> None:
+    """Joins a process group without other members, whose collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # defines the backend
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def around_waits(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Runs every `Work.wait` of this process, which ends each collective called from Python, within a context."""
+    wait = Work.wait
+
+    def watched(work: Work, *arguments: Any) -> bool:
+        with context():
+            return wait(work, *arguments)
+
+    Work.wait = watched  # type: ignore
+
+
+def trace_errors() -> tuple[type[Exception], ...]:
+    """Returns the errors of dynamo, which traces functions."""
+    return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+def keep_graphs_whole() -> None:
+    """Prevents dynamo from splitting graphs under DistributedDataParallel wherever a bucket of gradients ends."""
+    torch._dynamo.config.optimize_ddp = False
+
+
+def break_graph_at(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs eagerly between two graphs."""
+    if getattr(function, "_torchdynamo_disable", False):
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def limit_compiler_threads(most: int) -> None:
+    """Sets the number of threads of the compiler, unless the user has set it."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config
+
+        config.compile_threads = most
+
+
+def compile_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compiles a graph and its backward pass with torch's own compiler."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
+
+
+def run_graph(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Returns a function that runs the traced forward and backward graphs operation by operation."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    made: Callable[..., Any] = aot_eager(graph, list(inputs))
+    return made
+
+
+def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
+    """Returns what is missing for compilation and how to install it; both empty if nothing is missing."""
+    if not on_cpu:
+        from torch.utils._triton import has_triton
+
+        return ("", "") if has_triton() else ("triton, which compiles for GPUs, is not there", "pip install triton")
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler is found, by which torch compiles for CPUs", "install g++, or name one in CXX"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"{headers} has no Python.h, which what is compiled includes", "install python3-dev"
+    return "", ""

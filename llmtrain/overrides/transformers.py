@@ -1,0 +1,101 @@
+"""What llmtrain replaces and reads of `transformers` 5.22. `llmtrain.overrides` has the list."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel, masking_utils
+
+Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
+
+_changes: list[Change] = []
+
+
+@contextmanager
+def replaced(owner: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Sets `owner.name` to `value` within the context."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def mask_arguments(change: Change) -> Iterator[None]:
+    """Applies `change` to the arguments of every mask (full, sliding or chunked) within the context.
+
+    All masks begin with `_preprocess_mask_arguments`. Contexts nest, and the innermost change is applied first.
+    """
+    original = masking_utils._preprocess_mask_arguments
+
+    def preprocess(
+        config: Any,
+        embeddings: Tensor,
+        mask: Any,
+        cache: Any,
+        positions: Tensor | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        for one in reversed(_changes):
+            embeddings, positions = one(embeddings, mask, cache, positions)
+        return original(config, embeddings, mask, cache, positions, *rest, **named)
+
+    _changes.append(change)
+    try:
+        if len(_changes) > 1:  # the outermost context has replaced the function
+            yield
+        else:
+            with replaced(masking_utils, "_preprocess_mask_arguments", preprocess):
+                yield
+    finally:
+        _changes.pop()
+
+
+def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
+    """Returns a context in which `find` returns the document of each token, given the positions; None for a single one.
+
+    `transformers` waits for the device to learn whether there are several documents.
+    """
+    return replaced(masking_utils, "find_packed_sequence_indices", find)
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """Returns the name of a model's attention implementation."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def family_of(module: nn.Module) -> ModuleType:
+    """Returns the Python module that defines a module, and the functions that it calls."""
+    return sys.modules[type(module).__module__]
+
+
+@contextmanager
+def router_loss(model: PreTrainedModel, change: Callable[..., Any]) -> Iterator[None]:
+    """Calls `change(original, *arguments)` within the context where a family computes its load balancing loss."""
+    family, name = family_of(model), "load_balancing_loss_func"
+    if not hasattr(family, name):
+        yield
+        return
+    with replaced(family, name, partial(change, getattr(family, name))):
+        yield
+
+
+def draw_weights(owner: PreTrainedModel, module: nn.Module) -> None:
+    """Draws the initial weights of one module as the family of `owner` does."""
+    owner._init_weights(module)
+
+
+def unsaved_names(model: PreTrainedModel) -> set[str]:
+    """Returns the names of weights that `transformers` does not save."""
+    return set(model._keys_to_ignore_on_save or ())
