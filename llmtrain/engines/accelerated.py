@@ -1,4 +1,4 @@
-"""DistributedDataParallel, FSDP2 and DeepSpeed, prepared and stepped by Hugging Face Accelerate.
+"""DistributedDataParallel, FSDP2 and DeepSpeed, prepared by Hugging Face Accelerate.
 
 Accelerate keeps its state per process, so a process can have only one such engine at a time.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -21,223 +20,104 @@ from accelerate.utils import (
     DummyScheduler,
     FullyShardedDataParallelPlugin,
 )
-from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
+from deepspeed.runtime.engine import DeepSpeedEngine as Engine
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
-from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import forward, install_kernels
-from llmtrain.engines.guard import Guard, Measured, over_ranks
-from llmtrain.engines.optim import parameter_groups, schedule, torch_optimizer
-from llmtrain.engines.state.held import held
-from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import (
-    Place,
-    load_state,
-    pieces_of,
-    save_state,
-    untrained_pieces,
-)
-from llmtrain.engines.state.writer import Writer
-from llmtrain.engines.step import finish, take_step
+from llmtrain.engines.guard import Measured, over_ranks
+from llmtrain.engines.optim import schedule
+from llmtrain.engines.plain import Distribution
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
-from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.accelerate import allow_sharding_on_cpus, join_group
-from llmtrain.overrides.torch import resume_schedule
 from llmtrain.plan import Plan
 
+NAME = f"accelerate {accelerate.__version__}, "
+"""Beginning of the description of what accelerate prepares."""
 
-class AcceleratedDataParallel:
+
+class Accelerated(Distribution):
     """DistributedDataParallel or FSDP2: every rank reads different samples, and torch's optimizer takes the step."""
 
+    keeps_masters = False  # FSDP2 computes with bf16 copies of fp32 weights
+
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.plan = plan
-        self.device = device
-        recipe = plan.recipe
-        self.weight_dtype = weight_dtype(recipe.parallel.precision)
-        self.is_sharded = recipe.parallel.strategy == "fsdp2"
-        model = build_model(recipe, self.weight_dtype, device)
-        if recipe.parallel.activation_checkpointing == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        install_kernels(model, plan)
+        self._plan = plan
+        self._device = device
+        self._weight_dtype = weight_dtype(plan.recipe.parallel.precision)
+        self.is_sharded = plan.recipe.parallel.strategy == "fsdp2"
+        self.place = dist.get_rank(), dist.get_world_size()
+
+    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+        """Lets accelerate wrap or shard the model. The schedule is not prepared: each process would step it."""
         self.model = model
-        groups = parameter_groups(model, recipe.optim.weight_decay)
-        optimizer = torch_optimizer(groups, recipe.optim, self.is_sharded)
         with _undisturbed():
-            self.accelerator = (
-                _accelerator_sharded(plan, model, device) if self.is_sharded else _accelerator_ddp(plan, device)
+            self._accelerator = (
+                _accelerator_sharded(self._plan, model, self._device)
+                if self.is_sharded
+                else _accelerator_ddp(self._plan, self._device)
             )
-            self.engine, prepared = self.accelerator.prepare(model, optimizer)
-        self.optimizer = prepared.optimizer
-        self.guard = Guard(recipe.guard, device)
-        self.guard.watch(self.optimizer)
-        # Not prepared, because accelerate would step it once for each process.
-        self.scheduler = schedule(self.optimizer, recipe)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Rank of this process; every rank is a replica."""
-        return dist.get_rank()
-
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """Accumulates this rank's micro-batches, averages gradients over ranks with the last one, and updates once."""
-        return take_step(self, batch)
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        rate: float = self.optimizer.param_groups[0]["lr"]
-        return rate
-
-    def start(self) -> None:
-        """Puts the model in training mode."""
-        if not self.model.training:
-            self.engine.train()
+            self.module, prepared = self._accelerator.prepare(model, optimizer)
+        own: Optimizer = prepared.optimizer
+        return own
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes; only the last micro-batch synchronizes gradients."""
-        context: AbstractContextManager[object] = self.accelerator.no_sync(self.engine)
+        """Synchronizes gradients in the passes of the last micro-batch only."""
+        context: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
         return nullcontext() if is_last else context
-
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
-        with self._autocast():
-            return forward(self.engine, self.model, micro_batch, self.device)
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
         """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
-        return loss_sum * (self.plan.data_parallel_size / target_tokens)
+        return loss_sum * (self.place[1] / target_tokens)
 
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Accumulates the gradients of a micro-batch."""
-        self.accelerator.backward(loss)
-
-    def finish(self, loss: Tensor) -> Measured:
-        """Takes the norm and the verdict, and updates the weights."""
-        return finish(self, loss)
-
-    def clip(self) -> Tensor:
-        """Clips the gradients; returns their norm before clipping."""
-        limit = self.plan.recipe.optim.clip_grad_norm or float("inf")
-        return _whole(self.accelerator.clip_grad_norm_(self.engine.parameters(), limit))
+    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
+        """Clips by the norm of all shards."""
+        return _whole(self._accelerator.clip_grad_norm_(self.module.parameters(), limit))
 
     def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
+        """Combines the loss and the norm of all ranks."""
         return over_ranks(loss, grad_norm)
 
-    def update(self) -> None:
-        """Steps the optimizer and the schedule, and clears the gradients."""
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    @torch.no_grad()
-    def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean cross-entropy over the target tokens of all ranks."""
-        self.engine.eval()
-        total = torch.zeros((), device=self.device)
-        for micro_batch in batch.micro_batches:
-            total += self.forward(micro_batch)[0]
-        self._reshard()
-        dist.all_reduce(total)
-        return total / batch.target_tokens
-
-    def save(self, writer: Writer) -> None:
-        """Writes this rank's share of the pieces."""
-        save_state(self, writer)
-
-    def load(self, folder: Path) -> None:
-        """Loads a checkpoint, which any engine may have written."""
-        load_state(self, folder)
-
-    def pieces(self) -> Iterator[list[Piece]]:
-        """Yields live pieces of all trained tensors, then of the untrained ones."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        everywhere = (dist.get_rank(), dist.get_world_size())
-        copy = (0, 1) if self.is_sharded else everywhere  # FSDP2's shards are not copies of each other
-
-        def place(parameter: nn.Parameter) -> Place:
-            return names[parameter], Region.whole(parameter.shape), copy
-
-        yield from pieces_of(held(self.optimizer), place)
-        yield untrained_pieces(self.model, everywhere)
-
-    def progress(self) -> dict[str, Any]:
-        """Returns the position of the schedule."""
-        return {"schedule": self.scheduler.last_epoch}
-
-    def resumed(self, progress: dict[str, Any]) -> None:
-        """Restores the schedule after the pieces have been loaded."""
-        resume_schedule(self.scheduler, progress["schedule"])
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every whole weight by its Hugging Face name, in the dtype of the forward pass; tied weights once."""
-        for name, parameter in self.model.named_parameters():
-            yield name, _whole(parameter.detach()).to(self.weight_dtype).cpu().clone()
-
-    def describe(self) -> dict[str, Any]:
-        """Returns the versions and classes in use, the device and the backend."""
-        return {
-            "engine": f"accelerate {accelerate.__version__}, {type(self.engine).__name__}",
-            "optimizer": type(self.optimizer).__name__,
-            "device": str(self.device),
-            "backend": dist.get_backend(),
-        }
-
-    def _reshard(self) -> None:
-        """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass.
+    def sum(self, total: Tensor) -> Tensor:
+        """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass; sums over ranks.
 
         Otherwise a checkpoint would contain them in place of the shards.
         """
-        for module in self.engine.modules():
+        for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        dist.all_reduce(total)
+        return total
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        is_on = self.plan.recipe.parallel.precision == "autocast_bf16"
-        context: AbstractContextManager[object] = self.accelerator.autocast() if is_on else nullcontext()
-        return context
-
-
-class AcceleratedDeepSpeed(DeepSpeedEngine):
-    """DeepSpeed with the same configuration and files, initialized and stepped by Accelerate."""
-
-    def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
-        recipe = self.plan.recipe
-        optim = recipe.optim
-        with _undisturbed():
-            self.accelerator = _accelerator_deepspeed(self.plan, ds_config, self.device)
-            groups = parameter_groups(self.model, optim.weight_decay)
-            optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
-            scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, recipe))
-            engine: _Engine = self.accelerator.prepare(self.model, optimizer, scheduler)[0]
-        # Otherwise `transformers` would partition the next model that this process builds.
-        unset_hf_deepspeed_config()
-        # `accelerator.backward` calls `engine.step` after the last micro-batch, before the norm is taken.
-        self._own_step, engine.step = engine.step, lambda: None
-        return engine
-
-    def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Accumulates the gradients of a micro-batch."""
-        self.accelerator.sync_gradients = is_last
-        self.accelerator.backward(loss, scale_wrt_gas=False)
-
-    def _step(self) -> None:
-        self._own_step()
+    def whole(self, weight: Tensor) -> Tensor:
+        """Gathers the shards of a weight."""
+        return _whole(weight).to(self._weight_dtype).cpu().clone()
 
     def describe(self) -> dict[str, Any]:
-        """Adds accelerate's version to DeepSpeed's description."""
-        described = super().describe()
-        return {**described, "engine": f"accelerate {accelerate.__version__}, {described['engine']}"}
+        """Returns accelerate's version, the class of the module and the backend."""
+        return {"engine": f"{NAME}{type(self.module).__name__}", "backend": dist.get_backend()}
+
+
+def initialise_deepspeed(
+    module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
+) -> Engine:
+    """Passes the model, its parameter groups and its schedule to `Accelerator.prepare`, in place of DeepSpeed's own."""
+    optim = plan.recipe.optim
+    with _undisturbed():
+        accelerator = _accelerator_deepspeed(plan, ds_config, device)
+        optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, plan.recipe))
+        engine: Engine = accelerator.prepare(module, optimizer, scheduler)[0]
+    # Otherwise `transformers` would partition the next model that this process builds.
+    unset_hf_deepspeed_config()
+    return engine
 
 
 def _accelerator_ddp(plan: Plan, device: torch.device) -> accelerate.Accelerator:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from llmtrain.engines.data_parallel import TorchDataParallel
+from llmtrain.engines.data_parallel import DataParallel
 from llmtrain.engines.deepspeed.axis import Axis
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.engines.deepspeed.expert import ExpertAxis
@@ -14,6 +14,10 @@ from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.engines.deepspeed.tensor import TensorAxis
 from llmtrain.engines.engine import Engine
+from llmtrain.engines.forward import install_kernels
+from llmtrain.engines.plain import Distribution, PlainLoop
+from llmtrain.models import build_model
+from llmtrain.models.precision import weight_dtype
 from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
@@ -35,26 +39,36 @@ def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) ->
         keep_freed_memory(plan)
         if isinstance(threads := plan.recipe.kernels.threads, int):
             torch.set_num_threads(threads)
-    backend = plan.recipe.parallel.backend
+    backend, strategy = plan.recipe.parallel.backend, plan.recipe.parallel.strategy
+    # Some modules are imported here because accelerate and Horovod are optional dependencies.
+    if backend == "deepspeed":
+        return DeepSpeedEngine(plan, ds_config, device, _axes(plan, device))
+    if strategy == "deepspeed":
+        from llmtrain.engines.accelerated import NAME, initialise_deepspeed
+
+        return DeepSpeedEngine(plan, ds_config, device, initialise=initialise_deepspeed, prepared_by=NAME)
+    distribution: Distribution
     if backend == "accelerate":
-        return _accelerated_engine(plan, ds_config, device)
-    if backend == "horovod":
-        # Imported here because Horovod is an optional dependency.
-        from llmtrain.engines.horovod import HorovodDataParallel
+        from llmtrain.engines.accelerated import Accelerated
 
-        return HorovodDataParallel(plan, device)
-    if backend == "data_parallel":
-        return TorchDataParallel(plan, device)
-    return DeepSpeedEngine(plan, ds_config, device, _axes(plan, device))
+        distribution = Accelerated(plan, device)
+    elif backend == "horovod":
+        from llmtrain.engines.horovod import Horovod
+
+        distribution = Horovod(plan, device)
+    else:
+        distribution = DataParallel(plan, device)
+    return plain_loop(plan, device, distribution)
 
 
-def _accelerated_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
-    # Imported here because accelerate is an optional dependency.
-    from llmtrain.engines.accelerated import AcceleratedDataParallel, AcceleratedDeepSpeed
-
-    if plan.recipe.parallel.strategy == "deepspeed":
-        return AcceleratedDeepSpeed(plan, ds_config, device)
-    return AcceleratedDataParallel(plan, device)
+def plain_loop(plan: Plan, device: torch.device, distribution: Distribution) -> PlainLoop:
+    """Returns the loop of a plan, with the whole model."""
+    recipe = plan.recipe
+    model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
+    if recipe.parallel.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    install_kernels(model, plan)
+    return PlainLoop(model, recipe, distribution)
 
 
 def _axes(plan: Plan, device: torch.device) -> list[Axis]:

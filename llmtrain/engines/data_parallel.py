@@ -6,44 +6,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.forward import check_kernels, forward
-from llmtrain.engines.plain import PlainLoop
-from llmtrain.models import build_model
+from llmtrain.engines.forward import forward
+from llmtrain.engines.plain import Distribution
 from llmtrain.plan import Plan
 
 
-class TorchDataParallel(PlainLoop):
-    """The plain loop, with its forward pass distributed over the devices of the process.
+class DataParallel(Distribution):
+    """Distributes each forward pass over the devices of the process.
 
     A pass reads the joined micro-batches of all devices. Each replica computes its own loss, so each device returns
     two scalars instead of its logits.
     """
 
+    name = "torch.nn.DataParallel"
+
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        recipe = plan.recipe
-        model = build_model(recipe, torch.float32, device)
-        check_kernels(model.config, plan)
-        if recipe.parallel.activation_checkpointing == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.devices = [device]
-        self.replicas: nn.Module = _Losses(model)
         # On a CPU there is nothing to distribute over; by default, DataParallel would use any visible GPUs.
-        if device.type == "cuda":
-            self.devices = [torch.device("cuda", index) for index in range(plan.cluster.devices_per_node)]
-            self.replicas = nn.DataParallel(self.replicas, device_ids=self.devices)
-        super().__init__(model, recipe)
+        on_gpus = [torch.device("cuda", index) for index in range(plan.cluster.devices_per_node)]
+        self.devices = on_gpus if device.type == "cuda" else [device]
+
+    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+        """Wraps the model with its loss; the optimizer remains as it is."""
+        super().distribute(model, optimizer, trained)
+        self.module = _Losses(model)
+        if self.devices[0].type == "cuda":
+            self.module = nn.DataParallel(self.module, device_ids=self.devices)
+        return optimizer
+
+    def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
+        loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels)
+        return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
     def describe(self) -> dict[str, Any]:
-        """Returns a description with the optimizer and the devices."""
-        return super().describe() | {"engine": "torch.nn.DataParallel", "device": ", ".join(map(str, self.devices))}
-
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        loss_sums, auxiliaries = self.replicas(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels)
-        return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
+        """Adds all devices."""
+        return super().describe() | {"device": ", ".join(map(str, self.devices))}
 
 
 class _Losses(nn.Module):

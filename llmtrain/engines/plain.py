@@ -1,8 +1,8 @@
-"""A plain PyTorch loop, which Horovod and nn.DataParallel distribute over devices."""
+"""A plain PyTorch loop, and the part that distributes it: Accelerate, Horovod and nn.DataParallel have one each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,72 @@ from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe
 
 
+class Distribution:
+    """How the loop is distributed; here not at all, over a single rank with a single device.
+
+    All ranks call every method.
+    """
+
+    name = "plain PyTorch"
+    is_sharded = False
+    """Whether each rank trains shards of the weights, which are DTensors."""
+    keeps_masters = True
+    """Whether the loop keeps fp32 master weights for a model in a lower precision."""
+    place = (0, 1)
+    """(index, number) of this rank among those that read different samples."""
+
+    def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
+        """Distributes a model; returns the optimizer that trains this rank's part of it.
+
+        trained: what the optimizer trains, by the name of the weight: the weight or its fp32 master.
+        """
+        self.model = model
+        self.module: nn.Module = model
+        """The module whose forward passes and modes are those of the model."""
+        return optimizer
+
+    def passing(self, is_last: bool) -> AbstractContextManager[object]:
+        """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
+        return nullcontext()
+
+    def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
+        return forward(self.module, self.model, micro_batch, device)
+
+    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens.
+
+        Gradients are summed over ranks here.
+        """
+        return loss_sum / target_tokens
+
+    def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
+        """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
+        grad_norm = squared_norm(gradients_of(trained), device).sqrt().float()
+        nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
+        return grad_norm
+
+    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        """Combines this rank's share of the loss, and the norm of the reduced gradients, over all ranks."""
+        return Measured(loss, grad_norm)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Updates the weights."""
+        optimizer.step()
+
+    def sum(self, total: Tensor) -> Tensor:
+        """Returns the sum of a scalar over all ranks, after forward passes without backward passes."""
+        return total
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Returns a whole weight on the CPU, in the dtype of the forward pass."""
+        return weight.cpu()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a run records beside the optimizer and the device."""
+        return {"engine": self.name}
+
+
 class PlainLoop:
     """A loop over micro-batches, gradient clipping and `optimizer.step()`.
 
@@ -41,31 +107,36 @@ class PlainLoop:
     gradients of each micro-batch in fp32. After each step they are rounded into the model's weights.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, distribution: Distribution | None = None) -> None:
         self.model = model
         self.recipe = recipe
+        self.distribution = distribution or Distribution()
         self.device = next(model.parameters()).device
         groups = parameter_groups(model, recipe.optim.weight_decay)
         self.masters = {
             weight: nn.Parameter(weight.detach().float())
             for weight in model.parameters()
-            if weight.requires_grad and weight.dtype != torch.float32
+            if self.distribution.keeps_masters and weight.requires_grad and weight.dtype != torch.float32
         }
         for group in groups:
             group["params"] = [self.masters.get(weight, weight) for weight in group["params"]]
-        self.trained: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
-        self.optimizer = self._optimizer(groups)
+        trained = {
+            name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
+        }
+        optimizer = torch_optimizer(groups, recipe.optim, self.distribution.is_sharded)
+        self.optimizer = self.distribution.distribute(model, optimizer, trained)
+        self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
         self.guard = Guard(recipe.guard, self.device)
         self.guard.watch(self.optimizer)
 
     @property
     def data_parallel_rank(self) -> int:
-        """0, because there is a single rank."""
-        return 0
+        """Index of this rank among those that read different samples."""
+        return self.distribution.place[0]
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Takes one update from the sum over all micro-batches, divided by the target tokens."""
+        """Takes one update from the mean over the target tokens of all micro-batches of all ranks."""
         return take_step(self, batch)
 
     @property
@@ -75,22 +146,31 @@ class PlainLoop:
         return rate
 
     def start(self) -> None:
-        """Puts the model in training mode, and clears the gradients."""
-        self.model.train()
-        self.optimizer.zero_grad()
+        """Puts the model in training mode."""
+        if not self.model.training:  # visiting every module costs as much as a small update
+            self.distribution.module.train()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
-        """Returns the context of a micro-batch's passes, which is empty; gradients are reduced after the last one."""
-        return nullcontext()
+        """Returns the context of a micro-batch's passes."""
+        return self.distribution.passing(is_last)
+
+    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
+        with autocast(self.recipe.parallel.precision, self.device.type):
+            return self.distribution.forward(micro_batch, self.device)
 
     def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Divides by the target tokens of the global batch only, because gradients are summed over ranks."""
-        return loss_sum / target_tokens
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens."""
+        return self.distribution.weigh(loss_sum, target_tokens)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
-        """Accumulates the gradients of a micro-batch."""
+        """Accumulates the gradients of a micro-batch; those of master weights in fp32."""
         loss.backward()  # type: ignore[no-untyped-call]
-        self._collect_gradients()
+        for weight, master in self.masters.items():
+            if weight.grad is not None:
+                gradient = weight.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                weight.grad = None
 
     def finish(self, loss: Tensor) -> Measured:
         """Takes the norm and the verdict, and updates the weights."""
@@ -98,35 +178,33 @@ class PlainLoop:
 
     def clip(self) -> Tensor:
         """Reduces the gradients over ranks and clips them; returns their norm before clipping."""
-        self._reduce_gradients()
-        grad_norm = squared_norm(gradients_of(self.trained), self.device).sqrt().float()
-        nn.utils.clip_grads_with_norm_(self.trained, self.recipe.optim.clip_grad_norm or float("inf"), grad_norm)
-        return grad_norm
+        trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        return self.distribution.clip(trained, self.recipe.optim.clip_grad_norm or float("inf"), self.device)
+
+    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
+        """Combines the loss and the norm of all ranks; `loss` is this rank's share."""
+        return self.distribution.measure(loss, grad_norm)
 
     def update(self) -> None:
-        """Steps the optimizer and the schedule."""
-        self._update()
+        """Steps the optimizer and the schedule, and clears the gradients."""
+        self.distribution.step(self.optimizer)
         self._round_masters()
         self.scheduler.step()
-
-    def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
-        with autocast(self.recipe.parallel.precision, self.device.type):
-            return self._forward(micro_batch)
+        self.optimizer.zero_grad()
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean cross-entropy over the target tokens."""
-        self.model.eval()
+        """Returns the mean cross-entropy over the target tokens of all ranks."""
+        self.distribution.module.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             total += self.forward(micro_batch)[0]
-        return self._over_ranks(total) / batch.target_tokens
+        return self.distribution.sum(total) / batch.target_tokens
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every weight under its Hugging Face name; tied weights once."""
+        """Yields every whole weight under its Hugging Face name; tied weights once."""
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach().cpu()
+            yield name, self.distribution.whole(parameter.detach())
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""
@@ -139,12 +217,13 @@ class PlainLoop:
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all trained tensors, then of the untrained ones."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
+        copy = (0, 1) if self.distribution.is_sharded else self.distribution.place  # shards are not copies
 
         def place(parameter: nn.Parameter) -> Place:
-            return names[parameter], Region.whole(parameter.shape), self._copy
+            return names[parameter], Region.whole(parameter.shape), copy
 
         yield from pieces_of(held(self.optimizer, self.masters), place)
-        yield untrained_pieces(self.model, self._copy)
+        yield untrained_pieces(self.model, self.distribution.place)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""
@@ -156,47 +235,11 @@ class PlainLoop:
         resume_schedule(self.scheduler, progress["schedule"])
 
     def describe(self) -> dict[str, Any]:
-        """Returns the optimizer's class and the device."""
-        return {"engine": "plain PyTorch", "optimizer": type(self.optimizer).__name__, "device": str(self.device)}
-
-    # The engines for Horovod and nn.DataParallel override the following methods.
-
-    def _optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Returns the optimizer of `trained`."""
-        return torch_optimizer(groups, self.recipe.optim)
-
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Does what `forward` does, within its autocast context."""
-        return forward(self.model, self.model, micro_batch, self.device)
-
-    def _reduce_gradients(self) -> None:
-        """Reduces the gradients to those of the global batch; does nothing here, with a single rank."""
-
-    def _update(self) -> None:
-        self.optimizer.step()
-
-    def measure(self, loss: Tensor, grad_norm: Tensor) -> Measured:
-        """Combines this rank's share of the loss, and the norm of the reduced gradients, over all ranks."""
-        return Measured(loss, grad_norm)
-
-    def _over_ranks(self, total: Tensor) -> Tensor:
-        """Returns the sum of a scalar over all ranks."""
-        return total
-
-    def _collect_gradients(self) -> None:
-        """Adds the gradients of a micro-batch to those of the master weights, in fp32."""
-        for weight, master in self.masters.items():
-            if weight.grad is not None:
-                gradient = weight.grad.float()
-                master.grad = gradient if master.grad is None else master.grad + gradient
-                weight.grad = None
+        """Returns what distributes the loop, the optimizer's class and the device."""
+        own = {"optimizer": type(self.optimizer).__name__, "device": str(self.device)}
+        return own | self.distribution.describe()
 
     @torch.no_grad()
     def _round_masters(self) -> None:
         for weight, master in self.masters.items():
             weight.copy_(master)
-
-    @property
-    def _copy(self) -> tuple[int, int]:
-        """(index, number) of this rank among the ranks with the same weights."""
-        return 0, 1

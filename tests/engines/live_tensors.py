@@ -107,7 +107,7 @@ def passed_storages() -> dict[int, int]:
 
 def _watch(engine: Any, look: Callable[[], None]) -> None:
     """Looks after each backward pass."""
-    inner = getattr(engine, "accelerator", engine.engine)
+    inner = getattr(engine, "engine", engine)
     backward = inner.backward
 
     def watched(*arguments: Any, **options: Any) -> None:

@@ -285,9 +285,10 @@ def test_continued_is_uninterrupted_and_exported_as_it_was_bit_for_bit(ranks, tm
 def _alone(rank: int):
     from accelerate import Accelerator
 
-    from llmtrain.engines.accelerated import _checked, _join_group
+    from llmtrain.engines.accelerated import _checked
+    from llmtrain.overrides.accelerate import join_group
 
-    _join_group(engine_of(plan_of(_recipe("ddp", 0, 2), 2)).device)
+    join_group(engine_of(plan_of(_recipe("ddp", 0, 2), 2)).device)
     accelerator = Accelerator(cpu=True)
     _checked(accelerator)
     accelerator.state.num_processes = 1  # what it sees on a CPU when nobody says `cpu`

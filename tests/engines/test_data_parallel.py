@@ -11,7 +11,9 @@ from torch import nn
 from traces import Trace, trace, worst
 
 from llmtrain.cluster import Cluster
-from llmtrain.engines.data_parallel import TorchDataParallel
+from llmtrain.engines.build import plain_loop
+from llmtrain.engines.data_parallel import DataParallel
+from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.recipe import Recipe
 from llmtrain.rules.resolve import resolve
@@ -38,11 +40,11 @@ class InTurn(nn.Module):
         return torch.cat(losses), None if auxiliaries[0] is None else torch.cat(auxiliaries)
 
 
-def _engine(devices: int, device: torch.device, micro_batch: int, **fields) -> TorchDataParallel:
+def _engine(devices: int, device: torch.device, micro_batch: int, **fields) -> PlainLoop:
     recipe = tiny_recipe(**{"parallel.backend": "data_parallel", "batch.micro_batch_size": micro_batch, **fields})
     plan = resolve(recipe, Cluster(devices_per_node=devices, device="cpu" if devices == 1 else "gpu"))
     assert plan.workers == 1
-    engine = TorchDataParallel(plan, device)
+    engine = plain_loop(plan, device, DataParallel(plan, device))
     engine.shape = (plan.read_size, plan.batch.gradient_accumulation_steps)
     assert engine.shape == (micro_batch * devices, GLOBAL_BATCH // (micro_batch * devices))
     return engine
@@ -67,7 +69,7 @@ def _same(run: Trace, expected: Trace) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_arithmetic_is_that_of_the_plain_loop(devices, fields):
     engine = _engine(devices, CPU, micro_batch=2, **fields)
-    engine.replicas = InTurn(engine.replicas, devices)
+    engine.distribution.module = InTurn(engine.distribution.module, devices)
     _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2))
 
 
@@ -88,5 +90,5 @@ def test_it_goes_on_from_what_it_saved(tmp_path):
 def test_several_gpus_are_the_plain_loop(fields):
     gpu = torch.device("cuda", 0)
     engine = _engine(2, gpu, micro_batch=2, **fields)
-    assert len(engine.devices) == 2
+    assert len(engine.distribution.devices) == 2
     _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2, gpu))

@@ -32,8 +32,9 @@ def test_master_weights_start_rounded_and_keep_what_bf16_cannot():
 
 def test_gradients_of_micro_batches_are_collected_in_fp32():
     engine = _engine()
+    gradients = []
+    engine.optimizer.register_step_pre_hook(lambda *_: gradients.extend(one.grad for one in engine.masters.values()))
     engine.train_step(step_batch(0, 1, GLOBAL_BATCH))
-    gradients = [master.grad for master in engine.masters.values()]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
 

@@ -101,11 +101,38 @@ def _loss_scale(engine: _Engine) -> dict[str, dict[str, Any]]:
     return found
 
 
+Initialise = Callable[[nn.Module, list[dict[str, Any]], Plan, dict[str, Any], torch.device], _Engine]
+
+
+def initialise(
+    module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
+) -> _Engine:
+    """Passes the model, its parameter groups and its schedule to `deepspeed.initialize`."""
+    engine: _Engine = deepspeed.initialize(
+        model=module,
+        model_parameters=groups,
+        lr_scheduler=lambda optimizer: schedule(optimizer, plan.recipe),
+        config=ds_config,
+    )[0]
+    return engine
+
+
 class DeepSpeedEngine:
     """`deepspeed.initialize` on a causal LM that `axes` divide; ZeRO replicates or shards the parts over the rest."""
 
-    def __init__(self, plan: Plan, ds_config: dict[str, Any], device: torch.device, axes: Sequence[Axis] = ()) -> None:
-        """axes: those of a degree above 1. Raises RecipeError for a model that one of them cannot divide."""
+    def __init__(
+        self,
+        plan: Plan,
+        ds_config: dict[str, Any],
+        device: torch.device,
+        axes: Sequence[Axis] = (),
+        initialise: Initialise = initialise,
+        prepared_by: str = "",
+    ) -> None:
+        """axes: those of a degree above 1. initialise: makes DeepSpeed's engine, directly or through `prepared_by`.
+
+        Raises RecipeError for a model that one of the axes cannot divide.
+        """
         self.plan = plan
         self.device = device
         self.axes = axes
@@ -128,7 +155,11 @@ class DeepSpeedEngine:
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None
-        self.engine = self._initialise(ds_config)
+        groups = parameter_groups(self.module, recipe.optim.weight_decay)
+        for axis in axes:
+            groups = axis.parameter_groups(groups)
+        self.engine = initialise(self.module, groups, plan, ds_config, device)
+        self._prepared_by = prepared_by
         reduce_among_several(self.engine)
         if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
             clip_by(self.engine, self._norm_of_step)
@@ -149,20 +180,6 @@ class DeepSpeedEngine:
         if self.plan.parallel.zero_stage == 3:
             return build_partitioned(recipe, dtype, ds_config, self.device, self._replicas)
         return build_model(recipe, dtype, self.device)
-
-    def _initialise(self, ds_config: dict[str, Any]) -> _Engine:
-        """Passes the model, its parameter groups and its schedule to `deepspeed.initialize`."""
-        recipe = self.plan.recipe
-        groups = parameter_groups(self.module, recipe.optim.weight_decay)
-        for axis in self.axes:
-            groups = axis.parameter_groups(groups)
-        engine: _Engine = deepspeed.initialize(
-            model=self.module,
-            model_parameters=groups,
-            lr_scheduler=lambda optimizer: schedule(optimizer, recipe),
-            config=ds_config,
-        )[0]
-        return engine
 
     @property
     def data_parallel_rank(self) -> int:
@@ -209,12 +226,12 @@ class DeepSpeedEngine:
             axis.before_backward()
         self.engine.backward(loss, scale_wrt_gas=False)
         if not is_last:
-            self._step()
+            self.engine.step()
 
     def finish(self, loss: Tensor) -> Measured:
         """Runs the DeepSpeed step, which computes the norm and updates the weights."""
         self._own_norm = self._replicated_grad_norm()
-        return self.judged(lambda: loss, self._step)
+        return self.judged(lambda: loss, self.engine.step)
 
     def judged(self, loss: Callable[[], Tensor], step: Callable[[], object]) -> Measured:
         """Runs a step of DeepSpeed. The verdict is taken within it, when DeepSpeed's optimizer begins.
@@ -242,9 +259,6 @@ class DeepSpeedEngine:
         measured = self._measure(self._loss())
         self.guard.judge(measured, overflowed)
         self._measured = measured
-
-    def _step(self) -> None:
-        self.engine.step()
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
@@ -297,7 +311,7 @@ class DeepSpeedEngine:
         """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
         stage = {"stage": self.module.stage_id} if self.pipeline else {}
         return {
-            "engine": f"deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
+            "engine": f"{self._prepared_by}deepspeed {deepspeed.__version__}" + (" pipeline" if self.pipeline else ""),
             **stage,
             "optimizer": type(self.engine.optimizer).__name__,
             "basic_optimizer": type(self.engine.basic_optimizer).__name__,
