@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import MISSING, Field, asdict, fields
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import typer
 
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
-from llmtrain.commands.plan import (
-    MOST_WORKERS,
-    DeviceOption,
-    JsonOption,
-    NodesOption,
-    PerNodeOption,
-    RecipeArgument,
-    SetOption,
-)
+from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
+from llmtrain.commands.request import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
@@ -35,6 +32,27 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+
+
+def command(run: Callable[[Any], None]) -> Callable[..., None]:
+    """Adds a function of a request to the commands; its arguments and options are the fields of the request."""
+    request = get_type_hints(run)["request"]
+    hints = get_type_hints(request, include_extras=True)
+
+    @wraps(run)
+    def called(**options: Any) -> None:
+        run(request(**options))
+
+    parameters = (Parameter(one.name, Parameter.KEYWORD_ONLY, default=_default(one)) for one in fields(request))
+    called.__signature__ = Signature([one.replace(annotation=hints[one.name]) for one in parameters])  # type: ignore
+    called.__annotations__ = hints
+    return app.command()(called)
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return Parameter.empty if field.default is MISSING else field.default
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,139 +106,23 @@ def refuse(error: UserError) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-@app.command()
-def train(
-    recipe: RecipeArgument,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nproc: Annotated[
-        int | None,
-        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
-    ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
-        ),
-    ] = "auto",
-    max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None,
-    max_restarts: Annotated[
-        int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
-    ] = 0,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Do not train: run a scaled-down copy of the plan here, on CPUs, and report. With "
-            "--launcher, print what would be started.",
-        ),
-    ] = False,
-    nodes: NodesOption = None,
-    gpus_per_node: PerNodeOption = None,
-    device: DeviceOption = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --dry-run: print the report as one JSON document.")
-    ] = False,
-    launcher: Annotated[
-        Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"],
-        typer.Option(
-            help="torchrun, accelerate: start the workers of this machine with this tool; deepspeed: start "
-            "them on the hosts of a hostfile over ssh; slurm: submit a job; kubernetes: print a "
-            "manifest (needs --dry-run)."
-        ),
-    ] = "local",
-    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None,
-    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = "",
-    exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = "",
-    runner: Annotated[
-        Literal["pdsh", "openmpi"] | None,
-        typer.Option(help="deepspeed: how the hosts are reached, as --launcher of `deepspeed` itself; default: pdsh."),
-    ] = None,
-    slurm: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="slurm: an option of the job, such as time=24:00:00 or partition=NAME. Repeatable.",
-        ),
-    ] = [],  # noqa: B006  (typer copies it)
-    kubernetes: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="kubernetes: an option of the manifest, such as image=IMAGE or pvc=CLAIM. Repeatable.",
-        ),
-    ] = [],  # noqa: B006  (typer copies it)
-) -> None:
+@command
+def train(request: TrainRequest) -> None:
     """Train a recipe: on this machine, as a worker of the launcher that started this process, or as a submitted job.
 
     --nodes, --gpus-per-node and --device describe the cluster of a job or of a dry run; by default it is the recipe's
     own cluster. A dry run with --nproc plans for that many workers on this machine.
     """
     stop_by_exception()
-    from llmtrain.commands.request import TrainRequest
     from llmtrain.commands.train import train as start
 
-    start(
-        TrainRequest(
-            recipe=recipe,
-            assignments=assignments,
-            launcher=launcher,
-            nproc=nproc,
-            run_dir=run_dir,
-            resume=resume,
-            max_steps=max_steps,
-            max_restarts=max_restarts,
-            dry_run=dry_run,
-            as_json=as_json,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            device=device,
-            hostfile=hostfile,
-            include=include,
-            exclude=exclude,
-            runner=runner,
-            slurm=slurm,
-            kubernetes=kubernetes,
-        )
-    )
+    start(request)
 
 
-@app.command()
-def plan(
-    recipe: RecipeArgument,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    nodes: NodesOption = None,
-    gpus_per_node: PerNodeOption = None,
-    device: DeviceOption = None,
-    search: Annotated[bool, typer.Option("--search", help="Rank all legal plans by predicted speed.")] = False,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace", help="Measure what each layer saves for the backward pass by tracing the model (loads torch)."
-        ),
-    ] = False,
-    as_json: JsonOption = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(help="Write plan.json, ds_config.json and diagrams of memory and schedule to this folder."),
-    ] = None,
-) -> None:
+@command
+def plan(request: PlanRequest) -> None:
     """Resolve a recipe for a cluster: print its degrees, batch and DeepSpeed configuration, or why it is refused."""
-    from llmtrain.commands.plan import PlanRequest, show_plan
-
-    show_plan(
-        PlanRequest(
-            recipe=recipe,
-            assignments=assignments,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            device=device,
-            search=search,
-            trace=trace,
-            as_json=as_json,
-            write=write,
-        )
-    )
+    show_plan(request)
 
 
 @app.command()
@@ -379,47 +281,10 @@ def generate(
     print(prompt + continuation)
 
 
-@app.command()
-def doctor(
-    recipe: Annotated[
-        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: the recipe to build for.")
-    ] = None,
-    assignments: SetOption = [],  # noqa: B006  (typer copies it)
-    hostfile: Annotated[
-        Path | None, typer.Option(help="Check these hosts over ssh; the file has lines of the form HOST slots=N.")
-    ] = None,
-    include: Annotated[str, typer.Option(help="Hosts and devices to check, such as h1@h2:0,2.")] = "",
-    exclude: Annotated[str, typer.Option(help="Hosts and devices to leave out.")] = "",
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of ranks of the all-reduce on this machine; default: one per GPU, or 2 on a CPU.",
-            min=1,
-            max=MOST_WORKERS,
-        ),
-    ] = None,
-    time_limit: Annotated[float, typer.Option(help="Give up the all-reduce after this many seconds.", min=1)] = 120,
-    prebuild: Annotated[
-        bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+@command
+def doctor(request: DoctorRequest) -> None:
     """Check this machine, or each host of a hostfile: report what would break a run, and how to fix it.
 
     Exits with 0 if no fault is found, 5 if there is one, and 2 if the command line is wrong.
     """
-    from llmtrain.commands.doctor import DoctorRequest, visit_doctor
-
-    visit_doctor(
-        DoctorRequest(
-            recipe=recipe,
-            assignments=assignments,
-            hostfile=hostfile,
-            include=include,
-            exclude=exclude,
-            nproc=nproc,
-            seconds=time_limit,
-            build=prebuild,
-            as_json=as_json,
-        )
-    )
+    visit_doctor(request)

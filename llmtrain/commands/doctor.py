@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from llmtrain.commands.plan import MOST_WORKERS, JsonOption, SetOption
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 
 if TYPE_CHECKING:
@@ -18,15 +21,28 @@ if TYPE_CHECKING:
 class DoctorRequest:
     """The options of the command line."""
 
-    recipe: str | None
-    assignments: list[str]
-    hostfile: Path | None
-    include: str
-    exclude: str
-    nproc: int | None
-    seconds: float
-    build: bool
-    as_json: bool
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE[:VARIANT]", help="With --prebuild: the recipe to build for.")
+    ] = None
+    assignments: SetOption = field(default_factory=list)
+    hostfile: Annotated[
+        Path | None, typer.Option(help="Check these hosts over ssh; the file has lines of the form HOST slots=N.")
+    ] = None
+    include: Annotated[str, typer.Option(help="Hosts and devices to check, such as h1@h2:0,2.")] = ""
+    exclude: Annotated[str, typer.Option(help="Hosts and devices to leave out.")] = ""
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of ranks of the all-reduce on this machine; default: one per GPU, or 2 on a CPU.",
+            min=1,
+            max=MOST_WORKERS,
+        ),
+    ] = None
+    time_limit: Annotated[float, typer.Option(help="Give up the all-reduce after this many seconds.", min=1)] = 120
+    prebuild: Annotated[
+        bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
+    ] = False
+    as_json: JsonOption = False
 
 
 def visit_doctor(request: DoctorRequest) -> None:
@@ -64,7 +80,7 @@ def _visit(request: DoctorRequest) -> Visit:
                 problems.append(Problem("doctor.options", option, "needs a hostfile", "add --hostfile"))
     elif request.nproc:
         problems.append(Problem("doctor.options", "--nproc", "is given by the slots of the hostfile", "leave it out"))
-    if request.recipe and not request.build:
+    if request.recipe and not request.prebuild:
         problems.append(
             Problem("doctor.options", "RECIPE", "is only used with --prebuild", "add --prebuild, or leave it out")
         )
@@ -77,7 +93,7 @@ def _visit(request: DoctorRequest) -> Visit:
     return Visit(
         hosts=tuple(hosts),
         nproc=request.nproc,
-        seconds=request.seconds,
-        build=request.build,
+        seconds=request.time_limit,
+        build=request.prebuild,
         parallel=recipe.parallel if recipe else None,
     )

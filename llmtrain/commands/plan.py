@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,15 +81,23 @@ def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
 class PlanRequest:
     """The options of the command line."""
 
-    recipe: str
-    assignments: list[str]
-    nodes: int | None
-    gpus_per_node: int | None
-    device: str | None
-    search: bool
-    trace: bool
-    as_json: bool
-    write: Path | None
+    recipe: RecipeArgument
+    assignments: SetOption = field(default_factory=list)
+    nodes: NodesOption = None
+    gpus_per_node: PerNodeOption = None
+    device: DeviceOption = None
+    search: Annotated[bool, typer.Option("--search", help="Rank all legal plans by predicted speed.")] = False
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace", help="Measure what each layer saves for the backward pass by tracing the model (loads torch)."
+        ),
+    ] = False
+    as_json: JsonOption = False
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write plan.json, ds_config.json and diagrams of memory and schedule to this folder."),
+    ] = None
 
 
 def show_plan(request: PlanRequest) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from llmtrain.commands.plan import named_cluster
+import typer
+
+from llmtrain.commands.plan import (
+    MOST_WORKERS,
+    DeviceOption,
+    NodesOption,
+    PerNodeOption,
+    RecipeArgument,
+    SetOption,
+    named_cluster,
+)
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
@@ -18,28 +28,69 @@ LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
-    """All options, as they were given."""
+    """All options of the command line, as they were given."""
 
-    recipe: str
+    recipe: RecipeArgument
     """Path of the recipe's file, followed by `:VARIANT` if one is given."""
-    assignments: list[str]
-    launcher: LauncherName
-    nproc: int | None
-    run_dir: Path | None
-    resume: str
-    max_steps: int | None
-    max_restarts: int
-    dry_run: bool
-    as_json: bool
-    nodes: int | None
-    gpus_per_node: int | None
-    device: str | None
-    hostfile: Path | None
-    include: str
-    exclude: str
-    runner: Literal["pdsh", "openmpi"] | None
-    slurm: list[str]
-    kubernetes: list[str]
+    assignments: SetOption = field(default_factory=list)
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+    ] = None
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
+        ),
+    ] = "auto"
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None
+    max_restarts: Annotated[
+        int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
+    ] = 0
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Do not train: run a scaled-down copy of the plan here, on CPUs, and report. With "
+            "--launcher, print what would be started.",
+        ),
+    ] = False
+    nodes: NodesOption = None
+    gpus_per_node: PerNodeOption = None
+    device: DeviceOption = None
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as one JSON document.")] = (
+        False
+    )
+    launcher: Annotated[
+        LauncherName,
+        typer.Option(
+            help="torchrun, accelerate: start the workers of this machine with this tool; deepspeed: start "
+            "them on the hosts of a hostfile over ssh; slurm: submit a job; kubernetes: print a "
+            "manifest (needs --dry-run)."
+        ),
+    ] = "local"
+    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None
+    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = ""
+    exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = ""
+    runner: Annotated[
+        Literal["pdsh", "openmpi"] | None,
+        typer.Option(help="deepspeed: how the hosts are reached, as --launcher of `deepspeed` itself; default: pdsh."),
+    ] = None
+    slurm: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="slurm: an option of the job, such as time=24:00:00 or partition=NAME. Repeatable.",
+        ),
+    ] = field(default_factory=list)
+    kubernetes: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="kubernetes: an option of the manifest, such as image=IMAGE or pvc=CLAIM. Repeatable.",
+        ),
+    ] = field(default_factory=list)
 
     @property
     def path(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from llmtrain.commands.plan import print_plan
 from llmtrain.commands.request import LauncherName, TrainRequest
-from llmtrain.commands.start import startable
+from llmtrain.commands.start import startable, train_here
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.system.streams import outlive_the_terminal
 
@@ -25,8 +25,6 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     from rich.console import Console
 
     from llmtrain.cluster import local_cluster
-    from llmtrain.commands.plan import print_plan
-    from llmtrain.commands.start import startable
     from llmtrain.launch.tools import check_tool, lines_of
     from llmtrain.predict import memory_of
     from llmtrain.run_dir import RunDir
@@ -205,28 +203,16 @@ def train(request: TrainRequest) -> None:
     if problems := [*_unsupported(request), *_in_conflict(request, rank)]:
         raise RecipeError(problems)
     if request.launcher == "deepspeed":
-        pass
-
         train_on_hosts(request)
     elif request.launcher == "slurm":
-        pass
-
         enqueue(request)
     elif request.launcher == "kubernetes":
-        pass
-
         print_manifest(request)
     elif not request.dry_run:
-        from llmtrain.commands.start import train_here
-
         train_here(request, rank, tool=None if request.launcher == "local" else request.launcher)
     elif request.launcher == "local":
-        pass
-
         run_small(request)
     else:
-        pass
-
         print_lines(request.launcher, request)
 
 
@@ -243,7 +229,7 @@ def _unsupported(request: TrainRequest) -> Iterator[Problem]:
             continue
         if when is None:
             message = f"is not supported with --launcher {launcher}"
-            fix = f"leave it out, or use --launcher {', '.join(launchers)}"
+            fix = f"leave it out, or use --launcher {' or '.join(launchers)}"
             yield Problem("launch.options", option, message, instead.get((field, launcher), fix))
         elif when == "with --dry-run" and not request.dry_run:
             message = f"is supported only with --dry-run by --launcher {launcher}"

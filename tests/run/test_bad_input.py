@@ -107,6 +107,7 @@ def test_impossible_hosts_start_nothing(hostfile, arguments, words, small_recipe
         (["--launcher", "kubernetes", "--dry-run"], ["--kubernetes image: is required", "--kubernetes pvc"]),
         (["--kubernetes", "image=x", "--slurm", "time=1"], ["--launcher kubernetes", "--launcher slurm"]),
         (["--runner", "openmpi"], ["--launcher deepspeed"]),
+        (["--launcher", "deepspeed", "--nodes", "2"], ["--launcher local or torchrun or accelerate or slurm"]),
         (
             ["--launcher", "slurm", "--hostfile", "H"],
             ["--hostfile: is not supported", "use --launcher deepspeed"],
