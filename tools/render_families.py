@@ -79,9 +79,6 @@ class Verdict:
 
 def judge(family: str) -> Verdict:
     """Builds a family, cuts it into stages and compares them with the whole model."""
-    outside = out_of_scope(family)
-    if outside:
-        return Verdict(family, "out of scope", outside)
     try:
         config = tiny_config(family)
         whole = reference(config, "eager")
@@ -198,13 +195,21 @@ def section(kind: str, verdicts: list[Verdict]) -> str:
     return f"\n## {kind.capitalize()}\n\n| Family | |\n|---|---|\n{rows}"
 
 
-def walk() -> list[Verdict]:
+def every_family(judge: Callable[[str], Verdict]) -> list[Verdict]:
     """Returns the results for all model types of the mapping."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
-        return [judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+        return [
+            Verdict(family, "out of scope", outside) if (outside := out_of_scope(family)) else judge(family)
+            for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        ]
+
+
+def write(name: str, text: str) -> None:
+    """Writes a page of the reference."""
+    (Path(__file__).parents[1] / "docs/reference" / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    (Path(__file__).parents[1] / "docs/reference/families.md").write_text(render(walk()), encoding="utf-8")
+    write("families.md", render(every_family(judge)))

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from render_families import Verdict, one_line, out_of_scope, render, tiny_config
+from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import documents_known
@@ -43,9 +40,6 @@ INFLUENCE = "documents influence each other"
 
 def judge(family: str) -> Verdict:
     """Builds a family and compares."""
-    outside = out_of_scope(family)
-    if outside:
-        return Verdict(family, "out of scope", outside)
     try:
         config = tiny_config(family)
         note = INFLUENCE if influences(config) else ""
@@ -78,14 +72,5 @@ def _logits(config: PreTrainedConfig, tokens: Tensor, positions: Tensor) -> Tens
     return logits
 
 
-def walk() -> list[Verdict]:
-    """Returns the results for all model types of the mapping."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        return [judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-
-
 if __name__ == "__main__":
-    text = render(walk(), HEAD)
-    (Path(__file__).parents[1] / "docs/reference/families_documents.md").write_text(text, encoding="utf-8")
+    write("families_documents.md", render(every_family(judge), HEAD))

@@ -5,22 +5,20 @@ python tools/render_families_sequence.py [FILE]
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import socket
 import sys
-import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
 from torch import distributed as dist
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).parent))
+from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.sequence_check import compare, told
@@ -43,34 +41,18 @@ would be listed as `wrong`. A family without fused attention is tested with `eag
 """
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None  # noqa: PT018
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
-
-
-families = _load("render_families")
-Verdict = families.Verdict
-
-
-def judge(family: str) -> Any:
+def judge(family: str) -> Verdict:
     """Builds a family and compares; both ranks call it."""
-    outside = families.out_of_scope(family)
-    if outside:
-        return Verdict(family, "out of scope", outside)
     try:
-        config = families.tiny_config(family)
+        config = tiny_config(family)
         attention = _attention(config)
     except Exception as error:
-        return Verdict(family, "not built", f"{type(error).__name__}: {families.one_line(error)}")
+        return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     # Each family gets a new group, because a group in which a rank has timed out cannot be used again.
     group = dist.new_group([0, 1], timeout=WAIT)
     refusal = _of_either(compare(config, attention, group))
     if refusal:
-        return Verdict(family, "refused", families.one_line(refusal))
+        return Verdict(family, "refused", one_line(refusal))
     deviation = _of_either(compare(config, attention, group, _longer(config)))
     return Verdict(family, "wrong" if deviation else "works", deviation or ("eager" if attention == "eager" else ""))
 
@@ -104,7 +86,7 @@ def _of_either(reason: str) -> str:
     return told(reasons)
 
 
-def walk() -> list[Any]:
+def walk() -> list[Verdict]:
     """Returns the results for all model types of the mapping, computed by two processes."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as free:
@@ -115,7 +97,7 @@ def walk() -> list[Any]:
     for process in processes:
         process.start()
     sender.close()
-    verdicts = [Verdict(*fields) for fields in receiver.recv()]
+    verdicts: list[Verdict] = receiver.recv()
     for process in processes:
         process.join()
     return verdicts
@@ -125,12 +107,9 @@ def _rank(rank: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     here: dict[str, Any] = {"rank": rank, "local_rank": rank, "world_size": 2, "local_world_size": 2}
     init_process_group(Rank(**here, master_addr="127.0.0.1", master_port=port, launcher="families"), on_cpu=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        verdicts = [judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    verdicts = every_family(judge)
     if rank == 0:
-        pipe.send([(verdict.family, verdict.kind, verdict.note) for verdict in verdicts])
+        pipe.send(verdicts)
     dist.destroy_process_group()
 
 
@@ -138,4 +117,4 @@ if __name__ == "__main__":
     target = (
         Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs/reference/families_sequence.md"
     )
-    target.write_text(families.render(walk(), HEAD), encoding="utf-8")
+    target.write_text(render(walk(), HEAD), encoding="utf-8")

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
+from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.models.proof.slices_check import VOCABULARY, compare
 from llmtrain.models.proof.tiny import shrink
@@ -38,9 +35,6 @@ table shows which share of the tiny copy's layers is split; all ranks hold the r
 
 def judge(family: str) -> Verdict:
     """Builds a family, splits it and compares."""
-    outside = out_of_scope(family)
-    if outside:
-        return Verdict(family, "out of scope", outside)
     try:
         config = shrink(tiny_config(family), 4, vocab_size=VOCABULARY)
         with torch.device("meta"):
@@ -54,29 +48,12 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))
 
 
-def _share(model: transformers.PreTrainedModel, split: Split) -> float:
+def _share(model: PreTrainedModel, split: Split) -> float:
     """Returns the fraction of the decoder layers' parameters that is split."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if re.search(r"\.\d+\.", name)}
     share: float = sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())
     return share
 
 
-def render(verdicts: list[Verdict]) -> str:
-    """Returns the whole page."""
-    counts = {kind: sum(verdict.kind == kind for verdict in verdicts) for kind in KINDS}
-    built = counts["works"] + counts["refused"]
-    totals = f"Of {len(verdicts)} types, {built} are decoder-only and were built: **{counts['works']} work**.\n"
-    sections = [section(kind, [v for v in verdicts if v.kind == kind]) for kind in KINDS if counts[kind]]
-    return HEAD.format(version=transformers.__version__) + totals + "".join(sections)
-
-
-def walk() -> list[Verdict]:
-    """Returns the results for all model types of the mapping."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        return [judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-
-
 if __name__ == "__main__":
-    (Path(__file__).parents[1] / "docs/reference/families_slices.md").write_text(render(walk()), encoding="utf-8")
+    write("families_slices.md", render(every_family(judge), HEAD))

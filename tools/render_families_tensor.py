@@ -10,18 +10,14 @@ import os
 import re
 import socket
 import sys
-import warnings
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-import transformers
 from deepspeed.utils import logger
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).parent))
-from render_families import KINDS, Verdict, one_line, out_of_scope, section, tiny_config
+from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.engines.deepspeed.tensor_check import CannotSplit, compare_split
 from llmtrain.launch.place.rank import Rank
@@ -47,9 +43,6 @@ which share of a rank's layers is split in the tiny copy; all ranks of a group h
 
 def judge(family: str) -> Verdict:
     """Builds a family, splits it among the ranks and compares; all ranks call it."""
-    outside = out_of_scope(family)
-    if outside:
-        return Verdict(family, "out of scope", outside)
     try:
         config = tiny_config(family)
         tokens, positions = packed_input(config)
@@ -69,33 +62,13 @@ def _in_short(reason: str) -> str:
     return f"its tp_plan has styles that AutoTP does not know: {styles[1]}" if styles else reason
 
 
-def verdicts(rank: int, families: Sequence[str]) -> list[Verdict]:
-    """Returns the result for each family; both ranks of a process group call it."""
-    make_tensor_groups(RANKS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logger.setLevel("ERROR")
-        transformers.logging.set_verbosity_error()
-        return [judge(family) for family in families]
-
-
-def render(found: list[Verdict]) -> str:
-    """Returns the whole page."""
-    counts = {kind: sum(verdict.kind == kind for verdict in found) for kind in KINDS}
-    totals = (
-        f"Of {len(found)} types, {counts['works'] + counts['refused']} are decoder-only and were built: "
-        f"**{counts['works']} work, {counts['refused']} are refused**. {counts['not built']} could not be built. "
-        f"{counts['out of scope']} are not decoder-only language models, or are another name of one.\n"
-    )
-    sections = [section(kind, [v for v in found if v.kind == kind]) for kind in KINDS if counts[kind]]
-    return HEAD.format(version=transformers.__version__) + totals + "".join(sections)
-
-
 def _in_group(rank: int, port: int) -> list[Verdict]:
     torch.set_num_threads(1)
     place = Rank(rank, rank, RANKS, RANKS, "127.0.0.1", port, "docs")
     init_process_group(place, on_cpu=True)
-    return verdicts(rank, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    make_tensor_groups(RANKS)
+    logger.setLevel("ERROR")
+    return every_family(judge)
 
 
 def walk() -> list[Verdict]:
@@ -110,4 +83,4 @@ def walk() -> list[Verdict]:
 
 
 if __name__ == "__main__":
-    (Path(__file__).parents[1] / "docs/reference/families_tensor.md").write_text(render(walk()), encoding="utf-8")
+    write("families_tensor.md", render(walk(), HEAD))

@@ -228,7 +228,7 @@ def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
 @pytest.mark.breadth
 def test_the_document_and_the_rule_say_what_the_engine_does():
     document = ROOT / "docs/reference/families_tensor.md"
-    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk()))"
+    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk(), r.HEAD))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(ROOT)])}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.endswith(document.read_text(encoding="utf-8"))
