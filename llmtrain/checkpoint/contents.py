@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -18,6 +18,7 @@ from llmtrain.plan import Plan
 from llmtrain.run_dir import MAY_CHANGE
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
+T = TypeVar("T")
 Values = dict[str, Any]
 WORKERS = "workers"
 """The number of workers, which is recorded like a field of the recipe."""
@@ -103,17 +104,16 @@ class TrainerState:
 
 def read_state(folder: Path) -> TrainerState:
     """Reads the position in a checkpoint. Raises CheckpointError if it cannot be read."""
-    try:
-        return read_json(folder / STATE_FILE, TrainerState)
-    except UNREADABLE as error:
-        problem = Problem("checkpoint.state", str(folder / STATE_FILE), f"cannot be read: {why(error)}")
-    raise CheckpointError(problem)
+    return _read(folder / STATE_FILE, TrainerState, "checkpoint.state")
 
 
 def read_plan(folder: Path) -> Plan:
     """Reads the plan that a checkpoint was written under. Raises CheckpointError if it cannot be read."""
+    return _read(folder / PLAN_FILE, Plan, "checkpoint.plan")
+
+
+def _read(file: Path, kind: type[T], rule: str) -> T:
     try:
-        return read_json(folder / PLAN_FILE, Plan)
+        return read_json(file, kind)
     except UNREADABLE as error:
-        problem = Problem("checkpoint.plan", str(folder / PLAN_FILE), f"cannot be read: {why(error)}")
-    raise CheckpointError(problem)
+        raise CheckpointError(Problem(rule, str(file), f"cannot be read: {why(error)}")) from None

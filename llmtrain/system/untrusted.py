@@ -159,7 +159,7 @@ def _not_a_leaf(item: Any) -> str | None:
     if isinstance(item, str):
         if "\0" in item:
             return "it contains a NUL character"
-        return None if item.isascii() or _is_unicode(item) else "it contains a character that is not valid Unicode"
+        return None if item.isascii() or is_unicode(item) else "it contains a character that is not valid Unicode"
     if isinstance(item, float):
         return None if math.isfinite(item) else f"{item} is not a finite number"
     if isinstance(item, int):
@@ -172,7 +172,8 @@ def _not_a_leaf(item: Any) -> str | None:
     return f"it contains a {type(item).__name__}, which is not JSON data"
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Returns whether a string can be encoded; JSON can contain half of a surrogate pair, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 from llmtrain.errors import DataError, Problem, nearest
+from llmtrain.system.untrusted import is_unicode
 
 if TYPE_CHECKING:
     import pyarrow
@@ -201,18 +202,10 @@ def _document(value: Any, place: str, column: str, fraction: float) -> Iterator[
     if not isinstance(value, str):
         message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
-    if not value.isascii() and not _encodable(value):
+    if not value.isascii() and not is_unicode(value):
         # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
         raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
     yield Document(value, fraction)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
