@@ -1,7 +1,7 @@
 """Kills saves and runs and counts what was lost: `python benchmarks/chaos.py --kills 500`.
 
 Saves are killed before and after each of their filesystem calls, in the middle of each write, and at random times. This
-happens on one rank and on several, with a stand-in and with DeepSpeed's engine (`tests/checkpoint/killing.py` has the
+happens on one rank and on several, with a stand-in and with DeepSpeed's engine (`tests/helpers/killing.py` has the
 campaigns). Then whole runs are killed: the same run is started and killed again and again, and its final output is
 compared bit for bit with that of an undisturbed run. Writes `benchmarks/results/chaos.json`. If a kill costs more than
 the save that it interrupts, the program ends with an error.
@@ -27,15 +27,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/chaos.json"
-for folder in ("tests", "tests/checkpoint", "tests/engines", "tests/run"):
-    sys.path.append(str(ROOT / folder))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-import killing  # noqa: E402
-from commands import llmtrain, losses, metrics, workers  # noqa: E402
-from small_runs import write_small_recipe  # noqa: E402
-
 from llmtrain.run_dir import environment  # noqa: E402
+from tests.helpers import killing  # noqa: E402
+from tests.helpers.commands import llmtrain, losses, metrics, workers  # noqa: E402
+from tests.helpers.small_runs import write_small_recipe  # noqa: E402
 
 MEMORY = Path("/dev/shm")
 TRAIN = (

@@ -31,13 +31,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/effective_time.json"
-sys.path.append(str(ROOT / "tests" / "run"))
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
-from commands import metrics, workers  # noqa: E402
-from small_runs import write_small_recipe  # noqa: E402
-
 from llmtrain.run_dir import environment  # noqa: E402
+from tests.helpers.commands import metrics, workers  # noqa: E402
+from tests.helpers.small_runs import write_small_recipe  # noqa: E402
 
 WORKERS = 2
 FIELDS = {

@@ -3,10 +3,23 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["budget"]
+from llmtrain.recipe import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    Recipe,
+    Source,
+    TrainConfig,
+    TrainedTokenizer,
+)
+from tests.helpers.small_runs import write_small_recipe
+
+pytest_plugins = ["tests.helpers.budget"]
 
 # Before torch or deepspeed is imported anywhere.
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -40,3 +53,33 @@ def small_disk(tmp_path):
         pytest.skip("mounting a tmpfs takes the right to mount")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Recipe:
+    """The recipe that the tests change one thing of."""
+    return Recipe(
+        name="tiny",
+        model=ModelConfig(
+            architecture="llama",
+            config={
+                "hidden_size": 192,
+                "intermediate_size": 512,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 3,
+                "max_position_embeddings": 256,
+                "tie_word_embeddings": True,
+            },
+        ),
+        data=DataConfig(sources=[Source("stdlib")], tokenizer=TrainedTokenizer(vocab_size=4096), sequence_length=256),
+        optim=OptimConfig(lr=1e-3),
+        batch=BatchConfig(global_batch_size=16, micro_batch_size=8),
+        train=TrainConfig(max_steps=10),
+    )
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tmp_path_factory) -> Path:
+    """A recipe file that trains in a second."""
+    return write_small_recipe(tmp_path_factory.mktemp("small"))

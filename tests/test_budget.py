@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 TESTS = """
-import budget, pytest
+import pytest
+from tests.helpers import budget
 
 @pytest.mark.parametrize("number", range(20))
 def test_takes_a_minute(number):
@@ -17,7 +18,8 @@ def test_takes_a_minute(number):
         file.write(f"{number}\\n")
 """
 CLOCK = """
-import budget, types
+import types
+from tests.helpers import budget
 
 budget.time = types.SimpleNamespace(now=0, monotonic=lambda: budget.time.now)
 """
@@ -30,8 +32,8 @@ def run(tmp_path):
     (tmp_path / "conftest.py").write_text(CLOCK)
 
     def run(*options: str) -> tuple[list[int], str]:
-        command = [sys.executable, "-m", "pytest", "-p", "budget", *options]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.budget", *options]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stdout
         order = tmp_path / "order"

@@ -22,9 +22,9 @@ EDIT = re.compile(
 PROGRAM = """
 import sys
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
-from harness import run_ranks
-from traces import assert_same, engine_of, plan_of, reference_of, trace
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import assert_same, engine_of, plan_of, reference_of, trace
 
 STEPS = 3
 ROWS = tiny_recipe(**{"batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.1, "parallel.rows": 2})
@@ -75,8 +75,7 @@ def extended(tmp_path_factory) -> Path:
 
 
 def run(extended: Path, *command: str, code: int = 0) -> str:
-    paths = [extended, ROOT / "tests", ROOT / "tests/engines"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environment = {**os.environ, "PYTHONPATH": f"{extended}{os.pathsep}{ROOT}"}
     command = (sys.executable, *command)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=extended, check=False)
     assert done.returncode == code, done.stdout + done.stderr

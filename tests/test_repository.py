@@ -9,10 +9,10 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from launching_doc import shell_lines
 
 import llmtrain
 from llmtrain import recipe
+from tests.helpers.launching_doc import shell_lines
 
 ROOT = Path(__file__).parent.parent
 

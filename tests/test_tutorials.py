@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching_doc import TEXT, shell_lines
+
+from tests.helpers.launching_doc import TEXT, shell_lines
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -72,7 +72,7 @@ OVERRIDES = (
     Override(
         (f"{_ENGINE}.clip_fp32_gradients",),
         "At ZeRO-0 the norm is taken twice, and averaged over ranks that have different experts.",
-        "tests/engines/test_expert.py",
+        "tests/engines/deepspeed/test_expert.py",
     ),
     Override(
         (
@@ -91,12 +91,12 @@ OVERRIDES = (
     Override(
         (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms",),
         "With experts and tensor slices over the same ranks, only the experts of each group's first rank are counted.",
-        "tests/engines/test_expert_tensor.py",
+        "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",),
         "BF16_Optimizer leaves a mark on gradients, and those of later micro-batches are not scaled.",
-        "tests/engines/test_expert_tensor.py",
+        "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         (f"{_BF16}is_invalid_grad_norm", f"{_ZERO}is_invalid_grad_norm", f"{_ZERO_3}is_invalid_grad_norm"),
@@ -115,27 +115,27 @@ OVERRIDES = (
             f"{_GROUPS}mesh_device",
         ),
         "The groups of a process's first engine are taken for those of every later one.",
-        "tests/engines/test_tensor.py",
+        "tests/engines/deepspeed/test_tensor.py",
     ),
     Override(
         (f"{_GROUPS}_init_tp_mesh_device",),
         "Tensor parallel groups are needed before the model is built.",
-        "tests/engines/test_tensor.py",
+        "tests/engines/deepspeed/test_tensor.py",
     ),
     Override(
         (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
         "A rank cannot tell which experts it holds, to save and gather them.",
-        "tests/engines/test_expert.py",
+        "tests/engines/deepspeed/test_expert.py",
     ),
     Override(
         ("deepspeed.runtime.pipe.module:PipelineModule._index_tied_modules",),
         "A tied weight would tie the whole stage that holds it.",
-        "tests/engines/test_pipeline.py",
+        "tests/engines/deepspeed/test_pipeline.py",
     ),
     Override(
         ("deepspeed.sequence.layer:_dim_zero_all_to_all",),
         "Its public adapter drops attention masks, so packed documents would see each other.",
-        "tests/engines/test_sequence.py",
+        "tests/engines/deepspeed/test_sequence.py",
     ),
     Override(
         ("deepspeed.ops:__compatible_ops__",),
@@ -178,7 +178,7 @@ OVERRIDES = (
     Override(
         ("transformers.models.mixtral.modeling_mixtral:.load_balancing_loss_func",),
         "Ranks that share a sequence would compute the router's loss from their own slices.",
-        "tests/engines/test_sequence.py",
+        "tests/engines/deepspeed/test_sequence.py",
     ),
     Override(
         ("transformers.models.llama.modeling_llama:.apply_rotary_pos_emb",),
@@ -243,7 +243,7 @@ OVERRIDES = (
     Override(
         ("torch.distributed.distributed_c10d:_get_default_store",),
         "Ranks would need a second rendezvous to compare devices and secrets before their first collective.",
-        "tests/run/test_strangers.py",
+        "tests/launch/test_strangers.py",
     ),
     Override(
         ("torch.testing._internal.distributed.fake_pg:FakeStore",),
@@ -253,7 +253,7 @@ OVERRIDES = (
     Override(
         ("torch._subclasses.fake_tensor:FakeTensorMode", "torch:UntypedStorage._cdata"),
         "Tracing what layers save would take the memory of the real model.",
-        "tests/models/test_saved_activations.py",
+        "tests/predict/test_saved_activations.py",
     ),
     Override(
         ("torch._dynamo.config:optimize_ddp",),

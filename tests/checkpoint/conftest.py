@@ -1,12 +1,8 @@
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# The recipes and batches of the engine tests serve here as well.
-sys.path.append(str(Path(__file__).parent.parent / "engines"))
 
 
 @pytest.fixture

@@ -6,11 +6,6 @@ import os
 from threading import Event, Thread
 
 import pytest
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
-from faults import Faults, injected
-from harness import run_ranks
-from small_saves import RUN, save, saver_of
-from traces import engine_of, plan_of
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import TrainerState
@@ -20,6 +15,11 @@ from llmtrain.checkpoint.state import load
 from llmtrain.errors import CheckpointError
 from llmtrain.predict.flat import groups_of
 from llmtrain.predict.memory import memory_of
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.faults import Faults, injected
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_saves import RUN, save, saver_of
+from tests.helpers.traces import engine_of, plan_of
 
 SECONDS = 60
 

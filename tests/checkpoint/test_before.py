@@ -7,11 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from batches import tiny_recipe
-from harness import run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_elastic import _plan, _save
 
 from llmtrain.checkpoint.before import check_data, check_resume
 from llmtrain.checkpoint.check import verify
@@ -19,6 +16,9 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import CheckpointError
 from llmtrain.run_dir import RunDir, check_unchanged
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import plan_under, save_each
 
 SOURCE = {"checkpoints": (2, {"zero_stage": 1})}
 
@@ -26,20 +26,20 @@ SOURCE = {"checkpoints": (2, {"zero_stage": 1})}
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("written")
-    run_ranks(2, _save, SOURCE, {}, folder)
+    run_ranks(2, save_each, SOURCE, {}, folder)
     return folder
 
 
 @pytest.fixture
 def run(written, tmp_path) -> RunDir:
-    """A run directory with one checkpoint of two ranks; its identity is the empty one of `_save`."""
+    """A run directory with one checkpoint of two ranks; its identity is the empty one of `save_each`."""
     shutil.copytree(written, tmp_path / "run")
     return RunDir(tmp_path / "run")
 
 
 @pytest.fixture
 def plan():
-    return _plan({"zero_stage": 3}, 1)
+    return plan_under({"zero_stage": 3}, 1)
 
 
 def _of(run: RunDir) -> Path:
@@ -106,7 +106,7 @@ def test_another_run_is_refused(run, plan):
 
 def test_another_recipe_is_refused_by_its_fields(run):
     _rewrite(_of(run), run="0123456789ab")
-    other = _plan({}, 1, **{"model.config.hidden_size": 128, "optim.lr": 0.5, "batch.global_batch_size": 16})
+    other = plan_under({}, 1, **{"model.config.hidden_size": 128, "optim.lr": 0.5, "batch.global_batch_size": 16})
     told = _refusal(run, other, str(_of(run)))
     assert "model.config.hidden_size: the run that wrote" in told
     assert "was started with 64, but the recipe now has 128" in told

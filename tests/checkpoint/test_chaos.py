@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import killing
 import pytest
+
+from tests.helpers import killing
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
-from test_elastic import BACKENDS, EXPERTS, LAYOUTS, STOP, _plan, _save
-from traces import engine_of
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan
@@ -21,6 +17,10 @@ from llmtrain.cluster import Cluster
 from llmtrain.engines.state.save_load import Source
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.rules.resolve import resolve
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each
+from tests.helpers.traces import engine_of
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
 PLANS = LAYOUTS | BACKENDS | EXPERTS
@@ -40,8 +40,8 @@ def sources(tmp_path_factory):
     """A checkpoint of a dense model and one of a mixture of experts, both of two ranks under ZeRO-2."""
     folder = tmp_path_factory.mktemp("sources")
     source = {"source": (2, {"zero_stage": 2})}
-    run_ranks(2, _save, source, {}, folder / "dense")
-    run_ranks(2, _save, source, MOE, folder / "experts")
+    run_ranks(2, save_each, source, {}, folder / "dense")
+    run_ranks(2, save_each, source, MOE, folder / "experts")
     return folder
 
 
@@ -57,7 +57,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
         if alone:
             Source.all = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
         ranks, fields = PLANS[name]
-        plan = _plan(fields, ranks, **_others(name))
+        plan = plan_under(fields, ranks, **_others(name))
         engine = engine_of(plan)
         state = load(checkpoint, engine, plan, "key")
         assert (state.step, state.samples) == (STOP, STOP * GLOBAL_BATCH)
@@ -74,7 +74,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
 def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, sources, tmp_path):
     source = _source(sources, name)
     ranks, fields = PLANS[name]
-    plan = _plan(fields, ranks, **_others(name))
+    plan = plan_under(fields, ranks, **_others(name))
     told: list[str] = []
     convert(source, tmp_path / "out", plan, told.append)
     (manifest,) = verify(tmp_path / "out")
@@ -114,7 +114,7 @@ def test_impossible_conversions_are_refused_before_anything_is_written(fields, w
 
 def test_a_damaged_source_or_an_existing_target_leaves_nothing(sources, tmp_path):
     source = _source(sources, "dp2-pp2-tp1-zero1")
-    plan = _plan({"zero_stage": 1}, 1)
+    plan = plan_under({"zero_stage": 1}, 1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     with pytest.raises(CheckpointError, match="is not empty"):
@@ -138,7 +138,7 @@ def test_half_precision_is_refused_with_what_to_do(sources, tmp_path):
 @pytest.mark.parametrize("kib", [16, 128])
 def test_a_full_disk_is_a_message_and_leaves_nothing(kib, sources, small_disk):
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(small_disk)], check=True)
-    plan = _plan({"zero_stage": 1}, 2)
+    plan = plan_under({"zero_stage": 1}, 2)
     with pytest.raises(CheckpointError, match="No space left on device"):
         convert(_source(sources, "dp2-pp1-tp1-zero1"), small_disk / "out", plan, lambda _: None)
     assert not list(small_disk.iterdir())

@@ -10,12 +10,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
-from hand_made import PIECES, head_of, make_run, write_head
-from harness import run_ranks
 from safetensors.torch import save_file
-from small_saves import RUN, save, saver_of
-from traces import engine_of, plan_of
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import TrainerState
@@ -27,6 +22,11 @@ from llmtrain.checkpoint.storage import probe
 from llmtrain.engines.state.save_load import PROGRESS_FILE, Source, _read_progress
 from llmtrain.errors import CheckpointError, Exit
 from llmtrain.system.durable import fingerprint
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.hand_made import PIECES, head_of, make_run, write_head
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_saves import RUN, save, saver_of
+from tests.helpers.traces import engine_of, plan_of
 
 
 def _saved(rank: int, folder) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
-from traces import engine_of, plain_run, plan_of, trace
 
-from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
+from tests.helpers.batches import MIXTRAL, step_batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each, take_steps
+from tests.helpers.traces import engine_of, plain_run
 
-STOP = 4
 NEXT = 20
 """Steps after which a sample of the pairs is compared."""
 FEW = 3
@@ -22,67 +20,23 @@ FEW = 3
 CLOSE = 1e-6
 """Relative, of a loss in fp32: the plain loop's rounding over as many steps."""
 
-LAYOUTS = {
-    f"dp{world // (pp * tp)}-pp{pp}-tp{tp}-zero{stage}": (world, {"pipeline": pp, "tensor": tp, "zero_stage": stage})
-    for world in (1, 2, 4)
-    for pp in (1, 2)
-    for tp in (1, 2)
-    for stage in range(4)
-    if world % (pp * tp) == 0 and (pp == 1 or stage == 1)
-}
-"""Data parallel 1, 2, 4 × pipeline 1, 2 × tensor 1, 2 × ZeRO 0 to 3, as far as it is legal on four ranks."""
-BACKENDS = {
-    "dp2-ddp": (2, {"backend": "accelerate", "accelerate": "ddp"}),
-    "dp2-fsdp2": (2, {"backend": "accelerate", "accelerate": "fsdp2", "zero_stage": 3}),
-    "dp2-accelerate-zero2": (2, {"backend": "accelerate", "accelerate": "deepspeed", "zero_stage": 2}),
-    "dp2-sp2-zero2": (4, {"sequence": 2, "zero_stage": 2}),
-    "dp1-zero2-offload": (1, {"zero_stage": 2, "offload_optimizer": "cpu"}),
-    "dp2-zero3-offload": (2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),
-}
-EXPERTS = {f"dp2-ep2-zero{stage}": (2, {"expert": 2, "zero_stage": stage}) for stage in range(4)}
 PLAIN = {"dp1-zero1": (1, {"zero_stage": 1}), "dp2-zero3": (2, {"zero_stage": 3}), "dp2-zero0": (2, {})}
-
-
-def _plan(fields: dict, ranks: int, **others):
-    shared = ranks // (fields.get("pipeline", 1) * fields.get("tensor", 1) * fields.get("sequence", 1))
-    micro = others.pop("micro", GLOBAL_BATCH // (2 * shared))
-    named = {f"parallel.{name}": value for name, value in fields.items()}
-    return plan_of(tiny_recipe(**{"batch.micro_batch_size": micro}, **named, **others), ranks)
-
-
-def _steps(engine, plan, steps: range):
-    return trace(
-        engine,
-        steps,
-        plan.batch.micro_batch_size,
-        plan.batch.gradient_accumulation_steps,
-        engine.data_parallel_rank,
-        plan.data_parallel_size,
-    )
-
-
-def _save(rank: int, sources: dict, others: dict, folder) -> None:
-    for name, (ranks, fields) in sources.items():
-        plan = _plan(fields, ranks, **others)
-        engine = engine_of(plan)
-        _steps(engine, plan, range(STOP))
-        Saver(folder / name, plan, engine).save(TrainerState(step=STOP, samples=STOP * GLOBAL_BATCH, data="key"))
 
 
 def _go_on(rank: int, pairs: list, others: dict, folder) -> list[list[float]]:
     losses = []
     for source, (ranks, fields) in pairs:
-        plan = _plan(fields, ranks, **others)
+        plan = plan_under(fields, ranks, **others)
         engine = engine_of(plan)
         load(newest(folder / source), engine, plan, "key")
-        losses.append(_steps(engine, plan, range(STOP, STOP + NEXT)).losses)
+        losses.append(take_steps(engine, plan, range(STOP, STOP + NEXT)).losses)
     return losses
 
 
 def _go_on_from_all(rank: int, sources: list[str], target: tuple[int, dict], folder) -> list[list[float]]:
     """The target's engine takes up every source, one after the other: nothing of the one before may stay."""
     ranks, fields = target
-    plan = _plan(fields, ranks)
+    plan = plan_under(fields, ranks)
     engine = engine_of(plan)
     shape = (plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps)
     found = []
@@ -98,11 +52,11 @@ def _go_on_from_all(rank: int, sources: list[str], target: tuple[int, dict], fol
 def _compare(pairs: list[tuple[str, str]], plans: dict, others: dict, folder) -> None:
     """Saves under the first plan of each pair, goes on under the second, and compares with the plain loop."""
     micro = others.get("micro", 1)
-    whole = plain_run(_plan({}, 1, **others).recipe, STOP + NEXT, micro).losses
+    whole = plain_run(plan_under({}, 1, **others).recipe, STOP + NEXT, micro).losses
     for ranks in (1, 2, 4):
         sources = {name: plans[name] for name in {first for first, _ in pairs} if plans[name][0] == ranks}
         if sources:
-            run_ranks(ranks, _save, sources, others, folder)
+            run_ranks(ranks, save_each, sources, others, folder)
     for ranks in (1, 2, 4):
         chosen = [(first, second) for first, second in pairs if plans[second][0] == ranks]
         if not chosen:
@@ -135,14 +89,14 @@ def every_source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     for ranks in (1, 2, 4):
         sources = {name: plan for name, plan in LAYOUTS.items() if plan[0] == ranks}
-        run_ranks(ranks, _save, sources, {}, folder)
+        run_ranks(ranks, save_each, sources, {}, folder)
     return folder
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_all_pairs(target, every_source):
-    whole = plain_run(_plan({}, 1).recipe, STOP + FEW).losses
+    whole = plain_run(plan_under({}, 1).recipe, STOP + FEW).losses
     for found in run_ranks(LAYOUTS[target][0], _go_on_from_all, list(LAYOUTS), LAYOUTS[target], every_source):
         for source, losses in zip(LAYOUTS, found, strict=True):
             assert losses == pytest.approx(whole[STOP:], rel=CLOSE), source

@@ -7,12 +7,9 @@ import json
 import pytest
 import torch
 import yaml
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from torch.profiler import ProfilerActivity, profile
-from traces import engine_of, plan_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.contents import TrainerState
@@ -22,6 +19,9 @@ from llmtrain.checkpoint.model_card import portable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.models import build_model
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
 
 RANKS = 2
 CASES = [

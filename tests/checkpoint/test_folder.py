@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from small_saves import save, saver_of
 
 from llmtrain.checkpoint import folder
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import CheckpointError
+from tests.helpers.small_saves import save, saver_of
 
 
 def _names(checkpoints):

@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from batches import tiny_recipe
-from small_saves import RUN, Tensors, save, saver_of
-from traces import plan_of
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import read_latest
@@ -17,6 +14,9 @@ from llmtrain.checkpoint.resume import choose_newest
 from llmtrain.engines.guard import Skipped, SkippedStep
 from llmtrain.errors import DivergedError, Exit
 from llmtrain.train.rollback import Trouble, go_back
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.small_saves import RUN, Tensors, save, saver_of
+from tests.helpers.traces import plan_of
 
 
 @dataclass

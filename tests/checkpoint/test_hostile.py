@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_made import PIECES, head_of, make_run, pieces, seal, write_head
-from small_plan import small_plan
 
 from llmtrain.checkpoint.before import check_data, check_resume
 from llmtrain.checkpoint.contents import read_plan, read_state
@@ -24,6 +22,8 @@ from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
 from llmtrain.run_dir import RunDir
 from llmtrain.system.piece_heads import read_head
 from llmtrain.system.untrusted import UNREADABLE
+from tests.helpers.hand_made import PIECES, head_of, make_run, pieces, seal, write_head
+from tests.helpers.small_plan import small_plan
 
 ROUNDS = 100
 """Edits of each document."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
-from harness import run_ranks
-from traces import engine_of, plan_of, trace
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import TrainerState
@@ -17,6 +14,9 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import restore
 from llmtrain.checkpoint.storage import probe
 from llmtrain.errors import CheckpointError
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of, trace
 
 RUN = "nodes"
 FIELDS = {"batch.micro_batch_size": GLOBAL_BATCH // 2, "checkpoint.keep_last": 2}

@@ -6,14 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
-from harness import run_ranks
-from traces import engine_of, plan_of, trace, trace_plan
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of, trace, trace_plan
 
 STOP, END = 3, 5
 
@@ -59,7 +59,7 @@ def _interrupted(rank: int, ranks: int, folder, cases=CASES, kernels=None):
 
 
 def _step(engine, step, shape):
-    from batches import step_batch
+    from tests.helpers.batches import step_batch
 
     engine.train_step(step_batch(step, *shape))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpora import MakeRecipe, make_texts, write_jsonl
 
 from llmtrain.recipe import Recipe, parse_recipe
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 
 @pytest.fixture

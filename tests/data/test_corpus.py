@@ -12,7 +12,6 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
-from small_corpora import make_texts, write_jsonl
 
 from llmtrain.data.cache import Cache
 from llmtrain.data.progress import Progress
@@ -20,6 +19,7 @@ from llmtrain.data.sources.corpus import held_out, open_corpora
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Source
+from tests.helpers.small_corpora import make_texts, write_jsonl
 
 TEXTS = make_texts(30)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_corpora import MakeRecipe
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmtrain.data import MicroBatch, Schedule, prepare
+from tests.helpers.small_corpora import MakeRecipe
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])

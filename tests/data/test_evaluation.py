@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_corpora import MakeRecipe, make_texts, write_jsonl
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, Progress, prepare
@@ -13,6 +12,7 @@ from llmtrain.data.cache import Cache, cache_folder, key_of
 from llmtrain.data.sources.corpus import open_corpora
 from llmtrain.data.store import Split
 from llmtrain.errors import DataError
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 BOOK = "\n".join(f"line {number} of the book, in some words" for number in range(500))
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from small_corpora import MakeRecipe, make_texts, write_jsonl
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, Progress, Schedule, notes, prepare, report, summary
 from llmtrain.data.samples import fill
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 PREPARE = """
     import json, sys, time

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_corpora import MakeRecipe, make_texts, write_jsonl
 
 from llmtrain.data import Documents, Prepared, Schedule, StepBatch, prepare, sampler
 from llmtrain.errors import DataError, Exit
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_corpora import MakeRecipe, make_texts, write_jsonl
-from test_tokenizer import write_tokenizer
 from transformers import AutoTokenizer
 
 from llmtrain.data import Prepared, notes, prepare
 from llmtrain.data.sources.special import Finder, Found
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
 
 CHAT = "<s>user\nhello {n}</s>\n<s>model\nhello</s>\n"
 

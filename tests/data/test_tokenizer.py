@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 from huggingface_hub import close_session
-from small_corpora import MakeRecipe, make_texts, write_jsonl
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from llmtrain.data import prepare
 from llmtrain.data import tokenizer as module
 from llmtrain.data.tokenizer import Encoder, cut
 from llmtrain.errors import DataError
+from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
 
 HARD = [
     "",
@@ -25,24 +24,6 @@ HARD = [
     "<|endoftext|> is text",
     "  def f(x):\n\treturn 0x1F\n",
 ]
-
-
-def write_tokenizer(folder: Path, bos: bool = False, **config: Any) -> Path:
-    """A byte-level tokenizer as a model folder has it."""
-    names = {"<s>": 0, "</s>": 1}
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {**names, **{token: number + 2 for number, token in enumerate(alphabet)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(names))
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in fields.items() if v}))
-    return folder
 
 
 @pytest.mark.parametrize("text", [*HARD, "\n".join(make_texts(20))])

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk_library import disk_library
+
+from tests.helpers.disk_library import disk_library
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.py"

@@ -14,14 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from batches import MIXTRAL, tiny_recipe
-from harness import run_ranks
-from moe import moe_recipe
-from traces import engine_of, plan_of, trace
-
 from llmtrain.recipe import Recipe
+from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import moe_recipe
+from tests.helpers.traces import engine_of, plan_of, trace
 
 STEPS = 4
 FOLDED = "qwen3_moe"

@@ -7,11 +7,7 @@ import os
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
-from harness import run_ranks
-from reference_run import ReferenceRun
 from torch.distributed.tensor import DTensor
-from traces import Trace, engine_of, plain_run, plan_of, reference_of, saved_weights, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -26,6 +22,20 @@ from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.rules import broken
 from llmtrain.rules.resolve import assemble, resolve
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.reference_run import ReferenceRun
+from tests.helpers.traces import (
+    Trace,
+    engine_of,
+    plain_run,
+    plan_of,
+    reference_of,
+    saved_weights,
+    trace,
+    trace_plan,
+    worst,
+)
 
 STEPS = 6
 FP32 = 1e-5  # as in test_parity.py

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import flash_stand_in
 import pytest
-from batches import tiny_recipe
-from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.rules.resolve import assemble
+from tests.helpers import flash_stand_in
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan, worst
 
 STEPS = 6
 EAGER = {"model.attention": "eager"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import MIXTRAL, tiny_recipe
-from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, recomputes_loss
+from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 6
 CHUNK = 24

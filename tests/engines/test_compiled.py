@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import step_batch, tiny_recipe
-from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines import forward
 from llmtrain.errors import RecipeError
 from llmtrain.models import compiled
 from llmtrain.plan import Plan
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 4
 CHUNK = 24

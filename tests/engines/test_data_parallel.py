@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from reference_run import ReferenceRun
 from torch import nn
-from traces import Trace, trace, worst
 
 from llmtrain.cluster import Cluster
 from llmtrain.engines.build import plain_loop
@@ -17,6 +14,9 @@ from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.recipe import Recipe
 from llmtrain.rules.resolve import resolve
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.reference_run import ReferenceRun
+from tests.helpers.traces import Trace, trace, worst
 
 STEPS = 6
 FP32 = 1e-5

@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 from itertools import pairwise, product
 
-import flash_stand_in
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from llmtrain.data import Documents, MicroBatch
 from llmtrain.engines.forward import bounds_for, documents_known, forward
 from llmtrain.models.proof.cut import reference
 from llmtrain.models.proof.tiny import shrink
+from tests.helpers import flash_stand_in
 
 CPU = torch.device("cpu")
 LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))

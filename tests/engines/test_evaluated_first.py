@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
-from traces import Trace, engine_of, plan_of, trace
+
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, engine_of, plan_of, trace
 
 RANKS = 2
 CASES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import T, tiny_recipe
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data import MicroBatch
@@ -12,6 +11,7 @@ from llmtrain.engines.forward import forward
 from llmtrain.models import build_model
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.tiny import shrink
+from tests.helpers.batches import T, tiny_recipe
 
 CPU = torch.device("cpu")
 SPLIT = 12

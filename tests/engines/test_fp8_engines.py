@@ -7,13 +7,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from batches import GLOBAL_BATCH, tiny_recipe
-from harness import run_ranks
 from torch import nn
-from traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model, precision
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 4
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}

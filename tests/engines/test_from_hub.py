@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
-from harness import run_ranks
 from safetensors.torch import load_file, save_file
-from traces import engine_of, plan_of
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, stage_builder
 from llmtrain.overrides.torch import persistent_buffers
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
 
 CPU = torch.device("cpu")
 DENSE = {

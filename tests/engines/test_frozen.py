@@ -8,11 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
-from harness import run_ranks
-from moe import CONFIGS as EXPERTS
-from moe import moe_recipe
-from traces import Trace, engine_of, plan_of, trace, worst
 
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
@@ -20,17 +15,14 @@ from llmtrain.checkpoint.state import TrainerState, load
 from llmtrain.models import build_model
 from llmtrain.models import loss as frozen
 from llmtrain.recipe import Recipe
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS as EXPERTS
+from tests.helpers.moe import INDEXED, moe_recipe
+from tests.helpers.traces import Trace, engine_of, plan_of, trace, worst
 
 STEPS = 3
 FP32 = 1e-5  # as in test_parity.py
-INDEXED = {
-    **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 8},
-    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 2, "topk_group": 1},
-    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "max_position_embeddings": 32},
-}
-"""DeepSeek V3.2: the indexer's choice has no gradient."""
 BIASED = {
     **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "num_hidden_layers": 2, "moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},

@@ -10,11 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from deepspeed.accelerator import get_accelerator
-from harness import run_ranks
 from torch import nn
-from traces import engine_of, plan_of, reference_of, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
@@ -23,6 +20,9 @@ from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.recipe import Recipe
 from llmtrain.rules.resolve import resolve
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of, reference_of, worst
 
 STEPS, BAD = 6, 2
 """Steps of a run, and the one whose numbers are spoiled."""

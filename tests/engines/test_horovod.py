@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
-from traces import Trace, engine_of, plain_run, plan_of, trace, trace_plan, worst
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.recipe import Recipe
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, trace_plan, worst
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,

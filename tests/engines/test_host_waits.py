@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import MIXTRAL, step_batch, tiny_recipe
-from harness import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.rules.resolve import resolve
+from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
 
 LOGGED = 4
 STEPS = 8

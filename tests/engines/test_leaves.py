@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from batches import tiny_recipe
-from harness import run_ranks
-from moe import CONFIGS, moe_recipe
-from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Recipe
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from own_code import write_folder
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS, moe_recipe
+from tests.helpers.own_code import SPARSE, write_folder
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace_plan
 
 STEPS = 3
-SPARSE = {
-    "own_of_the_tests": "own_with_experts",
-    "self.up = nn.Linear(width, 2 * width)": (
-        "self.gate = nn.Linear(width, 256)\n"
-        "        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(256)])"
-    ),
-    "        self.down = nn.Linear(2 * width, width)\n": "",
-    "self.down(nn.functional.gelu(self.up(hidden)))": (
-        "self.mixed(hidden)\n\n"
-        "    def mixed(self, hidden):\n"
-        "        weight, chosen = self.gate(hidden).softmax(-1).max(-1)\n"
-        "        out = torch.zeros_like(hidden)\n"
-        "        for number in chosen.unique().tolist():\n"
-        "            met = chosen == number\n"
-        "            out[met] = self.experts[number](hidden[met]) * weight[met][:, None]\n"
-        "        return out"
-    ),
-}
-"""A model of own code whose tokens each run one of 256 modules, so that some meet no token."""
 
 
 def _recipe(folder: Path, **fields: object) -> Recipe:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import triton_on_cpu
-from batches import MIXTRAL, tiny_recipe
-from harness import run_ranks
-from traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 from transformers import PreTrainedModel
-from triton_on_cpu import needs_liger
 
 from llmtrain.models import chunked_loss, liger
 from llmtrain.plan import Plan
+from tests.helpers import triton_on_cpu
+from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
+from tests.helpers.triton_on_cpu import needs_liger
 
 STEPS = 2
 LIGER = {"kernels.blocks": "liger", "kernels.loss": "liger"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import step_batch, tiny_recipe
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from harness import run_ranks
 from torch import distributed as dist
-from traces import engine_of, plan_of
 
 from llmtrain.overrides.torch import PIECE, squared_norm
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
 
 CPU = torch.device("cpu")
 OF_A_PIECE = PIECE**0.5 * 2**-24

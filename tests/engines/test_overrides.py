@@ -10,16 +10,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from batches import tiny_recipe
-from harness import run_ranks
 from packaging.requirements import Requirement
-from traces import plan_of
 
 from llmtrain import overrides
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.errors import RecipeError
 from llmtrain.overrides import OVERRIDES, TRIED, check_overrides, untried_versions
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import plan_of
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "llmtrain"

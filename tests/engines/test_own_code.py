@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from batches import tiny_recipe
-from harness import run_ranks
-from traces import Trace, assert_same, plain_run, plan_of, trace_plan, worst
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import Refused, find_stages
 from llmtrain.plan.model_facts import _without_gradient, model_facts
 from llmtrain.recipe import Recipe
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from own_code import write_folder
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.own_code import write_folder
+from tests.helpers.traces import Trace, assert_same, plain_run, plan_of, trace_plan, worst
 
 STEPS = 5
 FP32 = 1e-5  # as in test_parity.py

@@ -5,14 +5,14 @@ import time
 
 import pytest
 import torch
-from batches import step_batch, tiny_recipe
-from harness import run_ranks
 from torch import distributed as dist
 from torch import nn
-from traces import engine_of, plan_of
 
 from llmtrain.engines.own_time import PASSES, Forwards, Waits, _module_of
 from llmtrain.system.heartbeat import Heartbeat
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
 
 SLOW_S = 0.5
 

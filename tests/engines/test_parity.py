@@ -6,9 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from batches import GLOBAL_BATCH, tiny_recipe
-from harness import run_ranks
-from traces import Trace, plain_run, plan_of, trace_plan, worst
+
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, plain_run, plan_of, trace_plan, worst
 
 STEPS = 14
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from batches import GLOBAL_BATCH, step_batch, tiny_recipe
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.models import build_model
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 
 CPU = torch.device("cpu")
 RECIPE = tiny_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": 1, "optim.lr": 1e-5})

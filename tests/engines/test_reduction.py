@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from batches import step_batch, tiny_recipe
-from harness import run_ranks
 from torch import distributed as dist
-from traces import engine_of, plan_of
 
 from llmtrain.overrides.deepspeed import reduce_among_several
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
 
 
 def _buffers(rank: int, ranks: int, fields: dict[str, object]) -> int:

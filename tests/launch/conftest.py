@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from small_plan import small_plan
 
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
+from tests.helpers.small_plan import small_plan
 
 REPOSITORY = Path(__file__).parents[2]
 

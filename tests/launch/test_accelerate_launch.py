@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from small_plan import small_plan
 
 from llmtrain.launch.jobs.accelerate import has_configuration, processes_asked, render_configuration
+from tests.helpers.small_plan import small_plan
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.commands.precheck import check_machine
@@ -14,6 +13,7 @@ from llmtrain.errors import Exit, MachineError
 from llmtrain.launch import disks
 from llmtrain.plan import Plan
 from llmtrain.rules.resolve import resolve
+from tests.helpers.small_plan import small_plan
 
 ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}
 

@@ -13,7 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, INTERFACE, missing, two_hosts
+
+from tests.helpers.two_hosts import ADDRESSES, INTERFACE, missing, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]
 

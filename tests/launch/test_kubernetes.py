@@ -11,11 +11,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from launching_doc import commands
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.kubernetes import Manifest, parse_options, render_manifest
+from tests.helpers.launching_doc import commands
 
 REPOSITORY = Path(__file__).parents[2]
 GIVEN = ("image=registry.example/llmtrain:1", "pvc=runs")

@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from nasty import CANARY, WORDS, words
-from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.launch.jobs.slurm import Job, SlurmOptions, committed, render_job
 from llmtrain.launch.tools import TOOLS, lines_of
+from tests.helpers.nasty import CANARY, WORDS, words
+from tests.helpers.small_plan import small_plan
 
 SPY = f"""#!{sys.executable}
 import json, os, sys

@@ -13,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launching_doc import commands
-from slurm_cluster import missing, slurm_cluster
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.launch.place.slurm_step import hosts
+from tests.helpers.commands import BREAKABLE
+from tests.helpers.launching_doc import commands
+from tests.helpers.slurm_cluster import missing, slurm_cluster
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = f"{REPOSITORY / 'recipes' / 'tiny.py'}:verify"
@@ -297,8 +298,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(cluster, submit, unint
 
 @pytest.mark.breadth
 def test_a_run_that_dies_twice_in_one_place_ends(cluster, prepared, workers_environment, tmp_path):
-    path = f"{REPOSITORY / 'tests' / 'run' / 'faulty'}:{REPOSITORY}"
-    environment = {**workers_environment, "PYTHONPATH": path, "FAULT": "abort:1:6"}
+    environment = {**workers_environment, "PYTHONPATH": BREAKABLE, "FAULT": "abort:1:6"}
     extent = ("--nodes", "2", "--gpus-per-node", "1", "--slurm", "time=20")
     job = Submitted(cluster, environment, tmp_path / "job" / "run", *extent)
     state = cluster.wait(job.number, "FAILED", seconds=300)

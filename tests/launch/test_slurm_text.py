@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching_doc import commands
-from nasty import CANARY, WORDS, words
-from slurm_cluster import missing, slurm_cluster
 
 from llmtrain.cluster import Cluster
 from llmtrain.launch.jobs.slurm import Job, SlurmOptions, _directive, render_job
 from llmtrain.launch.place.slurm_step import hosts, tasks_per_node
+from tests.helpers.launching_doc import commands
+from tests.helpers.nasty import CANARY, WORDS, words
+from tests.helpers.slurm_cluster import missing, slurm_cluster
 
 REPOSITORY = Path(__file__).parents[2]
 WHO = """

@@ -13,12 +13,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from launching_doc import commands
-from nasty import CANARY, words
-from two_hosts import INTERFACE, Host, TwoHosts, missing, two_hosts
 
 from llmtrain.launch.seal import Secret
 from llmtrain.verify.compare import FP32
+from tests.helpers.launching_doc import commands
+from tests.helpers.nasty import CANARY, words
+from tests.helpers.two_hosts import INTERFACE, Host, TwoHosts, missing, two_hosts
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = REPOSITORY / "recipes" / "tiny.py"

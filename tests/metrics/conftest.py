@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from small_plan import small_plan
 
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
+from tests.helpers.small_plan import small_plan
 
 
 @pytest.fixture

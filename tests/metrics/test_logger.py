@@ -152,12 +152,11 @@ def test_a_new_run_in_an_old_folder_starts_empty(run_dir, plan):
 def test_a_killed_run_has_every_line_that_it_logged(run_dir, plan):
     (run_dir.path / "plan.json").write_text(plan.model_dump_json())
     program = f"""
-import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+import os, signal
 from pathlib import Path
 from llmtrain.metrics import MetricsLogger
 from llmtrain.run_dir import RunDir
-from test_logger import metrics
+from tests.metrics.test_logger import metrics
 run_dir = RunDir(Path({str(run_dir.path)!r}))
 logger = MetricsLogger(run_dir, run_dir.read_plan())
 for step in (10, 20, 30):

@@ -7,11 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton_on_cpu
-from harness import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from triton_on_cpu import needs_liger
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import Stage, chunked_loss, liger
@@ -20,6 +17,9 @@ from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import build_stage, check_cut, reference
 from llmtrain.models.proof.tiny import shrink
 from llmtrain.plan.stages import StageBounds
+from tests.helpers import triton_on_cpu
+from tests.helpers.harness import run_ranks
+from tests.helpers.triton_on_cpu import needs_liger
 
 CPU = torch.device("cpu")
 VOCABULARY = 97

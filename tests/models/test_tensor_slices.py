@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import tiny_recipe
-from harness import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.models import build_model, tensor
@@ -19,6 +17,8 @@ from llmtrain.models.proof.slices_check import check_split, compare
 from llmtrain.models.proof.tiny import shrink
 from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
 from llmtrain.rules.tensor import SLICED_FAMILIES
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

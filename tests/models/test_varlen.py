@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_plan import small_plan
 from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,6 +17,7 @@ from llmtrain.models import varlen
 from llmtrain.models.proof.varlen_check import AttentionRefused, check_attention
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.rules.model import MIXES_DOCUMENTS
+from tests.helpers.small_plan import small_plan
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = torch.stack([torch.arange(12) % 7, torch.arange(12)])

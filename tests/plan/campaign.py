@@ -14,10 +14,8 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from plans_on_engine import verdict
-from random_plans import Case, case, cases
+from tests.helpers.plans_on_engine import verdict
+from tests.helpers.random_plans import Case, case, cases
 
 OF_CHOICE = {"layout.tensor_divides"}
 """Rules that refuse what may train right, and say why."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
@@ -12,6 +11,7 @@ from llmtrain.plan.kernels import chunks_loss
 from llmtrain.predict import memory_of
 from llmtrain.predict.time import predict
 from llmtrain.rules.resolve import resolve
+from tests.helpers.small_plan import small_plan
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}
 LONGER = LARGE | {"data.sequence_length": 1024}

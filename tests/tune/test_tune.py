@@ -11,7 +11,6 @@ from select import select
 
 import pytest
 import torch
-from small_plan import small_plan
 
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch
@@ -22,6 +21,7 @@ from llmtrain.rules.resolve import resolve
 from llmtrain.tune import choice, kernels, request, search, trial
 from llmtrain.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.tune.trial import Compared
+from tests.helpers.small_plan import small_plan
 
 CPU = torch.device("cpu")
 T = 128

@@ -1,5 +1,6 @@
 import pytest
-from small_verify import write_corpus
+
+from tests.helpers.small_verify import write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_verify import STEPS, job_of, small
 
 from llmtrain.data import prepare
 from llmtrain.engines.optim import parameter_groups
 from llmtrain.models import IGNORE, build_model
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.reference import count_targets
+from tests.helpers.small_verify import STEPS, job_of, small
 
 
 @pytest.fixture(scope="module")

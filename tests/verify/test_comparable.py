@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from small_verify import STEPS, small
 
 from llmtrain.errors import RecipeError
 from llmtrain.verify.job import comparable
+from tests.helpers.small_verify import STEPS, small
 
 OPT = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
 

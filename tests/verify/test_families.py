@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from batches import step_batch, tiny_recipe
-from reference_run import ReferenceRun
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
 from llmtrain.models.proof.tiny import shrink
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.job import worst
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.reference_run import ReferenceRun
 
 # Of those whose documents run alone, learned positions and none, masks of their own, experts; then whole sequences.
 ALONE = ("gpt2", "opt", "bloom", "mpt", "falcon", "gpt_oss", "gemma2", "deepseek_v3", "ernie4_5_moe")

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
-from small_verify import CPU, STEPS, job_of, refer, small
-from test_prover import _certified, _plant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from moe import CONFIGS
-from own_code import write_folder
-from test_frozen import INDEXED
-from test_leaves import SPARSE
 
 from llmtrain.data import prepare
 from llmtrain.recipe import Recipe
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.verify import choose, train
 from llmtrain.verify.batches import Batches
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS, INDEXED
+from tests.helpers.own_code import SPARSE, write_folder
+from tests.helpers.small_verify import CPU, STEPS, certified, job_of, plant, refer, small
 
 PLANS = {
     "FROZEN": ("dp1-zero1-acc4", "dp2-zero[0-3]-acc2*", "dp1-pp2-zero1-acc4", "dp2-ddp-*", "dp2-fsdp2-acc2"),
@@ -79,7 +72,7 @@ def test_what_a_step_gives_no_gradient_is_as_in_plain_torch(kind, recipe, tmp_pa
     name = PLANS[kind][0]
     job = job_of(recipe, [name], nproc=1)
     run_ranks(1, refer, job, tmp_path)
-    (found,) = run_ranks(1, _plant, job, tmp_path, "planted_idle", kind)
+    (found,) = run_ranks(1, plant, job, tmp_path, "planted_idle", kind)
     assert found.pop("none") == [name]
     assert found
     assert {bug for bug, plans in found.items() if plans} == set()
@@ -100,5 +93,5 @@ def test_every_strategy_treats_it_so(kind, names, recipe, tmp_path):
     plans = [one.name for one in choose(*enumerate_plans(recipe, 2), names)]
     job = job_of(recipe, plans)
     run_ranks(1, refer, job, tmp_path)
-    for verdicts in run_ranks(2, _certified, job, tmp_path, timeout=600):
+    for verdicts in run_ranks(2, certified, job, tmp_path, timeout=600):
         assert verdicts == dict.fromkeys(plans, True)

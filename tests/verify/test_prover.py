@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import importlib
 
-import planted_shared
 import pytest
-from harness import run_ranks
-from small_verify import CPU, certified, job_of, refer, small
 
 from llmtrain.verify import train
 from llmtrain.verify.job import certified as is_certified
 from llmtrain.verify.job import read_references, read_verdicts
+from tests.helpers import planted_shared
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_verify import CPU, MOE, certified, job_of, plant, refer, small
 
 REPRESENTATIVE = ["dp2-zero2-acc1-offload", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
-MOE = {
-    "model.architecture": "mixtral",
-    "model.config.num_local_experts": 4,
-    "model.config.num_experts_per_tok": 2,
-    "model.config.output_router_logits": True,
-    "model.config.router_aux_loss_coef": 0.1,
-}
 GPT2 = {
     "model.architecture": "gpt2",
     "model.config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.2},
 }
-
-
-def _plant(rank: int, job, folder, module: str, bugs: tuple[str, ...] | str) -> dict[str, list[str]]:
-    """Bug → the plans that are certified with it; `none` without any. bugs: names, or the name of a list of them."""
-    planted = importlib.import_module(module)
-    chosen = getattr(planted, bugs) if isinstance(bugs, str) else [getattr(planted, name) for name in bugs]
-    found = {"none": certified(job, folder)}
-    for bug in chosen:
-        with pytest.MonkeyPatch.context() as patch:
-            bug(patch)
-            found[bug.__name__] = certified(job, folder)
-    return {name: [plan for plan, good in verdicts.items() if good] for name, verdicts in found.items()}
-
-
-def _certified(rank: int, job, folder) -> dict[str, bool]:
-    return certified(job, folder)
 
 
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
@@ -67,7 +44,7 @@ def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpu
     job = job_of(recipe, [plan], nproc=4)
     run_ranks(1, refer, job, tmp_path)
     world_size = job.plans[plan].cluster.world_size
-    found = run_ranks(world_size, _plant, job, tmp_path, module, bugs, timeout=600)[0]
+    found = run_ranks(world_size, plant, job, tmp_path, module, bugs, timeout=600)[0]
     assert found.pop("none") == [plan]
     assert found
     assert {name for name, plans in found.items() if plans} == set()
@@ -112,7 +89,8 @@ def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_cor
 
 def test_there_are_bugs_of_every_kind():
     kinds = ("", "_zero", "_pipeline", "_shared", "_idle")
-    planted, zero, pipeline, shared, idle = modules = [importlib.import_module(f"planted{kind}") for kind in kinds]
+    modules = [importlib.import_module(f"tests.helpers.planted{kind}") for kind in kinds]
+    planted, zero, pipeline, shared, idle = modules
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
     lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
     assert len({bug for bugs in lists for bug in bugs}) >= 50
@@ -128,7 +106,7 @@ def test_there_are_bugs_of_every_kind():
 def _clean(names: list[str], corpus, folder, **fields) -> dict[str, bool]:
     job = job_of(small(corpus, **fields), names)
     run_ranks(1, refer, job, folder)
-    return run_ranks(2, _certified, job, folder, timeout=600)[0]
+    return run_ranks(2, certified, job, folder, timeout=600)[0]
 
 
 @pytest.mark.parametrize(

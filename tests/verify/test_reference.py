@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from small_verify import CPU, small
-from test_prover import MOE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from own_code import write_folder
 
 from llmtrain.data import prepare
 from llmtrain.engines.optim import schedule
@@ -20,6 +12,8 @@ from llmtrain.verify.batches import Batches
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.job import worst
 from llmtrain.verify.reference import Document, ReferenceLoop, learning_rate
+from tests.helpers.own_code import write_folder
+from tests.helpers.small_verify import CPU, MOE, small
 
 MAMBA = {
     "model.architecture": "mamba",

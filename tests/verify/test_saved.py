@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from harness import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
-from batches import step_batch
-from moe import CONFIGS, moe_recipe
-from traces import engine_of, plan_of
 
 from llmtrain.errors import CheckpointError
 from llmtrain.plan.families import EXPERT_PRESETS
 from llmtrain.recipe import Recipe
 from llmtrain.verify.compare import clone
 from llmtrain.verify.saved import check_saved
+from tests.helpers.batches import step_batch
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS, moe_recipe
+from tests.helpers.traces import engine_of, plan_of
 
 
 def _check(rank: int, recipe: Recipe, folder: Path, spoilt: str = "") -> str:

@@ -1,0 +1,74 @@
+"""Products of sequence parallelism with everything else give the run of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.moe import moe_recipe
+from tests.helpers.traces import Trace, assert_same, plain_run, plan_of, trace_plan
+
+STEPS = 5
+SGD = {"optim.name": "sgd", "optim.lr": 0.1}
+SEQUENCE = {"parallel.sequence": 2}
+TENSOR = SEQUENCE | {"parallel.tensor": 2}
+PIPELINE = SEQUENCE | {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+CHECKPOINTING = {"parallel.activation_checkpointing": "full"}
+
+
+def _recipe(fields):
+    degrees = [fields.get(f"parallel.{name}", 1) for name in ("sequence", "tensor", "pipeline")]
+    return tiny_recipe(**{"batch.micro_batch_size": 2} | fields), int(np.prod(degrees))
+
+
+def _train(rank: int, replicas: int, cases) -> list[Trace]:
+    plans = [plan_of(recipe, size * replicas) for recipe, size in map(_recipe, cases)]
+    return [
+        trace_plan(plan, STEPS, rank // (plan.parallel.tensor * plan.parallel.sequence) % plan.data_parallel_size)
+        for plan in plans
+    ]
+
+
+def _compare(by_rank: list[list[Trace]], cases) -> None:
+    for results in by_rank:
+        for case, run in zip(cases, results, strict=True):
+            plain = {key: value for key, value in case.items() if not key.startswith("parallel")}
+            expected = plain_run(tiny_recipe(**plain), STEPS)
+            assert_same(run, expected, case)
+
+
+@pytest.mark.breadth
+def test_sequence_with_tensor_groups_and_with_stages():
+    cases = [TENSOR, TENSOR | SGD | {"parallel.zero_stage": 3}, PIPELINE, PIPELINE | SGD | CHECKPOINTING]
+    _compare(run_ranks(4, _train, 1, cases), cases)
+
+
+def _train_experts(rank: int, cases) -> list[Trace]:
+    plans = [plan_of(moe_recipe(architecture, **fields), 2) for architecture, fields in cases]
+    return [trace_plan(plan, STEPS, 0) for plan in plans]
+
+
+@pytest.mark.breadth
+def test_experts_spread_over_ranks_that_share_sequences():
+    """With the loss of the router, which is a product of means over whole sequences."""
+    stages = [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2} for stage in (0, 1, 3)]
+    cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
+    for results in run_ranks(2, _train_experts, cases):
+        for (family, fields), run in zip(cases, results, strict=True):
+            expected = plain_run(moe_recipe(family, **SGD, **{"parallel.expert": 1}), STEPS, 2)
+            assert_same(run, expected, (family, fields))
+
+
+@pytest.mark.slow
+def test_all_of_them_at_once():
+    everything = PIPELINE | TENSOR
+    cases = [everything, everything | SGD, {**everything, "parallel.zero_stage": 0, "optim.clip_grad_norm": 0.0}]
+    _compare(run_ranks(8, _train, 1, cases, timeout=500), cases)
+
+
+@pytest.mark.breadth
+def test_with_replicas():
+    cases = [TENSOR | {"parallel.zero_stage": 2}, PIPELINE | SGD]
+    _compare(run_ranks(8, _train, 2, cases, timeout=500), cases)

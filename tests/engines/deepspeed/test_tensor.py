@@ -1,0 +1,247 @@
+"""Tensor parallelism, at every ZeRO stage and with data parallelism, gives the run of a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import load
+from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
+from llmtrain.engines.state.shards import Split
+from llmtrain.models import build_model
+from llmtrain.overrides.deepspeed import make_tensor_groups
+from llmtrain.plan.families import FAMILIES
+from llmtrain.rules.tensor import TENSOR_FAMILIES
+from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4
+FP32 = 1e-5
+"""As in `test_parity.py`: sums in another order."""
+SGD = {"optim.name": "sgd", "optim.lr": 0.1}
+"""Adam forgets the scale of a gradient; only here does a wrong clipping show in the weights."""
+UNTIED = {"model.config.tie_word_embeddings": False, "model.config.attention_bias": True}
+UNTIED |= {"model.config.intermediate_size": 129}  # shards of two sizes
+OFFLOAD = {"parallel.offload_optimizer": "cpu"}
+QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
+"""Norms over each head, whose gradients the ranks have to add."""
+DROPOUT = {"model.config.attention_dropout": 0.1}
+CPU = torch.device("cpu")
+
+
+def _recipe(tensor: int, dp: int, stage: int, accumulation: int, **fields):
+    degrees = {"parallel.tensor": tensor, "parallel.zero_stage": stage}
+    return tiny_recipe(
+        **{**degrees, "batch.micro_batch_size": GLOBAL_BATCH // (dp * accumulation), "model.config.vocab_size": 256},
+        **fields,
+    )
+
+
+def _trace(engine, plan, steps) -> Trace:
+    batch = plan.batch
+    shape = (
+        batch.micro_batch_size,
+        batch.gradient_accumulation_steps,
+        engine.data_parallel_rank,
+        plan.data_parallel_size,
+    )
+    return trace(engine, steps, *shape)
+
+
+def _train(rank: int, recipes: list, ranks: int) -> list[Trace]:
+    plans = [plan_of(recipe, ranks) for recipe in recipes]
+    return [_trace(engine_of(plan), plan, range(STEPS)) for plan in plans]
+
+
+def _reference(**fields) -> Trace:
+    return plain_run(tiny_recipe(**fields), STEPS)
+
+
+def _compare(cases, ranks) -> None:
+    """Trains each case, (fields, recipe), and compares every rank with the plain loop under the same fields."""
+    by_rank = run_ranks(ranks, _train, [recipe for _, recipe in cases], ranks)
+    references = {}
+    for (fields, recipe), *runs in zip(cases, *by_rank, strict=True):
+        key = repr(fields)
+        expected = references[key] = references.get(key) or _reference(**fields)
+        for run in runs:
+            name = f"{recipe.parallel} {fields}"
+            assert worst(run.losses, expected.losses) < FP32, name
+            assert worst(run.grad_norms, expected.grad_norms) < FP32, name
+            assert run.rates == expected.rates, name
+            assert run.evaluation == pytest.approx(expected.evaluation, rel=FP32), name
+            assert run.weights.keys() == expected.weights.keys(), name
+            for weight, value in run.weights.items():
+                # As in `test_parity.py`: Adam divides by what may be near zero.
+                np.testing.assert_allclose(value, expected.weights[weight], rtol=0, atol=1e-5, err_msg=name)
+
+
+def test_two_ranks_are_the_plain_loop_at_every_stage():
+    cases = [(SGD | UNTIED, stage, 4) for stage in range(4)] + [(SGD | QWEN, stage, 1) for stage in (0, 2, 3)]
+    cases += [(SGD | UNTIED | OFFLOAD, 2, 1)]
+    _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in cases], 2)
+
+
+@pytest.mark.slow
+def test_adam_tied_and_checkpointed():
+    fields = {"parallel.activation_checkpointing": "full"}
+    _compare([(fields, _recipe(2, 1, stage, 2, **fields)) for stage in (0, 1, 3)], 2)
+
+
+@pytest.mark.slow
+def test_groups_of_two_and_of_four_are_the_plain_loop():
+    more_heads = SGD | {"model.config.num_key_value_heads": 4}
+    cases = [(SGD, _recipe(2, 2, stage, 2, **SGD)) for stage in (0, 1, 3)]
+    # Other degrees in the same processes: DeepSpeed would keep the first one's groups.
+    _compare([*cases, (more_heads, _recipe(4, 1, 1, 2, **more_heads)), (SGD, _recipe(1, 4, 1, 2, **SGD))], 4)
+
+
+@pytest.mark.slow
+def test_bf16_stays_near_the_fp32_loop():
+    recipes = [_recipe(2, 1, stage, 2, **{"parallel.precision": "bf16"}) for stage in (1, 2, 3)]
+    expected = _reference()
+    for run in run_ranks(2, _train, recipes, 2)[0]:
+        # As in `test_parity.py`: a unit in the last place of the loss, and four for a norm of rounded gradients.
+        assert worst(run.losses, expected.losses) < 2**-8
+        assert worst(run.grad_norms, expected.grad_norms) < 2**-6
+
+
+def test_initial_weights_are_those_of_the_whole_model_bit_for_bit():
+    recipes = [_recipe(2, 1, stage, 1, **fields) for stage in (0, 3) for fields in (UNTIED, QWEN)]
+    for recipe, weights in zip(recipes, run_ranks(2, _initial, recipes, 2)[1], strict=True):
+        whole = {name: value.detach().numpy() for name, value in _whole(recipe).named_parameters()}
+        assert weights.keys() == whole.keys()
+        assert all(np.array_equal(weights[name], whole[name]) for name in whole)
+
+
+def _whole(recipe):
+    return build_model(recipe, torch.float32, CPU)
+
+
+def _initial(rank: int, recipes, ranks: int):
+    engines = (engine_of(plan_of(recipe, ranks)) for recipe in recipes)
+    return [{name: value.numpy() for name, value in engine.named_weights()} for engine in engines]
+
+
+@pytest.mark.slow
+def test_pretrained_weights_are_cut_and_come_back(tmp_path):
+    saved = _whole(tiny_recipe(**UNTIED))
+    saved.save_pretrained(tmp_path)
+    fields = {"model.architecture": None, "model.pretrained": str(tmp_path), "model.config": {}}
+    recipes = [tiny_recipe(**fields, **{"parallel.tensor": 2, "parallel.zero_stage": stage}) for stage in (2, 3)]
+    for weights in itertools.chain(*run_ranks(4, _initial, recipes, 4)):
+        assert all(np.array_equal(weights[name], value.detach().numpy()) for name, value in saved.named_parameters())
+
+
+def _interrupted(rank: int, ranks: int, cases, folder):
+    found = []
+    for index, fields in enumerate(cases):
+        plan = plan_of(_recipe(2, ranks // 2, fields["parallel.zero_stage"], 1, **DROPOUT).with_(**fields), ranks)
+        torch.manual_seed(rank // 2)
+        whole = _trace(engine_of(plan), plan, range(STEPS))
+        torch.manual_seed(rank // 2)
+        first = engine_of(plan)
+        _trace(first, plan, range(STEPS // 2))
+        Saver(folder / str(index), plan, first).save(TrainerState(step=STEPS // 2, data="key"))
+        torch.manual_seed(999)
+        second = engine_of(plan)
+        load(newest(folder / str(index)), second, plan, "key")
+        found.append((whole, _trace(second, plan, range(STEPS // 2, STEPS))))
+    return found
+
+
+def test_continued_is_uninterrupted_bit_for_bit(tmp_path):
+    cases = [{"parallel.zero_stage": stage} for stage in (0, 3)]
+    cases.append({"parallel.zero_stage": 2, "parallel.precision": "bf16"})
+    by_rank = run_ranks(2, _interrupted, 2, cases, tmp_path)
+    for results in by_rank:
+        for case, (whole, continued) in zip(cases, results, strict=True):
+            assert continued.losses == whole.losses[STEPS // 2 :], case
+            assert continued.grad_norms == whole.grad_norms[STEPS // 2 :], case
+            assert all(np.array_equal(continued.weights[name], whole.weights[name]) for name in whole.weights), case
+
+
+def _with_dropout(rank: int, seeds) -> Trace:
+    config = dict(tiny_recipe().model.config) | {"resid_pdrop": 0.2, "embd_pdrop": 0.2}
+    recipe = _recipe(2, 1, 1, 1).with_(**{"model.architecture": "phi", "model.config": config})
+    plan = plan_of(recipe, 2)
+    engine = engine_of(plan)
+    torch.manual_seed(seeds[rank])
+    return _trace(engine, plan, range(2))
+
+
+@pytest.mark.slow
+def test_ranks_that_draw_the_same_masks_stay_equal():
+    same, other = (run_ranks(2, _with_dropout, seeds) for seeds in ((5, 5), (5, 6)))
+    assert same[0].losses == same[1].losses
+    assert all(np.array_equal(value, same[1].weights[name]) for name, value in same[0].weights.items())
+    # Losses are means over all ranks, and tell nothing.
+    assert any(not np.array_equal(value, other[1].weights[name]) for name, value in other[0].weights.items())
+
+
+def _verdicts(rank: int, configs, degree: int) -> list[str]:
+    make_tensor_groups(degree)
+    block = {"autotp_size": degree, "vocab_parallel_lm_head": False}
+    verdicts = []
+    for family, fields in configs:
+        try:
+            check_split(AutoConfig.for_model(family, **fields), block, "eager", CPU)
+            verdicts.append("")
+        except CannotSplit as refusal:
+            verdicts.append(refusal.reason)
+    return verdicts
+
+
+def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
+    families = [(name, {"num_hidden_layers": 2}) for name in FAMILIES]
+    first, second = run_ranks(2, _verdicts, families, 2)
+    assert [not reason for reason in first] == [name in TENSOR_FAMILIES for name in FAMILIES], first
+    assert first == second
+
+
+def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
+    # AutoTP takes both; their logits or gradients are others.
+    wrong = [("persimmon", {"num_hidden_layers": 2}), ("apertus", {"num_hidden_layers": 2})]
+    for reason in run_ranks(2, _verdicts, wrong, 2)[0]:
+        assert "differ" in reason
+
+
+def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
+    configs = [("llama", {"num_hidden_layers": 2}), ("qwen3", {"num_hidden_layers": 2})]
+    assert run_ranks(4, _verdicts, configs, 4)[3] == ["", ""]
+
+
+@pytest.mark.breadth
+def test_the_document_and_the_rule_say_what_the_engine_does():
+    document = ROOT / "docs/reference/families_tensor.md"
+    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk(), r.HEAD))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(ROOT)])}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.endswith(document.read_text(encoding="utf-8"))
+
+
+def test_the_rule_is_the_document():
+    document = (ROOT / "docs/reference/families_tensor.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| (\S+) \| \d+% \|$", document, re.MULTILINE)) == TENSOR_FAMILIES
+
+
+def test_fused_and_uneven_shards_become_whole():
+    whole = torch.arange(7 * 3).reshape(7, 3)
+    split = Split(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
+    shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
+    assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
+    assert torch.equal(split.join(shards), whole)

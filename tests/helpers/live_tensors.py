@@ -1,0 +1,128 @@
+"""Bytes of what an engine holds, counted from the tensors that are alive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from deepspeed.runtime.pipe.schedule import OptimizerStep
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from llmtrain.plan import Plan
+from tests.helpers.batches import step_batch
+from tests.helpers.traces import engine_of
+
+SCALARS = 32
+"""Bytes up to which a storage is no state of a weight: step counts, norms."""
+
+
+def live_bytes(without: set[int]) -> int:
+    """Bytes of the storages of floating-point tensors that are alive, each storage once, `without` these."""
+    return sum(size for address, size in live_storages().items() if address not in without)
+
+
+def live_storages(dimensions: int | None = None) -> dict[int, int]:
+    """Address → bytes of every such storage; or of those of tensors with so many dimensions."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):
+            for tensor in _held(one):
+                storage = tensor.untyped_storage()
+                if not tensor.is_floating_point() or dimensions not in (None, tensor.dim()):
+                    continue
+                if tensor.device.type != "meta" and storage.nbytes() > SCALARS:
+                    found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)  # what has no memory of its own
+    return found
+
+
+def _held(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor and its gradient, which has no Python object of its own until somebody asks for it."""
+    yield _local(tensor)
+    if tensor.is_leaf and tensor.grad is not None:
+        yield _local(tensor.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def measure(rank: int, plan: Plan) -> tuple[int, int]:
+    """Bytes on this rank in the second step: after its first backward pass, and after the last, before the update.
+
+    Of a pipeline, whose passes are interleaved, before the update: what has passed and is kept, and all else.
+    """
+    # Held, since what an engine before left would be freed by and by, and its addresses used again.
+    left = [
+        _local(one).untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor) and not one.is_meta
+    ]
+    before = set(live_storages())
+    engine: Any = engine_of(plan)
+    seen: list[int] = []
+    is_pipeline = plan.parallel.pipeline > 1
+
+    def look() -> None:
+        passed = passed_storages() if is_pipeline else {}
+        seen.append(live_bytes(before | passed.keys() | buffers() | statistics(engine)))
+        if is_pipeline:
+            seen.insert(0, sum(size for address, size in passed.items() if address not in before))
+
+    watch = _watch_pipeline if is_pipeline else _watch
+    watch(engine, look)
+    batch = plan.batch
+    for step in range(2):
+        seen.clear()
+        engine.train_step(
+            step_batch(
+                step,
+                batch.micro_batch_size,
+                batch.gradient_accumulation_steps,
+                engine.data_parallel_rank,
+                plan.data_parallel_size,
+            )
+        )
+    del left
+    return seen[0], seen[-1]
+
+
+def statistics(engine: Any) -> set[int]:
+    """Addresses of what the guard remembers of steps: some kilobytes, whatever the model."""
+    return {tensor.untyped_storage().data_ptr() for tensor in engine.guard.state().values()}
+
+
+def buffers() -> set[int]:
+    """Addresses of what modules hold beside weights: frequencies of rotary positions."""
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return {tensor.untyped_storage().data_ptr() for one in modules for tensor in one.buffers(recurse=False)}
+
+
+def passed_storages() -> dict[int, int]:
+    """Activations and their gradients: tensors of three dimensions, which no weight of a dense model is."""
+    return live_storages(dimensions=3)
+
+
+def _watch(engine: Any, look: Callable[[], None]) -> None:
+    """Looks after each backward pass."""
+    inner = getattr(engine, "engine", engine)
+    backward = inner.backward
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        backward(*arguments, **options)
+        look()
+
+    inner.backward = watched
+
+
+def _watch_pipeline(engine: Any, look: Callable[[], None]) -> None:
+    instructions = dict(engine.engine._INSTRUCTION_MAP)
+    update = instructions[OptimizerStep]
+
+    def watched(inner: Any, **options: Any) -> None:
+        look()
+        update(inner, **options)
+
+    engine.engine._INSTRUCTION_MAP = instructions | {OptimizerStep: watched}

@@ -1,0 +1,324 @@
+"""What a drawn plan does on the real engine, past the rules, beside a plain PyTorch loop.
+
+Each plan has processes of its own: DeepSpeed keeps much for the life of a process, and a refused plan may hang.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator, Set
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from llmtrain.data import StepBatch
+from llmtrain.ds_config import render
+from llmtrain.engines import build_engine
+from llmtrain.engines.deepspeed.sequence import SequenceAxis
+from llmtrain.engines.state.shards import split_of
+from llmtrain.models.stages import decoder_layers
+from llmtrain.models.tensor import shard_of
+from llmtrain.plan import Plan
+from llmtrain.plan.draft import Draft
+from llmtrain.recipe import ParallelConfig, Recipe
+from llmtrain.rules import LEGALITY, broken
+from llmtrain.rules.resolve import assemble
+from llmtrain.verify.compare import Trace, deviation, tolerance
+from llmtrain.verify.job import Deviation, worst
+from llmtrain.verify.train import sgd_fields
+from tests.helpers.batches import global_batch, part_of
+from tests.helpers.harness import run_ranks
+from tests.helpers.random_plans import Case, rules_of
+from tests.helpers.reference_run import ReferenceRun
+
+STEPS = 3
+HELD_OUT = 999
+"""Number of the batch that is evaluated at the end."""
+REFERENCES = 6
+"""Plain loops in other orders, micro-batches and attentions, whose spread a refused plan exceeds below fp32."""
+LOWER = Deviation(loss=2**-8, grad_norm=2**-6, weights=math.sqrt(2 * 2**-6), same_lr=True)
+"""What a legal plan in a lower precision may deviate. A loss by a unit in its last place, norms of rounded gradients by
+four (as in `test_parity`), and so weights by what `verify.compare` derives for Adam from the error of a gradient."""
+PATIENCE = 180
+"""Seconds until a plan counts as hanging."""
+CPU = torch.device("cpu")
+
+Did = dict[str, Any]
+"""What an engine really does of what a plan asks."""
+
+
+def verdict(case: Case) -> str:
+    """What the engine does otherwise than the plan says; empty where it trains it as the plain loop does."""
+    if not case.rules:
+        return _probed(case.draft, LOWER)
+    return _wrong(case) or _without_effect(case)
+
+
+def _wrong(case: Case) -> str:
+    """Of a refused plan, by each way to see it.
+
+    Adam hides a wrong scale, and what rounds each gradient relative to itself; SGD hides what only Adam's moments
+    show; a lower precision hides what fp32 shows. So each is tried, and SGD in fp32 too.
+    """
+    return next(filter(None, map(_probed, _variants(case))), "")
+
+
+def _variants(case: Case) -> Iterator[Draft]:
+    drafts = [case.draft]
+    exact = _changed(case.draft, {"parallel.precision": "fp32"})
+    if exact != case.draft and rules_of(exact) == case.rules:
+        drafts.append(exact)
+    yield from drafts
+    for draft in drafts:
+        yield _changed(draft, sgd_fields(draft.recipe, _reference(_plain(draft.recipe)).grad_norms))
+
+
+def _changed(draft: Draft, fields: dict[str, Any]) -> Draft:
+    return Draft(draft.recipe.with_(**fields), draft.cluster, draft.facts)
+
+
+def _probed(draft: Draft, least: Deviation | None = None) -> str:
+    """least: what may be allowed in a lower precision at least."""
+    try:
+        ranks = _run(draft)
+    except (AssertionError, TimeoutError) as error:
+        return f"fails: {_reason(error)}"
+    asked = _asked(assemble(draft))
+    for did, _ in ranks:
+        others = [f"{name} {value} as {did[name]}" for name, value in asked.items() if did[name] != value]
+        if others:
+            return f"does otherwise: {', '.join(others)}"
+    return _deviates(draft.recipe, [_torch(run) for _, run in ranks], least)
+
+
+def _without_effect(case: Case) -> str:
+    """Of a refused plan that came out right, the refused field that changes nothing at all."""
+    plain = ParallelConfig()
+    for field in sorted({problem.field for problem in broken(case.draft, LEGALITY)[0]}):
+        name = field.removeprefix("parallel.")
+        if name not in ParallelConfig.model_fields:
+            continue
+        other = _changed(case.draft, {field: getattr(plain, name)})
+        if other.accumulation and _same(_run(case.draft), _run(other)):
+            return f"ignores {field}"
+    return ""
+
+
+def _same(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether two runs agree in every bit."""
+    (_, first), (_, second) = ours[0], theirs[0]
+    a, b = _torch(first), _torch(second)
+    numbers = (a.losses, a.grad_norms) == (b.losses, b.grad_norms)
+    return numbers and all(torch.equal(a.weights[name], weight) for name, weight in b.weights.items())
+
+
+def _run(draft: Draft) -> list[tuple[Did, Trace]]:
+    """On every rank: what the engine did, and the run. Raises what the first rank that failed raised."""
+    plan = assemble(draft)
+    return run_ranks(plan.workers, _train, draft, timeout=PATIENCE)
+
+
+def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
+    plan = assemble(draft)
+    engine = build_engine(plan, render(plan), CPU)
+    calls = [0]
+    for layer in _own_layers(engine):
+        layer.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    # A plan that is none may have more ranks than readers.
+    reader = engine.data_parallel_rank % plan.readers
+    shape = (plan.read_size, plan.batch.gradient_accumulation_steps, reader, plan.readers)
+    run, passes = _trace(engine, draft.recipe, *shape, calls=calls)
+    return _did(engine, passes / max(len(_own_layers(engine)) * STEPS * shape[1], 1)), _numpy(run)
+
+
+def _own_layers(engine: Any) -> list[torch.nn.Module]:
+    layers = decoder_layers(engine.model)[1]
+    return [layer for layer in layers if next(layer.parameters(), None) is not None]
+
+
+def _asked(plan: Plan) -> Did:
+    parallel = plan.parallel
+    return {
+        "devices": plan.cluster.world_size,
+        "stages": parallel.pipeline,
+        "tensor slices": parallel.tensor > 1,
+        "sequence slices": parallel.sequence,
+        "spread experts": parallel.expert > 1,
+        "ZeRO stage": parallel.zero_stage,
+        "offloaded states": parallel.offload_optimizer != "none",
+        "offloaded parameters": parallel.offload_param != "none",
+        "states on a disk": parallel.offload_optimizer == "nvme",
+        "layers run again": parallel.activation_checkpointing == "full",
+    }
+
+
+def _did(engine: Any, passes: float) -> Did:
+    inner = getattr(engine, "engine", None)
+    is_deepspeed = hasattr(inner, "zero_optimization_stage")
+    optimizer = inner.optimizer if is_deepspeed else None
+    model = engine.model
+    ulysses = next((axis.ulysses for axis in getattr(engine, "axes", ()) if isinstance(axis, SequenceAxis)), None)
+    sharded = engine.plan.parallel.zero_stage if getattr(engine, "is_sharded", False) else 0
+    return {
+        "devices": dist.get_world_size() * len(getattr(engine, "devices", [CPU])),
+        "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,
+        "tensor slices": any(split_of(one) or shard_of(one) for one in model.parameters()),
+        "sequence slices": ulysses.size if ulysses else 1,
+        "spread experts": any(not getattr(one, "allreduce", True) for one in model.parameters()),
+        "ZeRO stage": inner.zero_optimization_stage() if is_deepspeed else sharded,
+        "offloaded states": bool(getattr(optimizer, "cpu_offload", False) or _flag(optimizer, "offload_optimizer")),
+        "offloaded parameters": _flag(optimizer, "offload_param"),
+        "states on a disk": _flag(optimizer, "swap_optimizer"),
+        "layers run again": passes > 1,
+    }
+
+
+def _flag(optimizer: Any, name: str) -> bool:
+    return bool(getattr(optimizer, name, False))
+
+
+def _deviates(recipe: Recipe, runs: list[Trace], least: Deviation | None) -> str:
+    reference = _plain(recipe)
+    expected, initial = _reference(reference), _initial(reference)
+    precision = recipe.parallel.precision
+    if precision == "autocast_fp16":
+        return next(filter(None, (_scaled_wrong(run, expected) for run in runs)), "")
+    allowed = least if least and precision != "fp32" else _allowed(reference)
+    noise = _noise(reference) if least and precision != "fp32" else set()
+    apart = [deviation(_without(noise, run), _without(noise, expected), initial) for run in runs]
+    whole = Deviation(
+        loss=worst(one.loss for one in apart),
+        grad_norm=worst(one.grad_norm for one in apart),
+        weights=worst(one.weights for one in apart),
+        same_lr=all(one.same_lr for one in apart),
+    )
+    if whole.within(allowed):
+        return ""
+    numbers = [(name, getattr(whole, name), getattr(allowed, name)) for name in ("loss", "grad_norm", "weights")]
+    told = ", ".join(
+        f"{name} {'?' if ours is None else format(ours, '.1e')} of {most:.1e}" for name, ours, most in numbers
+    )
+    return f"deviates: {told}" + ("" if whole.same_lr else ", another rate")
+
+
+def _scaled_wrong(run: Trace, expected: Trace) -> str:
+    """The reference scales no loss, and the engine skips steps until its scale fits: only sizes can be compared."""
+    for ours, theirs in zip((*run.losses, *run.grad_norms), (*expected.losses, *expected.grad_norms), strict=True):
+        if math.isfinite(ours) and not 0.5 < ours / theirs < 2:
+            return f"deviates: {ours:.3g} for {theirs:.3g}"
+    return "" if all(map(math.isfinite, run.losses)) else "deviates: losses are not finite"
+
+
+def _plain(recipe: Recipe) -> Recipe:
+    """What the reference reads of a recipe; it is found again under that."""
+    routed = recipe.model.config.get("output_router_logits")
+    micro = recipe.batch.micro_batch_size if routed else 1
+    return recipe.with_(
+        **{
+            "parallel": {"precision": recipe.parallel.precision},
+            "batch.micro_batch_size": micro,
+        }
+    )
+
+
+@cache
+def _cached(text: str, order: int) -> Trace:
+    recipe = Recipe.model_validate_json(text)
+    if order % 2:
+        others = {"sdpa": "eager", "eager": "sdpa", "varlen": "eager"}
+        recipe = recipe.with_(**{"model.attention": others[recipe.model.attention_kernel]})
+    engine = ReferenceRun(recipe, together=order > 0)
+    total = recipe.batch.global_batch_size
+    routed = recipe.model.config.get("output_router_logits")
+    own = recipe.batch.micro_batch_size
+    sizes = [own] if routed else [size for size in (1, 2, 4, total) if total % size == 0]
+    micro = sizes[order % len(sizes)]
+    return _trace(engine, recipe, micro, total // micro, 0, 1, order=order)[0]
+
+
+def _reference(recipe: Recipe, order: int = 0) -> Trace:
+    return _cached(recipe.model_dump_json(), order)
+
+
+def _allowed(recipe: Recipe) -> Deviation:
+    precision = recipe.parallel.precision
+    orders = range(REFERENCES if precision != "fp32" else 1)
+    return tolerance([_reference(recipe, order) for order in orders], _initial(recipe), recipe.optim.name, precision)
+
+
+def _noise(recipe: Recipe) -> set[str]:
+    """Weights on which plain loops disagree by more than a legal plan may.
+
+    A bias of keys shifts all scores of a query alike, so its gradient is rounding, which Adam makes whole steps of.
+    """
+    expected, initial = _reference(recipe), _initial(recipe)
+    others = [_reference(recipe, order) for order in range(1, REFERENCES)]
+
+    def apart(name: str, other: Trace) -> float:
+        rest = expected.weights.keys() - {name}
+        return deviation(_without(rest, other), _without(rest, expected), initial).weights or 0.0
+
+    return {name for name in expected.weights if any(apart(name, other) > LOWER.weights for other in others)}
+
+
+def _without(names: Set[str], run: Trace) -> Trace:
+    return replace(run, weights={name: weight for name, weight in run.weights.items() if name not in names})
+
+
+def _initial(recipe: Recipe) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().float().clone() for name, weight in ReferenceRun(recipe).named_weights()}
+
+
+def _trace(
+    engine: Any,
+    recipe: Recipe,
+    micro: int,
+    accumulation: int,
+    reader: int,
+    readers: int,
+    order: int = 0,
+    calls: list[int] | None = None,
+) -> tuple[Trace, int]:
+    """The run, and how often `calls` was raised while it trained. order: of the samples of a step."""
+    size = recipe.batch.global_batch_size
+    shape = {"length": recipe.data.sequence_length, "vocab": recipe.vocab_size}
+
+    def batch(step: int) -> StepBatch:
+        samples = global_batch(step, size, **shape)
+        if order:
+            random.Random(order).shuffle(samples)
+        return part_of(samples, step, micro, accumulation, reader, readers)
+
+    results = [engine.train_step(batch(step)) for step in range(STEPS)]
+    passes = calls[0] if calls else 0
+    evaluation = engine.eval_step(batch(HELD_OUT)).item()
+    run = Trace(
+        losses=[result.loss.item() for result in results],
+        grad_norms=[result.grad_norm.item() for result in results],
+        rates=[result.lr for result in results],
+        evaluation=evaluation,
+        weights={name: weight.float().clone() for name, weight in engine.named_weights()},
+    )
+    return run, passes
+
+
+def _numpy(run: Trace) -> Trace:
+    """A tensor would travel through shared memory that dies with its process."""
+    return Trace(run.losses, run.grad_norms, run.rates, run.evaluation, {n: w.numpy() for n, w in run.weights.items()})  # type: ignore[misc]
+
+
+def _torch(run: Any) -> Trace:
+    weights = {name: torch.from_numpy(weight) for name, weight in run.weights.items()}
+    return Trace(run.losses, run.grad_norms, run.rates, run.evaluation, weights)
+
+
+def _reason(error: BaseException) -> str:
+    """What a rank raised, out of the traceback that came back; a verdict of our own has its fix in the last line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|CannotSplit)\b", line)]
+    return (raised or lines or [type(error).__name__])[-1][:200]

@@ -1,0 +1,165 @@
+"""Bugs as pipelines have them, planted into the stages, their engine and what they are fed with."""
+
+from __future__ import annotations
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from llmtrain.engines.deepspeed import engine, pipeline
+from llmtrain.engines.deepspeed.pipeline import PipelineAxis, StagePipeline, StageSpec
+from llmtrain.models import IGNORE
+from llmtrain.verify.batches import Batches
+from tests.helpers.planted_zero import clipping_per_partition
+
+
+def norm_per_stage(patch):
+    """Each stage knows, and clips by, the norm of its own gradients."""
+    patch.setattr(DeepSpeedZeroOptimizer, "_model_parallel_all_reduce", lambda *_, **__: None)
+
+
+def tied_gradient_not_summed(patch):
+    patch.setattr(StagePipeline, "get_tied_weights_and_groups", lambda self: [])
+
+
+def tied_gradient_counted_twice(patch):
+    """In the norm: no copy is marked as one that another stage counts."""
+    original = StagePipeline._index_tied_modules
+
+    def index(self):
+        comms = original(self)
+        for parameter in self.stage.parameters():
+            parameter.ds_pipe_replicated = False
+        return comms
+
+    patch.setattr(StagePipeline, "_index_tied_modules", index)
+
+
+def stale_tied_copy(patch):
+    """The last stage goes on with the tied weight that it started with, the first one is right."""
+    original, started = PipelineAxis.train_step, {}
+
+    def train_step(self, batch):
+        for weight, _ in self._pipeline.get_tied_weights_and_groups() if self._stage.is_last else ():
+            weight.data.copy_(started.setdefault(id(self), weight.detach().clone()))
+        return original(self, batch)
+
+    patch.setattr(PipelineAxis, "train_step", train_step)
+
+
+def loss_by_micro_batch(patch):
+    original = PipelineAxis._loss
+
+    def loss(self, output, labels):
+        scale = self._scale
+        self._scale = 1 / (labels != IGNORE).sum().clamp(min=1)
+        try:
+            return original(self, output, labels)
+        finally:
+            self._scale = scale
+
+    patch.setattr(PipelineAxis, "_loss", loss)
+
+
+def loss_of_one_replica(patch):
+    """Scaled as if there were one replica: a mean over replicas where the sum is meant."""
+    original = PipelineAxis._start
+
+    def start(self, batch):
+        original(self, batch)
+        self._scale /= self.plan.data_parallel_size
+
+    patch.setattr(PipelineAxis, "_start", start)
+
+
+def replicas_read_the_same(patch):
+    original = Batches.part
+    patch.setattr(Batches, "part", lambda self, plan, dp_rank: original(self, plan, 0))
+
+
+def labels_in_another_order(patch):
+    """The last stage pulls its micro-batches from the end."""
+    original = PipelineAxis._micro_batches
+
+    def reverse(self, batch):
+        micros = list(original(self, batch))
+        labels = [one[1] for one in micros[::-1]]
+        return iter([(inputs, other) for (inputs, _), other in zip(micros, labels, strict=True)])
+
+    patch.setattr(PipelineAxis, "_micro_batches", reverse)
+
+
+def one_stage_with_another_seed(patch):
+    original = pipeline.stage_builder
+
+    def builder(recipe, *arguments, **named):
+        other = original(recipe.with_(**{"train.seed": recipe.train.seed + 1}), *arguments, **named)
+        own = original(recipe, *arguments, **named)
+        return lambda index, ranks: (other if index else own)(index, ranks)
+
+    patch.setattr(pipeline, "stage_builder", builder)
+
+
+def _on_stage(patch, change):
+    """Changes a stage that is built; the cut itself is proved on a tiny copy before."""
+    original = StageSpec.build
+
+    def build_stage(self, log=False):
+        stage = original(self, log)
+        change(stage)
+        return stage
+
+    patch.setattr(StageSpec, "build", build_stage)
+
+
+def later_documents_see_each_other(patch):
+    """The bounds of documents are lost on the way to the second stage."""
+
+    def flatten(stage):
+        sent = stage._sent
+
+        def send(output, position_ids, tokens):
+            flat = torch.arange(position_ids.shape[1]).expand_as(position_ids).contiguous()
+            return sent(output, flat, tokens)
+
+        stage._sent = send
+
+    _on_stage(patch, flatten)
+
+
+def halved_gradient_between_stages(patch):
+    def halve(stage):
+        def before(_, arguments):
+            (hidden, *others), *rest = arguments
+            return ((hidden / 2 + hidden.detach() / 2, *others), *rest)
+
+        if not stage.is_first:
+            stage.register_forward_pre_hook(before)
+
+    _on_stage(patch, halve)
+
+
+def no_decay_on_the_last_stage(patch):
+    original = engine.parameter_groups
+
+    def groups(module, weight_decay):
+        return original(module, 0.0 if module.stage.is_last else weight_decay)
+
+    patch.setattr(engine, "parameter_groups", groups)
+
+
+STAGED = (
+    norm_per_stage,
+    clipping_per_partition,
+    tied_gradient_not_summed,
+    tied_gradient_counted_twice,
+    stale_tied_copy,
+    loss_by_micro_batch,
+    labels_in_another_order,
+    one_stage_with_another_seed,
+    later_documents_see_each_other,
+    halved_gradient_between_stages,
+    no_decay_on_the_last_stage,
+)
+"""With one replica."""
+REPLICATED = (replicas_read_the_same, loss_of_one_replica)
+"""With more than one."""

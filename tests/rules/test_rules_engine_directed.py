@@ -1,0 +1,76 @@
+"""What each rule refuses, on the real engine past the rules: it fails, or does something else, in the way that is told.
+
+One plan for each rule that needs a plan of its own; `test_rules_engine_random` draws the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.plans_on_engine import verdict
+from tests.helpers.random_plans import Case, plan_of
+
+ACCELERATE = {"parallel.backend": "accelerate"}
+FSDP2 = ACCELERATE | {"parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
+ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme"}
+STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+EXPERTS = {"architecture": "mixtral"}
+
+REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
+    # rule, ranks, fields, sizes of the model, what the engine does
+    ("backend.accelerate", 1, {"parallel.accelerate": "fsdp2"}, {}, "ignores parallel.accelerate"),
+    ("backend.degrees", 2, ACCELERATE | {"parallel.pipeline": 2}, {}, "stages 2 as 1"),
+    ("backend.degrees", 2, ACCELERATE | {"parallel.tensor": 2}, {}, "tensor slices True as False"),
+    ("backend.degrees", 2, ACCELERATE | {"parallel.expert": 2}, EXPERTS, "spread experts True as False"),
+    ("backend.zero_stage", 1, ACCELERATE | {"parallel.zero_stage": 2}, {}, "ZeRO stage 2 as 0"),
+    ("backend.grad_accum", 1, ACCELERATE | {"parallel.grad_accum_dtype": "bf16"}, {}, "ignores"),
+    ("backend.offload", 1, FSDP2 | {"parallel.offload_optimizer": "cpu"}, {}, "offloaded states True as False"),
+    ("data_parallel.devices", 2, {"parallel.backend": "data_parallel"}, {}, "devices 2 as 1"),
+    ("zero.nvme_path", 1, ON_DISK, {}, "TypeError: expected str"),
+    ("zero.nvme_path", 1, {"parallel.nvme_path": "/nvme"}, {}, "ignores parallel.nvme_path"),
+    ("zero.expert", 4, STAGES | {"parallel.expert": 2}, EXPERTS, "no MoE layers detected"),
+    ("pipeline.tensor_divides", 4, STAGES | {"parallel.tensor": 2}, {"intermediate_size": 33}, "does not divide by 2"),
+]
+
+
+@pytest.mark.parametrize(("rule", "ranks", "fields", "sizes", "words"), REFUSED)
+def test_what_is_refused_goes_wrong(rule, ranks, fields, sizes, words):
+    one = plan_of(fields, sizes, ranks)
+    assert one.rules == {rule}
+    assert words in verdict(one)
+
+
+@pytest.mark.breadth
+def test_sums_in_fp16_show_where_nothing_hides_them():
+    """Under autocast, and with Adam in fp32, other roundings are as large; SGD in fp32 has the sums' own."""
+    fields = {"parallel.zero_stage": 3, "parallel.precision": "autocast_bf16", "parallel.grad_accum_dtype": "fp16"}
+    one = plan_of(fields, {}, 1)
+    assert one.rules == {"precision.grad_accum"}
+    assert "deviates" in verdict(one)
+
+
+def test_experts_whose_rows_are_uneven_run_nowhere():
+    """Not in the plain loop either."""
+    one: Case = plan_of({}, EXPERTS | {"intermediate_size": 54}, 1)
+    assert one.rules == {"model.experts_aligned"}
+    assert "multiple of 16 bytes" in verdict(one)
+    assert plan_of({}, EXPERTS | {"intermediate_size": 52}, 1).rules == set()
+    assert plan_of(
+        {"parallel.precision": "bf16", "parallel.zero_stage": 1}, EXPERTS | {"intermediate_size": 52}, 1
+    ).rules
+
+
+def test_heads_that_tensor_ranks_share_unevenly_may_be_divided_by_sequence_ranks():
+    """AutoTP gives four heads to one rank and two to the other; two sequence ranks can divide both."""
+    one = plan_of({"parallel.tensor": 2, "parallel.sequence": 2}, {"heads": (6, 3)}, 4)
+    assert one.rules == {"layout.tensor_divides"}
+
+
+@pytest.mark.breadth
+def test_noise_that_adam_makes_steps_of_is_no_disagreement():
+    """The keys' biases of GPT-2 have a gradient of nothing but rounding."""
+    fields = {"parallel.zero_stage": 3, "parallel.precision": "bf16", "optim.name": "adam", "optim.clip_grad_norm": 0.0}
+    fields |= {"parallel.sequence": 2, "batch.global_batch_size": 8, "batch.micro_batch_size": 2}
+    assert not verdict(plan_of(fields | {"model.attention": "eager"}, {"architecture": "gpt2"}, 2))

@@ -1,0 +1,73 @@
+"""Rotary types that follow the longest position, and what a refusal of tensor parallelism names."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.recipe import ModelConfig
+from llmtrain.rules.resolve import resolve
+from tests.helpers.small_plan import small_plan
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+def _problems(**fields: object) -> list[Problem]:
+    try:
+        resolve(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2))
+    except RecipeError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("rope", "declared", "length", "fixed"),
+    [
+        (DYNAMIC, 64, 64, None),
+        (DYNAMIC, 64, 128, 64),
+        (LONG, 256, 64, None),
+        (LONG, 256, 128, 64),
+        ({**LONG, "rope_type": "yarn"}, 256, 128, None),
+        ({"sliding_attention": DYNAMIC, "full_attention": {"rope_type": "default"}}, 64, 128, 64),
+    ],
+)
+def test_frequencies_that_depend_on_the_micro_batch_are_refused(key, rope, declared, length, fixed):
+    fields = {f"model.config.{key}": rope, "model.config.max_position_embeddings": declared}
+    found = [
+        one for one in _problems(**fields, **{"data.sequence_length": length}) if one.rule == "model.rotary_follows"
+    ]
+    assert len(found) == (fixed is not None)
+    if found:
+        assert f"beyond {fixed} positions" in found[0].message
+        assert f"--set data.sequence_length={fixed}" in found[0].fix
+
+
+def test_they_are_found_in_families_that_are_built():
+    config = {"vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 96, "original_max_position_embeddings": 64}
+    phi = ModelConfig(architecture="phi3", config={**config, "pad_token_id": 0, "rope_parameters": LONG})
+    assert model_facts(phi, 99).rotary_follows == ("longrope", 64)
+
+
+@pytest.mark.parametrize(("family", "named"), [("olmo2", True), ("gpt2", False)])
+def test_the_refusal_names_the_stages_within_which_a_family_is_split(family, named):
+    config = {"num_hidden_layers": 2, "vocab_size": 256}
+    fields = {"model.architecture": family, "model.config": config, "parallel.tensor": 2}
+    (found,) = [problem for problem in _problems(**fields) if problem.rule == "tensor.family"]
+    assert ("--set parallel.pipeline=2" in found.fix) == named
+
+
+def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
+    sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99}
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0}
+    with pytest.raises(RecipeError, match="clip_qkv"):
+        model_facts(ModelConfig(architecture="dbrx", config={**sizes, "attn_config": attention}), 99)
+    clipped = {**sizes, "attn_config": {**attention, "clip_qkv": 8.0}}
+    assert model_facts(ModelConfig(architecture="dbrx", config=clipped), 99).layers == 2

@@ -1,0 +1,38 @@
+"""A second run in a run directory is refused while the first lives, and takes over once that is dead."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from llmtrain.errors import Exit
+from tests.helpers.commands import llmtrain, metrics, run, workers
+from tests.helpers.small_runs import start
+
+LONG = ("--set", "train.max_steps=100000", "--set", "checkpoint.every_steps=4")
+
+
+@pytest.mark.breadth
+def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    first = start(small_recipe, run_dir, *LONG)
+    second = llmtrain("train", small_recipe, "--run-dir", run_dir, *LONG)
+    assert second.returncode == Exit.USAGE
+    assert f"in use: process {first.pid} on {os.uname().nodename}" in second.stderr
+    assert "Data made" not in second.stdout
+    assert llmtrain("checkpoint", "list", run_dir).returncode == Exit.DONE
+
+    os.kill(workers(first.pid)[0], signal.SIGSTOP)  # so that there is a checkpoint to go on from, and no other one
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    by_torchrun = run(*torchrun, small_recipe, "--run-dir", run_dir, *LONG)
+    assert by_torchrun.returncode != Exit.DONE
+    assert f"in use: process {first.pid}" in by_torchrun.stderr
+
+    first.kill()
+    first.wait()
+    taken = llmtrain("train", small_recipe, "--run-dir", run_dir, "--max-steps", 4, *LONG[2:])
+    assert f"taking over from process {first.pid}" in taken.stderr, taken.stderr
+    assert taken.returncode == Exit.DONE, taken.stderr
+    assert metrics(run_dir)[-1]["step"] >= 4
+    assert not (run_dir / ".lock").exists()

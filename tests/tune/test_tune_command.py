@@ -1,0 +1,68 @@
+"""`llmtrain tune`, and runs that take what it found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmtrain.tune.choice import KERNELS
+from tests.helpers.commands import llmtrain, losses, metrics
+from tests.helpers.small_runs import write_small_recipe
+
+
+def test_nothing_is_left_to_be_measured(tmp_path):
+    named = [f"{field}={value}" for field, value in zip(KERNELS, (1, "sdpa", "eager", "whole"), strict=True)]
+    words = [part for one in named for part in ("--set", one)]
+    done = llmtrain("tune", write_small_recipe(tmp_path), *words)
+    assert done.returncode == 2
+    assert "names all of its kernels" in done.stderr
+
+
+BESIDE = """
+from llmtrain.system import host
+host.CoreMeter.cores_of_others = lambda meter: {cores}
+"""
+"""For a `sitecustomize`: others are the tests beside this one."""
+
+
+def _beside(folder, monkeypatch, cores):
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(BESIDE.format(cores=cores))
+    monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
+
+
+def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch):
+    _beside(tmp_path, monkeypatch, cores=0.9)
+    named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
+    done = llmtrain("tune", write_small_recipe(tmp_path), *named)
+    assert done.returncode == 2
+    assert "cannot be measured: others use 0.90 of" in done.stderr
+    assert "measure again when nothing else is running" in done.stderr
+    assert not (tmp_path / "cache").exists()  # not even data were prepared
+
+
+@pytest.mark.breadth
+def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
+    _beside(tmp_path, monkeypatch, cores=0)
+    recipe = write_small_recipe(tmp_path)
+    named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
+    done = llmtrain("tune", recipe, *named, "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert set(measured["milliseconds"]["kernels.loss"]) == {"whole", "chunked", "compiled"}
+
+    file = next((tmp_path / "cache" / "kernels").glob("*.json"))
+    other = "chunked" if measured["values"]["kernels.loss"] != "chunked" else "whole"
+    measured["values"]["kernels.loss"] = other
+    file.write_text(json.dumps(measured))  # so that the choice is not the rules' own
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert llmtrain("train", recipe, *named, "--run-dir", whole).returncode == 0
+    assert json.loads((whole / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
+    assert llmtrain("train", recipe, *named, "--run-dir", cut, "--max-steps", 4).returncode == 0
+    file.unlink()
+    again = llmtrain("train", recipe, *named, "--run-dir", cut)
+    assert again.returncode == 0
+    assert json.loads((cut / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
+    assert losses(cut) == losses(whole)
+    assert metrics(cut)
