@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from llmtrain.models.loss import CHOOSERS
 from llmtrain.models.proof.cut import build_chain, find_cut, packed_input, reference, run_chain
-from llmtrain.models.proof.tiny import shrink
-from llmtrain.models.stages import Cut, Refused
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import CannotCut, Cut
 from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
@@ -89,7 +89,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         cut = find_cut(config, BOUNDS)
-    except Refused as refusal:
+    except CannotCut as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \S+$", "", one_line(refusal.reason)))
     wrong = wrong_gradients(whole, cut, inputs)
@@ -104,7 +104,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
     overrides = dict(OVERRIDES.get(family, {}))
     if hasattr(config, "output_router_logits"):
         overrides["output_router_logits"] = True
-    return shrink(config, 4, **overrides)
+    return shrink_configuration(config, 4, **overrides)
 
 
 def wrong_gradients(whole: PreTrainedModel, cut: Cut, inputs: tuple[Tensor, Tensor]) -> list[str]:

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
 from llmtrain.models.proof.slices_check import VOCABULARY, compare
-from llmtrain.models.proof.tiny import shrink
-from llmtrain.models.tensor import Split, SplitRefused
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tensor import DeclaredSplit, SplitRefused
 
 HEAD = """# Model families with tensor parallelism inside pipeline stages
 
@@ -36,7 +36,7 @@ table shows which share of the tiny copy's layers is split; all ranks hold the r
 def judge(family: str) -> Verdict:
     """Builds a family, splits it and compares."""
     try:
-        config = shrink(tiny_config(family), 4, vocab_size=VOCABULARY)
+        config = shrink_configuration(tiny_config(family), 4, vocab_size=VOCABULARY)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
@@ -48,7 +48,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))
 
 
-def _share(model: PreTrainedModel, split: Split) -> float:
+def _share(model: PreTrainedModel, split: DeclaredSplit) -> float:
     """Returns the fraction of the decoder layers' parameters that is split."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if re.search(r"\.\d+\.", name)}
     share: float = sum(size for name, size in sizes.items() if name in split.shards) / sum(sizes.values())

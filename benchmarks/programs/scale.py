@@ -112,11 +112,13 @@ def launch(ranks: int) -> dict[str, float]:
     """Times reading a hostfile and rendering Slurm's job script."""
     from llmtrain.cluster import Cluster
     from llmtrain.launch.hostfile import Host, hostfile_of, read_hosts
-    from llmtrain.launch.jobs.slurm import Job, SlurmOptions, render_job
+    from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, render_job
 
     cluster = Cluster(nodes=ranks // PER_NODE, devices_per_node=PER_NODE, device="h100")
     folder = Path("/shared/job")
-    job = Job("llama3_70b", cluster, cluster.nodes, ("recipes/llama3_70b.py",), folder / "run", folder, SlurmOptions())
+    job = SlurmJob(
+        "llama3_70b", cluster, cluster.nodes, ("recipes/llama3_70b.py",), folder / "run", folder, SlurmOptions()
+    )
     hosts = [Host(f"node{number:05d}", tuple(range(PER_NODE))) for number in range(ranks // PER_NODE)]
     with tempfile.NamedTemporaryFile("w", suffix=".hosts") as file:
         started = time.perf_counter()

@@ -31,7 +31,7 @@ from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
 from llmtrain.engines.state import files as state_file
 from llmtrain.engines.state.pieces import Piece
-from llmtrain.engines.state.save_load import PROGRESS_FILE, Source, fill
+from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, fill
 from llmtrain.engines.state.writer import DiskWriter, Written
 from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan import Plan
@@ -165,7 +165,7 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
     pretend(rank, plan.workers)
     engine = build_engine(plan, render(plan), torch.device("cpu"))
     writer = DiskWriter(folder)
-    state_file.write(writer, rank, _filled(engine, Source(checkpoint)))
+    state_file.write(writer, rank, _filled(engine, StateSource(checkpoint)))
     if writer.error is not None:
         error = writer.error
         raise CheckpointError(Problem("out.write", str(folder), f"cannot be written: {error.strerror or error}"))
@@ -173,7 +173,7 @@ def _written(plan: Plan, rank: int, checkpoint: Path, folder: Path) -> Files:
 
 
 @torch.no_grad()
-def _filled(engine: Engine, source: Source) -> Iterator[list[Piece]]:
+def _filled(engine: Engine, source: StateSource) -> Iterator[list[Piece]]:
     for pieces in engine.pieces():  # type: ignore[attr-defined]
         fill(pieces, source)
         yield pieces

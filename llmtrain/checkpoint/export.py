@@ -20,7 +20,7 @@ from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
-from llmtrain.engines.state.save_load import Source
+from llmtrain.engines.state.save_load import StateSource
 from llmtrain.engines.state.writer import size_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import model_configuration
@@ -57,7 +57,7 @@ def export(
     if not replace:
         check_new(out)
     manifests = verify(checkpoint)
-    plan, source = read_plan(checkpoint), Source(checkpoint)
+    plan, source = read_plan(checkpoint), StateSource(checkpoint)
     model = _model(plan, dtype)
     outgoing = Outgoing(model, stored_names(checkpoint, source, model))
     with new_folder(out, replace) as folder:
@@ -92,7 +92,7 @@ def _dtype_name(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-def stored_names(checkpoint: Path, source: Source, model: PreTrainedModel) -> list[str]:
+def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) -> list[str]:
     """Returns a checkpoint's names for the weights of a model, tied ones once.
 
     Raises CheckpointError if one is missing.
@@ -131,7 +131,7 @@ def _no_progress() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _write_weights(outgoing: Outgoing, source: Source, parameters: int, most_bytes: int, folder: Path) -> None:
+def _write_weights(outgoing: Outgoing, source: StateSource, parameters: int, most_bytes: int, folder: Path) -> None:
     """Writes safetensors files, and an index if there are several."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,

@@ -32,7 +32,7 @@ _NAME = re.compile(r"step_([0-9]{8,100})")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder with the name of a checkpoint, and its manifests."""
 
     folder: Path
@@ -62,7 +62,7 @@ def is_checkpoint_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def find(checkpoints: Path) -> list[Found]:
+def find(checkpoints: Path) -> list[FoundCheckpoint]:
     """Returns every folder with the name of a checkpoint, in the order they were written.
 
     This may differ from the order of their steps: a run that was taken back to an older checkpoint continues from
@@ -207,11 +207,11 @@ class Building:
         return f".{name}.deleted-{self.run}"
 
 
-def _found(folder: Path) -> Found:
+def _found(folder: Path) -> FoundCheckpoint:
     try:
-        return Found(folder, tuple(read_manifests(folder)))
+        return FoundCheckpoint(folder, tuple(read_manifests(folder)))
     except CheckpointError as error:
-        return Found(folder, (), error.problems)
+        return FoundCheckpoint(folder, (), error.problems)
 
 
 def check_new(out: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.system.durable import Fingerprint, write_atomically
+from llmtrain.system.durable import FileHash, write_atomically
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 PATTERN = "MANIFEST*.json"
@@ -46,9 +46,9 @@ class File(BaseModel):
     """Whether only that rank reads it when the run continues."""
 
     @property
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> FileHash:
         """The expected fingerprint of the file."""
-        return Fingerprint(self.bytes, self.xxh3_128)
+        return FileHash(self.bytes, self.xxh3_128)
 
 
 class Manifest(BaseModel):

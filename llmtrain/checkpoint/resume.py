@@ -15,7 +15,7 @@ from llmtrain.runtime.agree import attempt, gather, raise_together
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumeChoice:
     """A verified checkpoint, and why newer ones were not chosen."""
 
     folder: Path
@@ -24,7 +24,7 @@ class Choice:
     """What is wrong with newer checkpoints."""
 
 
-def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> Choice | None:
+def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> ResumeChoice | None:
     """Returns the newest checkpoint of a run that is complete on all nodes, or None if the run has never had one.
 
     before: only consider checkpoints saved before this step. Called by all ranks. Raises CheckpointError if there are
@@ -39,7 +39,7 @@ def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | N
         if not problems and manifests[0].run != run:
             problems = [Problem("checkpoint.run", str(folder), f"was written by another run, {manifests[0].run}")]
         if not problems:
-            return Choice(folder, manifests, tuple(rejected))
+            return ResumeChoice(folder, manifests, tuple(rejected))
         rejected += problems
     if rejected:
         fix = "restore one of them, or start anew with another --run-dir"
@@ -49,7 +49,7 @@ def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | N
     return None
 
 
-def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Choice:
+def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> ResumeChoice:
     """Returns the checkpoint that a user has named, of this run or of another run with the same recipe.
 
     recipe: digest of the fields that a run may not change. Called by all ranks. Raises CheckpointError if it is not
@@ -66,10 +66,10 @@ def choose_named(folder: Path, run: str, recipe: str, storage: Storage) -> Choic
         problems = [problem]
     if problems:
         raise CheckpointError(problems)
-    return Choice(folder, manifests, ())
+    return ResumeChoice(folder, manifests, ())
 
 
-def go_on_from(choice: Choice, checkpoints: Path, storage: Storage) -> None:
+def go_on_from(choice: ResumeChoice, checkpoints: Path, storage: Storage) -> None:
     """Makes `latest` name the checkpoint that training continues from, if it belongs to this run.
 
     A later checkpoint that is overwritten by a run that was taken back is then never the one that `latest` names.

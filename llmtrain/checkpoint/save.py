@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, Found, find, newest, point_latest
+from llmtrain.checkpoint.folder import PLAN_FILE, STATE_FILE, Building, FoundCheckpoint, find, newest, point_latest
 from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
@@ -262,7 +262,7 @@ class Saver:
         return Problem(problem.rule, problem.field, problem.message, fix)
 
 
-def superfluous(found: Sequence[Found], policy: CheckpointConfig, run: str, newest: str) -> list[str]:
+def superfluous(found: Sequence[FoundCheckpoint], policy: CheckpointConfig, run: str, newest: str) -> list[str]:
     """Returns the names of a run's checkpoints that `policy` does not keep.
 
     found: in the order they were written. newest: the one that was just published; it is always kept, so that one

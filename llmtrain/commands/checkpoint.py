@@ -19,7 +19,7 @@ from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, why
 
 if TYPE_CHECKING:
-    from llmtrain.checkpoint.folder import Found
+    from llmtrain.checkpoint.folder import FoundCheckpoint
     from llmtrain.cluster import Cluster
 
 app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
@@ -168,7 +168,7 @@ def _problems(folder: Path) -> list[Problem]:
     return []
 
 
-def _row(found: Found, is_latest: bool) -> dict[str, Any]:
+def _row(found: FoundCheckpoint, is_latest: bool) -> dict[str, Any]:
     from llmtrain.checkpoint.manifest import missing_parts, read_manifests
 
     row: dict[str, Any] = {"folder": str(found.folder), "latest": is_latest}

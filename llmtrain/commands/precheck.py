@@ -19,7 +19,7 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from llmtrain.rules.resolve import resolve
 from llmtrain.search.cheapest import cheapest_ways
-from llmtrain.search.enumerate import NamedPlan, Refused
+from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.search.nearest import nearest_plans
 
 WITHOUT_PIPELINE = {"parallel.pipeline": 1}
@@ -79,7 +79,9 @@ def check_stages(plan: Plan) -> None:
         find_stages(plan.recipe, plan.parallel.pipeline, plan.parallel.tensor)
 
 
-def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tuple[list[NamedPlan], list[Refused]]:
+def without_uncut(
+    plans: Sequence[NamedPlan], refused: Sequence[RefusedPlan]
+) -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Moves pipelines to the refused plans if their model cannot be split into their stages.
 
     Raises RecipeError if no plan is left.
@@ -98,7 +100,7 @@ def without_uncut(plans: Sequence[NamedPlan], refused: Sequence[Refused]) -> tup
         if fault is None:
             kept.append(one)
         else:
-            out.append(Refused(one.name, fault.problems[0]))
+            out.append(RefusedPlan(one.name, fault.problems[0]))
     if plans and not kept:
         raise RecipeError(fault.problems[0] for fault in faults.values() if fault)
     return kept, out

@@ -82,7 +82,7 @@ def enqueue(request: TrainRequest) -> None:
 
     from llmtrain.checkpoint.before import check_resume
     from llmtrain.cluster import Cluster
-    from llmtrain.launch.jobs.slurm import Job, following, parse_options, render_job, submit
+    from llmtrain.launch.jobs.slurm import SlurmJob, following, parse_options, render_job, submit
     from llmtrain.plan.load import load_recipe
     from llmtrain.predict import memory_of
     from llmtrain.run_dir import RunDir
@@ -103,7 +103,7 @@ def enqueue(request: TrainRequest) -> None:
         plan = startable(declared, cluster, folder, resume, cluster.world_size)
         check_resume(plan, folder, resume, is_local=False)
         print_plan(plan, Console(stderr=True), memory_of(plan))
-    job = Job(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
+    job = SlurmJob(declared.name, cluster, machines, arguments, path, Path.cwd(), options)
     script = render_job(job)
     if request.dry_run:
         print(script, end="")
@@ -116,7 +116,7 @@ def print_manifest(request: TrainRequest) -> None:
     from rich.console import Console
 
     from llmtrain.commands.precheck import runnable_plan
-    from llmtrain.launch.jobs.kubernetes import Manifest, parse_options, render_manifest
+    from llmtrain.launch.jobs.kubernetes import JobSet, parse_options, render_manifest
     from llmtrain.predict import memory_of
 
     options = parse_options(request.kubernetes)
@@ -129,7 +129,7 @@ def print_manifest(request: TrainRequest) -> None:
     _, *arguments = request.script
     # The recipe's path is kept as given: it is a path inside the image.
     script = (request.path, *arguments, "--run-dir", str(run_dir))
-    manifest = render_manifest(Manifest(declared.name, cluster, script, run_dir, options))
+    manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
     print_plan(plan, Console(stderr=True), memory_of(plan))
     print(manifest, end="")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
-from llmtrain.doctor.finding import Finding, fault, listed, ok
+from llmtrain.doctor.finding import CheckResult, fault, listed, ok
 from llmtrain.doctor.reach import Channel
 
 CHECK = "all_reduce"
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass
-class Progress:
+class AllReduceProgress:
     """The state of each rank."""
 
     at: dict[int, str]
@@ -71,13 +71,15 @@ class Progress:
         return all(at in ("done", "failed") for at in self.at.values())
 
 
-def reduce_over(places: Sequence[Place], master: str, on_cpu: bool, seconds: float) -> tuple[Finding, dict[str, Any]]:
+def reduce_over(
+    places: Sequence[Place], master: str, on_cpu: bool, seconds: float
+) -> tuple[CheckResult, dict[str, Any]]:
     """Runs the all-reduce within `seconds`.
 
     Returns the finding and the measurement, which is empty without a result.
     """
     world = sum(len(place.ranks) for place in places)
-    progress = Progress(dict.fromkeys(range(world), "asked"))
+    progress = AllReduceProgress(dict.fromkeys(range(world), "asked"))
     deadline = time.monotonic() + seconds
     first = places[0]
     first.channel.send("ranks", ranks=[_job(first, 0, world, master, 0, on_cpu, seconds)])
@@ -113,7 +115,7 @@ def _job(place: Place, rank: int, world: int, master: str, port: int, on_cpu: bo
     return job | ({"visible": ",".join(map(str, place.visible))} if place.visible and not on_cpu else {})
 
 
-def _poll(places: Sequence[Place], progress: Progress) -> None:
+def _poll(places: Sequence[Place], progress: AllReduceProgress) -> None:
     for place in places:
         try:
             reply = place.channel.next(POLL_S / len(places))
@@ -127,7 +129,9 @@ def _poll(places: Sequence[Place], progress: Progress) -> None:
             progress.note(reply)
 
 
-def _judge(places: Sequence[Place], progress: Progress, on_cpu: bool, seconds: float) -> tuple[Finding, dict[str, Any]]:
+def _judge(
+    places: Sequence[Place], progress: AllReduceProgress, on_cpu: bool, seconds: float
+) -> tuple[CheckResult, dict[str, Any]]:
     names = {rank: place.channel.name for place in places for rank in place.ranks}
     if progress.failed or not progress.is_over:
         return _failure(progress, names, on_cpu, seconds), {}
@@ -157,7 +161,7 @@ def _judge(places: Sequence[Place], progress: Progress, on_cpu: bool, seconds: f
     return ok(CHECK, text), measured
 
 
-def _failure(progress: Progress, names: Mapping[int, str], on_cpu: bool, seconds: float) -> Finding:
+def _failure(progress: AllReduceProgress, names: Mapping[int, str], on_cpu: bool, seconds: float) -> CheckResult:
     failed = [f"rank {rank} ({names[rank]}): {said}" for rank, said in sorted(progress.failed.items())]
     late: dict[str, list[str]] = {}
     for rank, at in progress.at.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from llmtrain.doctor import devices, limits, network, versions
-from llmtrain.doctor.finding import Finding, Scene, warning
+from llmtrain.doctor.finding import CheckResult, Scene, warning
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Check:
 
     name: str
     """Group and name; reported if the check itself fails."""
-    look: Callable[[Scene], Iterable[Finding]]
+    look: Callable[[Scene], Iterable[CheckResult]]
 
 
 CHECKS = (
@@ -40,12 +40,12 @@ CHECKS = (
 )
 
 
-def look(scene: Scene, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+def look(scene: Scene, checks: Iterable[Check] = CHECKS) -> list[CheckResult]:
     """Runs the checks and returns all findings.
 
     A check that raises an exception is reported as a warning and does not hide the others.
     """
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     for check in checks:
         try:
             found += check.look(scene)

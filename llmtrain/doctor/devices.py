@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmtrain.doctor.finding import Finding, Scene, ask, fault, ok, size, warning
+from llmtrain.doctor.finding import CheckResult, Scene, ask, fault, ok, size, warning
 from llmtrain.system.host import memory_bytes, memory_limit, own_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -34,7 +34,7 @@ class Gpu:
     errors: str
 
 
-def host(scene: Scene) -> Iterator[Finding]:
+def host(scene: Scene) -> Iterator[CheckResult]:
     """Checks the processors and the memory that this process may use."""
     cpus = own_cores()
     text = f"{cpus} of {os.cpu_count()} CPUs"
@@ -46,7 +46,7 @@ def host(scene: Scene) -> Iterator[Finding]:
     yield ok("devices.host", f"{text}; {size(total)} of host memory{limited}")
 
 
-def gpus(scene: Scene) -> Iterator[Finding]:
+def gpus(scene: Scene) -> Iterator[CheckResult]:
     """Checks the GPUs that the driver lists against those that torch sees; loads torch."""
     answer = ask("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
     listed = parse(answer.text)
@@ -71,7 +71,7 @@ def gpus(scene: Scene) -> Iterator[Finding]:
         yield ok("devices.torch", f"torch sees {described(seen)}")
 
 
-def slots(scene: Scene) -> Iterator[Finding]:
+def slots(scene: Scene) -> Iterator[CheckResult]:
     """Checks that the devices in a hostfile exist; loads torch."""
     if not scene.devices:
         return
@@ -96,7 +96,7 @@ def parse(text: str) -> list[Gpu]:
     return found
 
 
-def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Finding]]:
+def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[CheckResult]]:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, and what is wrong with it.
 
     CUDA accepts indices and prefixes of UUIDs, and silently ignores everything after an entry it does not know.
@@ -144,7 +144,7 @@ def _summary(listed: list[Gpu]) -> str:
     )
 
 
-def _judged(visible: list[Gpu], scene: Scene) -> Iterator[Finding]:
+def _judged(visible: list[Gpu], scene: Scene) -> Iterator[CheckResult]:
     if broken := [gpu.index for gpu in visible if gpu.errors not in ("0", "[N/A]", "N/A", "[Not Supported]")]:
         text = f"GPUs {', '.join(broken)} had memory errors that could not be corrected"
         yield fault("devices.memory_errors", text, "reset them, or leave them out; see `nvidia-smi -q -d ECC`")
@@ -189,7 +189,7 @@ def _cpu_quota() -> float | None:
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def gpu_links(scene: Scene) -> Iterator[Finding]:
+def gpu_links(scene: Scene) -> Iterator[CheckResult]:
     """Checks the links between all pairs of GPUs, and reports NVLinks that are down."""
     answer = ask("nvidia-smi", "topo", "-m")
     if answer.refusal:
@@ -227,7 +227,7 @@ def count_links(text: str) -> tuple[int, int]:
     return down, len(states) - down
 
 
-def adapters(scene: Scene) -> Iterator[Finding]:
+def adapters(scene: Scene) -> Iterator[CheckResult]:
     """Checks the state and the rate of the ports of InfiniBand and RoCE adapters."""
     root = scene.sys / "class" / "infiniband"
     ports = sorted(root.glob("*/ports/*"))

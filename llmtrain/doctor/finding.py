@@ -12,7 +12,7 @@ Level = Literal["ok", "warning", "fault"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     check: stable id, `GROUP.NAME`. text: what was found, or what is wrong with it. fix: how to fix it; empty if nothing
@@ -34,24 +34,24 @@ class Finding:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Finding:
+    def of(cls, data: Mapping[str, Any]) -> CheckResult:
         """Restores a finding from `as_dict`."""
         return cls(data["check"], data["level"], data["text"], data["fix"])
 
 
-def ok(check: str, text: str) -> Finding:
+def ok(check: str, text: str) -> CheckResult:
     """Returns a finding that nothing is wrong."""
-    return Finding(check, "ok", text)
+    return CheckResult(check, "ok", text)
 
 
-def warning(check: str, text: str, fix: str) -> Finding:
+def warning(check: str, text: str, fix: str) -> CheckResult:
     """Returns a finding that a run may start, but may be slow or fail later."""
-    return Finding(check, "warning", text, fix)
+    return CheckResult(check, "warning", text, fix)
 
 
-def fault(check: str, text: str, fix: str) -> Finding:
+def fault(check: str, text: str, fix: str) -> CheckResult:
     """Returns a finding that a run fails or will not start."""
-    return Finding(check, "fault", text, fix)
+    return CheckResult(check, "fault", text, fix)
 
 
 def listed(names: list[str]) -> str:

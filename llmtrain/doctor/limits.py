@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.doctor.devices import has_adapters
-from llmtrain.doctor.finding import Finding, Scene, fault, ok, size, warning
+from llmtrain.doctor.finding import CheckResult, Scene, fault, ok, size, warning
 
 LEAST_FILES = 4096
 """File descriptors: connections to other ranks, data files, and those of libraries."""
@@ -18,7 +18,7 @@ LEAST_PROCESSES = 4096
 """Processes and threads of one user: each worker has dozens."""
 
 
-def limits(scene: Scene) -> Iterator[Finding]:
+def limits(scene: Scene) -> Iterator[CheckResult]:
     """Checks nofile, memlock and nproc, as this process has inherited them."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -70,7 +70,7 @@ LEAST_FREE = 2**30
 """Bytes that should be free in a folder that a run writes to."""
 
 
-def shared_memory(scene: Scene) -> Iterator[Finding]:
+def shared_memory(scene: Scene) -> Iterator[CheckResult]:
     """Checks /dev/shm, through which workers of one host communicate."""
     if not SHARED.is_dir():
         yield fault("storage.shm", f"{SHARED} does not exist", f"mount -t tmpfs tmpfs {SHARED}")
@@ -88,7 +88,7 @@ def shared_memory(scene: Scene) -> Iterator[Finding]:
         yield ok("storage.shm", f"{SHARED} {size(usage.free)} free of {size(usage.total)}")
 
 
-def folders(scene: Scene) -> Iterator[Finding]:
+def folders(scene: Scene) -> Iterator[CheckResult]:
     """Checks the folders that a run writes to, by writing to each."""
     named = (
         ("runs", scene.run_root, "--run-dir"),
@@ -120,7 +120,7 @@ def existing(folder: Path) -> Path:
     return there
 
 
-def _judge(what: str, folder: Path, fix: str) -> Finding:
+def _judge(what: str, folder: Path, fix: str) -> CheckResult:
     check, there = f"storage.{what.replace(' ', '_')}", existing(folder)
     if not there.is_dir():
         return fault(check, f"{what}: {folder} is below a file, {there}", fix)

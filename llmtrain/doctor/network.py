@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.doctor.finding import Finding, Scene, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, Scene, fault, ok, warning
 from llmtrain.launch.place.interfaces import GLOO, NCCL, Interface, Network, choose, is_link_local, nccl_setting
 
 
-def interfaces(scene: Scene) -> Iterator[Finding]:
+def interfaces(scene: Scene) -> Iterator[CheckResult]:
     """Checks the interfaces that may lead to other hosts, with their addresses and rates."""
     network = Network.here()
     usable = [one for one in network.interfaces if one.is_usable]
@@ -20,7 +20,7 @@ def interfaces(scene: Scene) -> Iterator[Finding]:
         yield ok("network.interfaces", "no interface but the loopback is up; sufficient for this machine alone")
 
 
-def host_name(scene: Scene) -> Iterator[Finding]:
+def host_name(scene: Scene) -> Iterator[CheckResult]:
     """Checks whether the host name resolves to the loopback."""
     network = Network.here()
     if not network.listens_on_loopback:
@@ -35,7 +35,7 @@ def host_name(scene: Scene) -> Iterator[Finding]:
     yield warning("network.host_name", text, fix)
 
 
-def choices(scene: Scene) -> Iterator[Finding]:
+def choices(scene: Scene) -> Iterator[CheckResult]:
     """Reports the interfaces that gloo and NCCL will use, and why."""
     network = Network.here()
     wrong = list(misled(scene, network))
@@ -49,7 +49,7 @@ def choices(scene: Scene) -> Iterator[Finding]:
             yield ok(check, line)
 
 
-def misled(scene: Scene, network: Network) -> Iterator[Finding]:
+def misled(scene: Scene, network: Network) -> Iterator[CheckResult]:
     """Reports a user's choice of interfaces that do not exist here or that other hosts cannot reach."""
     names = [one.name for one in network.interfaces]
     absent = [name for name in scene.env.get(GLOO, "").split(",") if name and name not in names]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmtrain.doctor.finding import Finding, fault, ok
+from llmtrain.doctor.finding import CheckResult, fault, ok
 from llmtrain.doctor.reach import Channel
 from llmtrain.launch.disks import LIBAIO
 from llmtrain.recipe import ParallelConfig
@@ -35,13 +35,13 @@ def operators_of(parallel: ParallelConfig | None, env: Mapping[str, str]) -> tup
 
 def build(
     channel: Channel, operators: Sequence[str], on_cpu: bool, is_needed: bool
-) -> tuple[list[Finding], list[dict[str, Any]]]:
+) -> tuple[list[CheckResult], list[dict[str, Any]]]:
     """Builds operators on a host. Returns the findings, and {operator, seconds, file, error} of each operator.
 
     is_needed: whether a recipe needs them; otherwise a host without libaio is not at fault. Raises UnreachableError.
     """
     channel.send("build", operators=list(operators), accelerator="cpu" if on_cpu else "cuda")
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     built = []
     for _ in operators:
         reply = channel.reply(BUILD_S)
@@ -50,7 +50,7 @@ def build(
     return findings, built
 
 
-def nothing_to_build() -> Finding:
+def nothing_to_build() -> CheckResult:
     """Returns the finding for a recipe that needs no operator."""
     return ok(
         "prebuild.none",
@@ -58,7 +58,7 @@ def nothing_to_build() -> Finding:
     )
 
 
-def _judge(built: Mapping[str, Any], is_needed: bool) -> Iterator[Finding]:
+def _judge(built: Mapping[str, Any], is_needed: bool) -> Iterator[CheckResult]:
     check, name = f"prebuild.{built['operator']}", built["operator"]
     if "libaio" in built["error"] and not built["seconds"]:
         text = f"{name} was not built; only offload to disk needs it: {built['error']}"

@@ -39,7 +39,7 @@ SMALL = 1
 
 
 @dataclass(frozen=True)
-class Job:
+class AllReduceJob:
     """The instructions for one rank."""
 
     rank: int
@@ -56,7 +56,7 @@ class Job:
 
 def main() -> None:
     """Joins the group, reduces, checks the result and measures."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = AllReduceJob(**json.loads(sys.argv[1]))
     with os.fdopen(int(sys.argv[2]), "w") as replies:
 
         def tell(at: str, **fields: Any) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         os._exit(0)
 
 
-def _work(job: Job, tell: Any) -> None:
+def _work(job: AllReduceJob, tell: Any) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     from torch import distributed as dist
@@ -118,7 +118,7 @@ def _wait_for_all(store: TCPStore, world_size: int) -> None:
             time.sleep(0.02)
 
 
-def _wrong(count: int, job: Job, device: torch.device) -> int:
+def _wrong(count: int, job: AllReduceJob, device: torch.device) -> int:
     """Returns the number of wrong elements of the sum."""
     import torch
     from torch import distributed as dist

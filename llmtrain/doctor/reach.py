@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import IO, Any
 
-from llmtrain.doctor.finding import Finding, fault
+from llmtrain.doctor.finding import CheckResult, fault
 from llmtrain.launch.runners import ANSWER_S, SSH_OPTIONS
 
 REACHED = "llmtrain-doctor-reached"
@@ -57,7 +57,7 @@ SSH_FAULTS = (
 class UnreachableError(Exception):
     """A host that cannot be reached; carries the finding."""
 
-    def __init__(self, finding: Finding) -> None:
+    def __init__(self, finding: CheckResult) -> None:
         super().__init__(finding.text)
         self.finding = finding
 
@@ -134,7 +134,7 @@ class Channel:
             self._process.kill()
             self._process.wait()
 
-    def _ended(self) -> Finding:
+    def _ended(self) -> CheckResult:
         for reader in self._readers:
             reader.join(timeout=END_S)
         return explain(self.name, self._process.wait(), list(self.errors))
@@ -185,7 +185,7 @@ def over_ssh(host: str, env: Mapping[str, str]) -> Channel:
     return channel
 
 
-def explain(host: str, code: int, errors: list[str]) -> Finding:
+def explain(host: str, code: int, errors: list[str]) -> CheckResult:
     """Explains why a connection to a host, or the agent there, has ended."""
     said = "\n".join(errors)
     last = next((line for line in reversed(errors) if line.strip()), "no message")

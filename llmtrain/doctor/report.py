@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from llmtrain.doctor.finding import Finding
+from llmtrain.doctor.finding import CheckResult
 
 STYLES = {"warning": "yellow", "fault": "bold red"}
 MARGIN = 2
@@ -25,7 +25,7 @@ class HostReport:
     """The findings of one host."""
 
     name: str
-    findings: list[Finding]
+    findings: list[CheckResult]
     facts: dict[str, Any] = field(default_factory=dict)
     built: list[dict[str, Any]] = field(default_factory=list)
 
@@ -36,15 +36,15 @@ class HostReport:
 
 
 @dataclass
-class Report:
+class DoctorReport:
     """The whole."""
 
     hosts: list[HostReport]
-    together: list[Finding] = field(default_factory=list)
+    together: list[CheckResult] = field(default_factory=list)
     """Findings about all hosts and ranks together."""
     all_reduce: dict[str, Any] = field(default_factory=dict)
 
-    def of_level(self, level: str) -> list[tuple[str, Finding]]:
+    def of_level(self, level: str) -> list[tuple[str, CheckResult]]:
         """Returns (host or "", finding) for the findings of a level."""
         own = [(host.name, one) for host in self.hosts for one in host.findings]
         everything = [*own, *(("", one) for one in self.together)]
@@ -70,7 +70,7 @@ class Report:
         }
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: DoctorReport, console: Console) -> None:
     """Prints what is in order by group, then warnings, then faults, each with its fix.
 
     Findings that all hosts share are printed once, others with their hosts.
@@ -100,7 +100,7 @@ def show(report: Report, console: Console) -> None:
 class _Told:
     """A finding, and the hosts that have it; none if it concerns all together."""
 
-    finding: Finding
+    finding: CheckResult
     hosts: tuple[str, ...]
 
     @property
@@ -109,9 +109,9 @@ class _Told:
         return self.finding.text.startswith(f"{self.hosts[0]}: ")
 
 
-def _told(report: Report) -> list[_Told]:
+def _told(report: DoctorReport) -> list[_Told]:
     """Returns each finding once, group by group."""
-    hosts: dict[Finding, list[str]] = {}
+    hosts: dict[CheckResult, list[str]] = {}
     groups: dict[str, None] = {}
     for host in report.hosts:
         for one in host.findings:

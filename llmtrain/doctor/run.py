@@ -12,9 +12,9 @@ from typing import Any
 
 from llmtrain.doctor import prebuild, reach, together
 from llmtrain.doctor.all_reduce import CHECK, Place, reduce_over
-from llmtrain.doctor.finding import Finding, fault, listed, warning
+from llmtrain.doctor.finding import CheckResult, fault, listed, warning
 from llmtrain.doctor.reach import Channel, UnreachableError
-from llmtrain.doctor.report import HostReport, Report
+from llmtrain.doctor.report import DoctorReport, HostReport
 from llmtrain.launch.hostfile import Host
 from llmtrain.recipe import ParallelConfig
 
@@ -57,7 +57,7 @@ class _Patient:
         return [] if os.environ.get("DS_ACCELERATOR") == "cpu" else found
 
 
-def examine(visit: Visit, say: Say) -> Report:
+def examine(visit: Visit, say: Say) -> DoctorReport:
     """Checks all hosts in parallel, then all of them together."""
     with _agents(visit, say) as (patients, lost):
         say("checking " + (listed([one.report.name for one in patients]) or "nothing"))
@@ -66,7 +66,9 @@ def examine(visit: Visit, say: Say) -> Report:
             list(pool.map(lambda patient: _look(patient, visit, master), patients))
         reached = [patient for patient in patients if patient.report.was_reached]
         order = {host.name: number for number, host in enumerate(visit.hosts)}
-        report = Report(sorted([*(one.report for one in patients), *lost], key=lambda one: order.get(one.name, 0)))
+        report = DoctorReport(
+            sorted([*(one.report for one in patients), *lost], key=lambda one: order.get(one.name, 0))
+        )
         if visit.hosts:
             report.together += _compare(reached)
         if visit.build:
@@ -95,8 +97,8 @@ def _agents(visit: Visit, say: Say) -> Iterator[tuple[list[_Patient], list[HostR
             answers = list(pool.map(lambda host: _reach(host, env), visit.hosts))
         patients, lost = [], []
         for host, answer in zip(visit.hosts, answers, strict=True):
-            report = HostReport(host.name, [answer] if isinstance(answer, Finding) else [])
-            if isinstance(answer, Finding):
+            report = HostReport(host.name, [answer] if isinstance(answer, CheckResult) else [])
+            if isinstance(answer, CheckResult):
                 lost.append(report)
             else:
                 undo.callback(answer.close)
@@ -104,7 +106,7 @@ def _agents(visit: Visit, say: Say) -> Iterator[tuple[list[_Patient], list[HostR
         yield patients, lost
 
 
-def _reach(host: Host, env: dict[str, str]) -> Channel | Finding:
+def _reach(host: Host, env: dict[str, str]) -> Channel | CheckResult:
     try:
         return reach.over_ssh(host.name, env)
     except UnreachableError as error:
@@ -119,7 +121,7 @@ def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
     except UnreachableError as error:
         patient.report.findings.append(error.finding)
         return
-    patient.report.findings += [Finding.of(one) for one in told["findings"]]
+    patient.report.findings += [CheckResult.of(one) for one in told["findings"]]
     patient.report.facts = told["facts"]
 
 
@@ -134,7 +136,7 @@ def _master(patients: list[_Patient]) -> str | None:
     return None
 
 
-def _compare(reached: list[_Patient]) -> list[Finding]:
+def _compare(reached: list[_Patient]) -> list[CheckResult]:
     facts = {patient.report.name: patient.report.facts for patient in reached}
     skews = {}
     for patient in reached:
@@ -161,7 +163,7 @@ def _build(patient: _Patient, visit: Visit) -> None:
         patient.report.findings.append(error.finding)
 
 
-def _all_reduce(report: Report, reached: list[_Patient], visit: Visit, master: str | None) -> None:
+def _all_reduce(report: DoctorReport, reached: list[_Patient], visit: Visit, master: str | None) -> None:
     missing = [host.name for host in report.hosts if not host.was_reached]
     if missing or not reached:
         text = f"all-reduce not run, since {listed(missing) or 'no host'} could not be checked"

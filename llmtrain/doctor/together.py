@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmtrain.doctor.finding import Finding, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, fault, ok, warning
 from llmtrain.doctor.reach import Channel
 
 PINGS = 7
@@ -39,7 +39,7 @@ def clock_skew(channel: Channel) -> Skew:
     return best
 
 
-def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     """Reports all differing versions in one line. facts: host → what its agent reports."""
     if len(facts) < 2:
         return
@@ -55,7 +55,7 @@ def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         yield ok("hosts.versions", f"{len(facts)} hosts have the same Python, packages and llmtrain")
 
 
-def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     """Reports whether hosts have different devices."""
     groups = _by_value({host: " + ".join(sorted(told["devices"])) or "no GPU" for host, told in facts.items()})
     if len(groups) > 1:
@@ -63,7 +63,7 @@ def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")
 
 
-def clocks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
+def clocks(skews: Mapping[str, Skew]) -> Iterator[CheckResult]:
     """Reports clocks that differ by more than the round trip explains."""
     if len(skews) < 2:
         return

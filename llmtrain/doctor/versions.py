@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llmtrain.doctor.finding import Finding, Scene, ask, fault, ok, warning
+from llmtrain.doctor.finding import CheckResult, Scene, ask, fault, ok, warning
 from llmtrain.launch.disks import has_libaio
 
 LEADING = ("torch", "deepspeed", "transformers", "accelerate", "datasets")
@@ -33,7 +33,7 @@ OPTIONAL = {
 """Module → distribution."""
 
 
-def python(scene: Scene) -> Iterator[Finding]:
+def python(scene: Scene) -> Iterator[CheckResult]:
     """Checks the Python version, and llmtrain itself."""
     asked, _ = requirements()
     version = platform.python_version()
@@ -45,7 +45,7 @@ def python(scene: Scene) -> Iterator[Finding]:
         yield fault("versions.python", f"{text}: Python {asked} is required", "create a virtual environment with it")
 
 
-def packages(scene: Scene) -> Iterator[Finding]:
+def packages(scene: Scene) -> Iterator[CheckResult]:
     """Checks every package that llmtrain depends on."""
     _, needed = requirements()
     wrong = []
@@ -63,7 +63,7 @@ def packages(scene: Scene) -> Iterator[Finding]:
         yield ok("versions.packages", found + rest)
 
 
-def torch_build(scene: Scene) -> Iterator[Finding]:
+def torch_build(scene: Scene) -> Iterator[CheckResult]:
     """Checks what torch was built for, and whether it can be imported; loads it."""
     try:
         import torch
@@ -90,7 +90,7 @@ def torch_build(scene: Scene) -> Iterator[Finding]:
         yield fault("versions.torch", "torch was built without gloo", "install another build of torch")
 
 
-def optional(scene: Scene) -> Iterator[Finding]:
+def optional(scene: Scene) -> Iterator[CheckResult]:
     """Lists the packages that some recipes need."""
     there = [f"{dist} {_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
@@ -150,7 +150,7 @@ STALE_S = 600
 LAUNCHERS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "sbatch": "slurm-client"}
 
 
-def compilers(scene: Scene) -> Iterator[Finding]:
+def compilers(scene: Scene) -> Iterator[CheckResult]:
     """Checks the programs that compile DeepSpeed's operators and torch.compile's code."""
     compiler = shlex.split(scene.env.get("CXX", "c++"))[0]
     told = []
@@ -175,7 +175,7 @@ def compilers(scene: Scene) -> Iterator[Finding]:
     yield ok("tools.libaio", lib)
 
 
-def _mismatch(nvcc: str) -> Iterator[Finding]:
+def _mismatch(nvcc: str) -> Iterator[CheckResult]:
     """Reports different major versions of CUDA, for which DeepSpeed compiles no CUDA code."""
     try:
         import torch
@@ -188,7 +188,7 @@ def _mismatch(nvcc: str) -> Iterator[Finding]:
         yield warning("tools.nvcc", text, f"install nvcc of CUDA {built} and set CUDA_HOME to it")
 
 
-def operators(scene: Scene) -> Iterator[Finding]:
+def operators(scene: Scene) -> Iterator[CheckResult]:
     """Lists compiled operators, and reports locks of an interrupted build, for which torch waits forever."""
     root = extensions_root(scene)
     there = sorted(file.parent.name for file in root.glob("**/*.so"))
@@ -201,7 +201,7 @@ def operators(scene: Scene) -> Iterator[Finding]:
             yield warning("tools.lock", text, f"rm {shlex.quote(str(lock))}")
 
 
-def launchers(scene: Scene) -> Iterator[Finding]:
+def launchers(scene: Scene) -> Iterator[CheckResult]:
     """Lists the programs that start workers on other hosts."""
     there = [name for name in LAUNCHERS if shutil.which(name)]
     absent = [f"{name} ({package})" for name, package in LAUNCHERS.items() if name not in there]

@@ -9,7 +9,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Part
 
 
-class Job(Part):
+class DryRunJob(Part):
     """The input of every rank."""
 
     plan: Plan
@@ -20,7 +20,7 @@ class Job(Part):
     """Folder for checkpoints."""
 
 
-class Step(Part):
+class DryRunStep(Part):
     """An optimizer step."""
 
     loss: float
@@ -57,7 +57,7 @@ class Findings(Part):
 
     engine: dict[str, Any]
     """Rank 0's engine, as it describes itself."""
-    steps: tuple[Step, ...]
+    steps: tuple[DryRunStep, ...]
     eval_loss: float | None
     """None if the recipe does not evaluate."""
     checkpoint: Checkpoint

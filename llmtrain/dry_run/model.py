@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
-from llmtrain.models.proof.cut import STUMBLES
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.cut import MODEL_ERRORS
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -36,8 +36,8 @@ def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
     values = config.to_dict()
     dropout = {key: value for key, value in values.items() if "drop" in key and isinstance(value, float)}
     try:
-        tiny = shrink(config, layers, **dropout)
-    except (*STUMBLES, StrictDataclassError) as error:
+        tiny = shrink_configuration(config, layers, **dropout)
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise _refused(recipe, f"no tiny copy of '{config.model_type}' can be made ({error})") from None
     family = FAMILIES.get(config.model_type)
     declared = {

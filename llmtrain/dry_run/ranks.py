@@ -22,7 +22,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.data import Prepared, Schedule
 from llmtrain.data.sampler import rows_of
 from llmtrain.data.synthetic import synthetic
-from llmtrain.dry_run.job import Checkpoint, Findings, Job, RankFacts, Step, findings_file
+from llmtrain.dry_run.job import Checkpoint, DryRunJob, DryRunStep, Findings, RankFacts, findings_file
 from llmtrain.dry_run.shrink import STEPS
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 """Prints a line."""
 
 
-def rehearse(job: Job, folder: Path, device: torch.device, say: Say) -> None:
+def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> None:
     """Runs the dry run on this rank; rank 0 writes the findings to `folder`.
 
     Raises WorkerError if a number is not finite, and CheckpointError if the loaded checkpoint continues differently.
@@ -71,14 +71,14 @@ def rehearse(job: Job, folder: Path, device: torch.device, say: Say) -> None:
         write_atomically(findings_file(folder), findings.model_dump_json())
 
 
-def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> Step:
+def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryRunStep:
     started = time.perf_counter()
     batch = data.train_batch(state.samples)
     result = engine.train_step(batch)
     state.step += 1
     state.samples += batch.samples
     state.tokens += batch.target_tokens
-    step = Step(
+    step = DryRunStep(
         loss=result.loss.item(),
         grad_norm=result.grad_norm.item(),
         lr=result.lr,
@@ -105,7 +105,7 @@ def _continued(
     prepared: Prepared,
     checkpoints: Path,
     device: torch.device,
-    expected: Step,
+    expected: DryRunStep,
     weights: dict[str, Tensor],
 ) -> float:
     """Repeats the last step from the checkpoint; returns the seconds until it could. Raises CheckpointError."""

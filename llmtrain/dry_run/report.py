@@ -21,7 +21,7 @@ REPLICAS, MICRO_BATCHES, RANKS = 4, 4, 4
 
 
 @dataclass(frozen=True)
-class Report:
+class DryRunReport:
     """A dry run that passed."""
 
     plan: Plan

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.dry_run.job import Findings, Job, findings_file, job_file
-from llmtrain.dry_run.report import Report, ranks
-from llmtrain.dry_run.shrink import layers_kept, shrink
+from llmtrain.dry_run.job import DryRunJob, Findings, findings_file, job_file
+from llmtrain.dry_run.report import DryRunReport, ranks
+from llmtrain.dry_run.shrink import layers_kept, shrink_plan
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.untrusted import read_json
@@ -28,7 +28,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DE
 """Environment of the ranks: there are more of them than cores, and no GPU may be initialised."""
 
 
-def dry_run(plan: Plan, run_dir: RunDir) -> Report:
+def dry_run(plan: Plan, run_dir: RunDir) -> DryRunReport:
     """Runs a scaled-down plan, and leaves only the report in `run_dir`; after a failure, also the logs.
 
     Exits if the ranks were stopped by a signal. Raises RecipeError for a folder with other content and for a model of
@@ -44,7 +44,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
     from llmtrain.dry_run.order import first_batches
     from llmtrain.launch import run_workers
 
-    shrunk = shrink(plan, tiny_model(plan.recipe, layers_kept(plan)))
+    shrunk = shrink_plan(plan, tiny_model(plan.recipe, layers_kept(plan)))
     try:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +54,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
         ) from None
     scratch = folder / SCRATCH
     try:
-        job = Job(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
+        job = DryRunJob(plan=shrunk.plan, data=str(scratch / "data"), checkpoints=str(scratch / "checkpoints"))
         synthetic(job.plan.recipe, Path(job.data))
         job_file(folder).write_text(job.model_dump_json() + "\n")
         print(f"dry run: {ranks(job.plan)} on this machine", file=sys.stderr, flush=True)
@@ -65,7 +65,7 @@ def dry_run(plan: Plan, run_dir: RunDir) -> Report:
         findings = read_json(findings_file(folder), Findings)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    report = Report(
+    report = DryRunReport(
         plan=plan,
         shrunk=shrunk.plan,
         changes=shrunk.changes,

@@ -74,7 +74,7 @@ def layers_kept(plan: Plan) -> int:
     return min(plan.model.layers, LAYERS * min(plan.parallel.pipeline, MOST))
 
 
-def shrink(plan: Plan, model: ModelConfig) -> Shrunk:
+def shrink_plan(plan: Plan, model: ModelConfig) -> Shrunk:
     """Returns the small version of a legal plan.
 
     model: a tiny copy of the plan's model with `layers_kept(plan)` layers, which has its own vocabulary. Raises

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmtrain.dry_run.job import Job, job_file
+from llmtrain.dry_run.job import DryRunJob, job_file
 from llmtrain.errors import Problem, UserError, WorkerError
 from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
@@ -37,7 +37,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     output = take_over_output(RunDir(folder), rank)
     try:
-        job = read_json(job_file(folder), Job)
+        job = read_json(job_file(folder), DryRunJob)
         _import()
         _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
     except BaseException as error:
@@ -50,7 +50,7 @@ def _import() -> None:
     import llmtrain.dry_run.ranks  # noqa: F401
 
 
-def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
+def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> int:
     """Starts a rank and returns its process id."""
     parent = os.getpid()
     child = os.fork()
@@ -75,7 +75,7 @@ def _fork(number: int, job: Job, folder: Path, output: WorkerOutput) -> int:
     raise AssertionError("unreachable")
 
 
-def _work(rank: Rank, job: Job, folder: Path, output: WorkerOutput) -> None:
+def _work(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) -> None:
     from torch import distributed as dist
 
     from llmtrain.dry_run.ranks import rehearse

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.engines.data_parallel import DataParallel
-from llmtrain.engines.deepspeed.axis import Axis
+from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.engines.deepspeed.expert import ExpertAxis
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
@@ -71,11 +71,11 @@ def plain_loop(plan: Plan, device: torch.device, distribution: Distribution) -> 
     return PlainLoop(model, recipe, distribution)
 
 
-def _axes(plan: Plan, device: torch.device) -> list[Axis]:
+def _axes(plan: Plan, device: torch.device) -> list[EngineAxis]:
     """Returns the axes of a degree above 1. Those that divide weights come before one that only divides tokens."""
     parallel = plan.parallel
     # The pipeline splits its stages itself, because DeepSpeed's AutoTP cannot be combined with it.
-    kinds: list[tuple[int, type[Axis]]] = [
+    kinds: list[tuple[int, type[EngineAxis]]] = [
         (parallel.pipeline, PipelineAxis),
         (parallel.expert, ExpertAxis),
         (parallel.tensor if parallel.pipeline == 1 else 1, TensorAxis),

@@ -32,7 +32,7 @@ from llmtrain.errors import Exit, Problem, RecipeError, UserError, WorkerError
 from llmtrain.launch.failure import Failure
 from llmtrain.launch.hostfile import Host
 from llmtrain.launch.on_host import facts, folder_of
-from llmtrain.launch.place.rank import Reader
+from llmtrain.launch.place.rank import RankReader
 from llmtrain.launch.runners import RUNNERS, SSH_OPTIONS, Launch, RunnerName, mpirun
 from llmtrain.launch.seal import Secret
 from llmtrain.run_dir import RunDir
@@ -102,7 +102,7 @@ def _meeting(job: HostsJob, first: dict[str, Any]) -> tuple[str, int]:
 
     first: the first host's description of itself.
     """
-    reader = Reader(os.environ)
+    reader = RankReader(os.environ)
     port = reader.port("MASTER_PORT") if os.environ.get("MASTER_PORT") else int(first["port"])
     if reader.problems:
         raise RecipeError(reader.problems)

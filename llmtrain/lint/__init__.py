@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint.document import Document, Finding, Unreadable
+from llmtrain.lint.document import Configuration, Finding, Unreadable
 from llmtrain.lint.reading import read_file, read_text
 from llmtrain.lint.rules import RULES
 
@@ -55,6 +55,6 @@ def allowed(rules: Collection[str]) -> frozenset[str]:
     return frozenset(full.values())
 
 
-def _findings(document: Document, allow: Collection[str]) -> list[Finding]:
+def _findings(document: Configuration, allow: Collection[str]) -> list[Finding]:
     found = [finding for rule in RULES if rule.id not in allow for finding in rule.findings(document)]
     return sorted(set(found), key=lambda finding: (finding.line, finding.column, finding.field, finding.rule))

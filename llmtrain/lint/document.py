@@ -37,7 +37,7 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
 
 
 @dataclass(frozen=True)
-class Document:
+class Configuration:
     """A parsed configuration with the positions (line, column) of its keys.
 
     The methods below return what DeepSpeed would use if a value has the right type, and treat the key as absent if it

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llmtrain.lint.document import Document, Unreadable, Where
+from llmtrain.lint.document import Configuration, Unreadable, Where
 from llmtrain.system.untrusted import read_bytes, why
 
 LARGEST_FILE = 2**20
@@ -22,7 +22,7 @@ DEEPEST = 64
 """Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
 
 
-def read_file(path: Path, world_size: int | None = None) -> Document:
+def read_file(path: Path, world_size: int | None = None) -> Configuration:
     """Reads the configuration in a file.
 
     Raises: Unreadable.
@@ -40,7 +40,7 @@ def read_file(path: Path, world_size: int | None = None) -> Document:
     return read_text(text, world_size)
 
 
-def read_text(text: str, world_size: int | None = None) -> Document:
+def read_text(text: str, world_size: int | None = None) -> Configuration:
     """Parses the configuration in a text.
 
     Raises: Unreadable.
@@ -55,7 +55,7 @@ def read_text(text: str, world_size: int | None = None) -> Document:
         raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no JSON object")
-    return Document(values, places, tuple(_repeated(values)), world_size)
+    return Configuration(values, places, tuple(_repeated(values)), world_size)
 
 
 class _Object(dict[str, Any]):

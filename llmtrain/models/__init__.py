@@ -3,13 +3,13 @@
 from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum
-from llmtrain.models.stages import Refused, Stage
+from llmtrain.models.stages import CannotCut, Stage
 from llmtrain.models.varlen import takes_bounds
 
 __all__ = [
     "IGNORE",
+    "CannotCut",
     "ChunkedLoss",
-    "Refused",
     "Stage",
     "build_model",
     "chunked_loss",

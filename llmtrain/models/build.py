@@ -23,7 +23,7 @@ from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.proof.cut import build_stage, check_cut
 from llmtrain.models.proof.slices_check import check_split
 from llmtrain.models.stages import Cut, Stage
-from llmtrain.models.tensor import Ranks, Split, TensorParallel
+from llmtrain.models.tensor import DeclaredSplit, Ranks, TensorParallel
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.plan.model_facts import model_facts, pretrained_configuration
 from llmtrain.plan.stages import stage_bounds
@@ -113,7 +113,7 @@ class StageBuilder(Protocol):
         """Builds stage `index`; if tensor parallel ranks share it, only the slices of this rank."""
 
 
-def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, Split]:
+def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTrainedConfig, Cut, DeclaredSplit]:
     """Finds how to cut the recipe's model into balanced stages and how to split it among tensor parallel ranks.
 
     Returns the model's configuration, the cut and the split, the latter two verified on a tiny copy. tensor: number of
@@ -124,7 +124,7 @@ def find_stages(recipe: Recipe, stages: int, tensor: int = 1) -> tuple[PreTraine
     attention = recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
-    return config, cut, check_split(config, tensor, attention) if tensor > 1 else Split({}, {})
+    return config, cut, check_split(config, tensor, attention) if tensor > 1 else DeclaredSplit({}, {})
 
 
 def stage_builder(

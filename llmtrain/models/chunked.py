@@ -32,8 +32,8 @@ from transformers.utils import ModelOutput
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
 from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import STUMBLES, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.cut import MODEL_ERRORS, reference
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import backbone
 
 
@@ -229,8 +229,8 @@ def check_chunks(config: PreTrainedConfig) -> None:
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink(config, LAYERS))
-    except (*STUMBLES, NoChunksError, StrictDataclassError) as error:
+            deviation = _deviation(shrink_configuration(config, LAYERS))
+    except (*MODEL_ERRORS, NoChunksError, StrictDataclassError) as error:
         raise _refused(config, f" ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise _refused(config, f": losses or gradients deviate by {deviation:.0e}")

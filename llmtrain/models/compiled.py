@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.loss import target_loss_sum
-from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import shrink
-from llmtrain.models.stages import Hole, decoder_layers
+from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.overrides.torch import (
     break_graph_at,
     compile_graph,
@@ -76,7 +76,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
         ALL_ATTENTION_FUNCTIONS.register(attention, break_graph_at(ALL_ATTENTION_FUNCTIONS[attention]))
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
-        if not isinstance(layer, Hole):
+        if not isinstance(layer, Placeholder):
             layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE)
 
 
@@ -158,8 +158,8 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink(config), attention if attention in WHOLE else "eager")
-    except STUMBLES + trace_errors() as error:
+            deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE else "eager")
+    except MODEL_ERRORS + trace_errors() as error:
         raise _refused(config, f" ({type(error).__name__}: {_first_line(error)})") from error
     finally:
         torch.compiler.reset()

@@ -20,8 +20,8 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.chunked import LAYERS, ChunkedLoss, NoChunksError
 from llmtrain.models.loss import IGNORE
 from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import STUMBLES, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.cut import MODEL_ERRORS, reference
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.overrides.transformers import family_of, replaced
 
 PACKAGES = ("liger_kernel", "triton")
@@ -198,8 +198,8 @@ def _check(
     family = config.model_type
     try:
         with torch.random.fork_rng(devices=[]):  # initialized on the CPU
-            deviation = deviation_of(reference(shrink(config, LAYERS), "eager").to(device))
-    except (*STUMBLES, NoKernelsError, NoChunksError, StrictDataclassError) as error:
+            deviation = deviation_of(reference(shrink_configuration(config, LAYERS), "eager").to(device))
+    except (*MODEL_ERRORS, NoKernelsError, NoChunksError, StrictDataclassError) as error:
         raise refused(f"{family} does not run so ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
         raise refused(f"the loss or gradients of {family} would deviate by {deviation:.0e}")

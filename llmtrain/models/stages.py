@@ -1,6 +1,6 @@
 """A pipeline stage of any `transformers` causal LM: the model itself with placeholders for absent layers.
 
-A stage is the whole model, built without allocating its parameters, in which a placeholder (`Hole`) replaces every
+A stage is the whole model, built without allocating its parameters, in which a `Placeholder` replaces every
 decoder layer of another stage. The placeholder before the stage's first layer injects the hidden state that the
 previous stage sent; the one after its last layer captures the result. The family's own forward runs in between and
 computes rotary tables, masks of packed documents, sliding windows and the like from the integer position ids. Whatever
@@ -35,7 +35,7 @@ from llmtrain.plan.model_facts import decoder_lists
 from llmtrain.plan.stages import StageBounds
 
 
-class Refused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
+class CannotCut(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
     """The family cannot be cut into stages without changing what it computes."""
 
     def __init__(self, config: PreTrainedConfig, reason: str) -> None:
@@ -59,7 +59,7 @@ class Cut:
     """Whether the model returns an auxiliary loss, computed from the router logits of all layers."""
 
 
-class Hole(nn.Module):
+class Placeholder(nn.Module):
     """A placeholder for a decoder layer of another stage; returns the hidden state unchanged."""
 
     def __init__(self, layer: nn.Module, tuple_length: int | None) -> None:
@@ -79,7 +79,7 @@ class Hole(nn.Module):
         return hidden
 
 
-class Entry(Hole):
+class StageEntry(Placeholder):
     """The placeholder before the stage's first layer; continues with what the previous stage sent."""
 
     received: Tensor | None = None
@@ -90,7 +90,7 @@ class Entry(Hole):
         return self.received
 
 
-class Exit(Hole):
+class StageExit(Placeholder):
     """The placeholder after the stage's last layer; keeps the result for the next stage."""
 
     result: Tensor | None = None
@@ -101,7 +101,7 @@ class Exit(Hole):
         return hidden
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """A placeholder for a module outside the decoder layers whose result this stage does not use."""
 
     weight: Tensor
@@ -230,7 +230,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(lists) != 1:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         found = " and ".join(lists) or "none"
-        raise Refused(model.config, f"it should have one list of {count} decoder layers and has {found}")
+        raise CannotCut(model.config, f"it should have one list of {count} decoder layers and has {found}")
     (found_list,) = lists.items()
     return found_list
 
@@ -265,7 +265,7 @@ def build_with_cut(
     bounds = cut.bounds[index]
     for number, layer in enumerate(layers):
         if not bounds.first <= number < bounds.last:
-            kind = {bounds.first - 1: Entry, bounds.last: Exit}.get(number, Hole)
+            kind = {bounds.first - 1: StageEntry, bounds.last: StageExit}.get(number, Placeholder)
             layers[number] = kind(layer, cut.tuple_length)
     _remove_unused(model, list_name, canonical, cut.outside[index], device)
     names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}
@@ -292,7 +292,7 @@ def _remove_unused(
             continue
         if len(unused) == len(own) and next(module.children(), None) is None:
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Absent(module, device))
+            setattr(model.get_submodule(parent), attribute, AbsentModule(module, device))
             continue
         for attribute, parameter in unused.items():
             delattr(module, attribute)

@@ -93,7 +93,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Split:
+class DeclaredSplit:
     """How a model is split. All names are those of the whole model."""
 
     styles: Mapping[str, str]
@@ -105,7 +105,7 @@ class Split:
 class TensorParallel:
     """One rank's part in the split: slices parameters, installs the exchanges of modules and joins slices again."""
 
-    def __init__(self, split: Split, ranks: Ranks) -> None:
+    def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
 
@@ -341,7 +341,7 @@ STYLES: Mapping[str, Style] = {
 """The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here."""
 
 
-def plan_split(model: PreTrainedModel, degree: int) -> Split:
+def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
     A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
@@ -369,7 +369,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> Split:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
         raise SplitRefused(config, f"its plan splits nothing of the layers among {degree} ranks")
-    return Split(styles, shards)
+    return DeclaredSplit(styles, shards)
 
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:

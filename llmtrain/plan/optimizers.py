@@ -14,7 +14,7 @@ from llmtrain.recipe import OptimConfig
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerRow:
     """A row of the table of optimizers."""
 
     torch: str
@@ -39,9 +39,9 @@ def _moments(optim: OptimConfig) -> tuple[str, ...]:
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer("AdamW", _adam, _moments, {"torch_adam": True, "adam_w_mode": True}),
-    "adam": Optimizer("Adam", _adam, _moments, {"torch_adam": True, "adam_w_mode": False}),
-    "sgd": Optimizer(
+    "adamw": OptimizerRow("AdamW", _adam, _moments, {"torch_adam": True, "adam_w_mode": True}),
+    "adam": OptimizerRow("Adam", _adam, _moments, {"torch_adam": True, "adam_w_mode": False}),
+    "sgd": OptimizerRow(
         "SGD",
         lambda optim: {"momentum": optim.betas[0]},
         lambda optim: ("momentum_buffer",) if optim.betas[0] else (),
@@ -50,6 +50,6 @@ OPTIMIZERS = {
 }
 
 
-def optimizer_of(optim: OptimConfig) -> Optimizer:
+def optimizer_of(optim: OptimConfig) -> OptimizerRow:
     """Returns the row of a recipe's optimizer."""
     return OPTIMIZERS[optim.name]

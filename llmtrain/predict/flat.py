@@ -33,7 +33,7 @@ def persistence_threshold(plan: Plan) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class FlatGroup:
     """An optimizer group: parameters of one rank that are partitioned together."""
 
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ class Group:
         return list(accumulate(self.sizes))
 
 
-def most_touched(groups: list[Group]) -> int:
+def most_touched(groups: list[FlatGroup]) -> int:
     """Returns the maximum over the ranks of `touched`, summed over groups.
 
     Ranks of an expert's group are further apart.
@@ -91,7 +91,7 @@ MOST_EXPERTS = 178_956_971
 (`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
 
 
-def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
+def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     parallel = plan.parallel
     ranks = plan.holders
@@ -110,7 +110,7 @@ def groups_of(plan: Plan, weights: Weights, stage: int) -> list[Group]:
         parts = _cut(all_sizes) if spread else [all_sizes]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
-        groups += [Group(tuple(part), holders) for part in parts]
+        groups += [FlatGroup(tuple(part), holders) for part in parts]
     return groups
 
 

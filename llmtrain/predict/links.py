@@ -16,7 +16,7 @@ Store = Literal["cpu", "nvme"]
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A group of communicating ranks: `size` of them, each `stride` after the previous one."""
 
     size: int
@@ -27,40 +27,40 @@ class Group:
 class Groups:
     """The groups of a plan's ranks."""
 
-    tensor: Group
-    sequence: Group
-    expert: Group
-    replicas: Group
+    tensor: RankGroup
+    sequence: RankGroup
+    expert: RankGroup
+    replicas: RankGroup
     """Ranks that hold the same weights, all those between tensor and pipeline groups."""
-    expert_replicas: Group
+    expert_replicas: RankGroup
     """Ranks that hold the same experts."""
-    pipeline: Group
+    pipeline: RankGroup
 
     @classmethod
     def of(cls, plan: Plan) -> Groups:
         """Returns the groups of a plan, whose ranks are numbered in the order of `INNERMOST_FIRST`."""
         tensor, sequence, pipeline = (
-            Group(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
+            RankGroup(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
         )
-        replicas = Group(plan.holders, tensor.size)
+        replicas = RankGroup(plan.holders, tensor.size)
         experts = plan.degree(EXPERT)
         return cls(
             tensor=tensor,
             sequence=sequence,
-            expert=Group(experts, replicas.stride),
+            expert=RankGroup(experts, replicas.stride),
             replicas=replicas,
-            expert_replicas=Group(max(replicas.size // experts, 1), replicas.stride * experts),
+            expert_replicas=RankGroup(max(replicas.size // experts, 1), replicas.stride * experts),
             pipeline=pipeline,
         )
 
 
-def sent(kind: Kind, size: float, where: Group | Store) -> float:
+def sent(kind: Kind, size: float, where: RankGroup | Store) -> float:
     """Returns the bytes that each rank sends for a tensor of `size` bytes.
 
     Collectives are rings, as in NCCL and gloo: n ranks pass (n − 1) / n of the tensor to gather, scatter or exchange
     it. An all-reduce is a reduce-scatter and an all-gather.
     """
-    if not isinstance(where, Group):
+    if not isinstance(where, RankGroup):
         return size
     if where.size == 1:
         return 0.0
@@ -83,9 +83,9 @@ class Links:
     """Bandwidth of one device to the memory of its host."""
     assumed: Assumptions
 
-    def seconds(self, kind: Kind, size: float, where: Group | Store) -> float:
+    def seconds(self, kind: Kind, size: float, where: RankGroup | Store) -> float:
         """Returns the seconds that it takes to send the bytes that `sent` counts."""
-        if not isinstance(where, Group):
+        if not isinstance(where, RankGroup):
             return size / (self.host if where == "cpu" else self.assumed.nvme_bandwidth)
         if where.size == 1:
             return 0.0
@@ -104,11 +104,11 @@ class Links:
             bandwidth = min(members * self.network, self.node)
         return sent(kind, size, where) / bandwidth + (2 if kind == "all_reduce" else 1) * self.latency(where)
 
-    def members(self, group: Group) -> int:
+    def members(self, group: RankGroup) -> int:
         """Returns the number of a group's ranks that share a node."""
         return min(group.size, max(1, self.per_node // group.stride))
 
-    def latency(self, group: Group) -> float:
+    def latency(self, group: RankGroup) -> float:
         """Returns the latency of a ring, in seconds."""
         nodes = group.size // self.members(group)
         return self.assumed.node_latency_s + self.assumed.network_latency_s * math.log2(max(nodes, 1))

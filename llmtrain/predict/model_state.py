@@ -13,7 +13,7 @@ from llmtrain.plan.weights import Weights
 from llmtrain.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
-    Group,
+    FlatGroup,
     bucket_elements,
     groups_of,
     most_touched,
@@ -74,7 +74,7 @@ def has_bf16_optimizer(plan: Plan) -> bool:
     return routed and parallel.offload_optimizer == "none"
 
 
-def _replicated(plan: Plan, groups: list[Group]) -> State:
+def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     """ZeRO-0, DistributedDataParallel, Horovod and nn.DataParallel: nothing is sharded, gradients last for the step."""
     elements = sum(group.elements for group in groups)
     lower = weight_bytes(plan) < 4
@@ -97,7 +97,7 @@ def _replicated(plan: Plan, groups: list[Group]) -> State:
     )
 
 
-def _zero12(plan: Plan, groups: list[Group]) -> State:
+def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     """ZeRO-1 and 2 (`zero/stage_1_and_2.py`), unless `BF16_Optimizer` replaces them."""
     stage, weight, summed = plan.parallel.zero_stage, weight_bytes(plan), sum_bytes(plan)
     offloads = plan.recipe.parallel.offload_optimizer != "none"
@@ -136,7 +136,7 @@ def _zero12(plan: Plan, groups: list[Group]) -> State:
     )
 
 
-def _bf16_optimizer(plan: Plan, groups: list[Group]) -> State:
+def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     """ZeRO-1 in bf16 with fp32 sums (`bf16_optimizer.py`): a permanent flat fp32 gradient of all weights."""
     partition = sum(group.partition for group in groups)
     padded = sum(group.padded for group in groups)
@@ -156,7 +156,7 @@ def _bf16_optimizer(plan: Plan, groups: list[Group]) -> State:
     )
 
 
-def _zero3(plan: Plan, groups: list[Group]) -> State:
+def _zero3(plan: Plan, groups: list[FlatGroup]) -> State:
     """ZeRO-3 (`zero/stage3.py`): each parameter padded and split by itself, small ones also kept unsharded."""
     parallel, weight, summed = plan.recipe.parallel, weight_bytes(plan), sum_bytes(plan)
     partition = sum(group.by_parameter for group in groups)

@@ -11,7 +11,7 @@ from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import EAGER, Assumptions
 from llmtrain.predict.links import Links
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
-from llmtrain.predict.work import Held, Worker, held_by
+from llmtrain.predict.work import StageParameters, Worker, held_by
 from llmtrain.recipe import Part
 
 
@@ -94,7 +94,7 @@ def described(time: StepTime) -> str:
 class _Stage:
     """The step of a stage."""
 
-    def __init__(self, plan: Plan, held: Held, worker: Worker, traffic: Traffic, links: Links) -> None:
+    def __init__(self, plan: Plan, held: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
         self.plan, self.work = plan, worker.micro_batch(held)
         self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
         waited, beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
@@ -147,7 +147,7 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
     return {kind: seconds * rest for kind, seconds in part.items()}, window
 
 
-def _update(plan: Plan, held: Held, worker: Worker) -> float:
+def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
     parameters = worker.own(held) / (plan.holders if sharded else 1)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
-from llmtrain.predict.links import Group, Groups, Kind, Store, sent
-from llmtrain.predict.work import DeviceShare, Held, held_by
+from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
+from llmtrain.predict.work import DeviceShare, StageParameters, held_by
 
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
@@ -33,7 +33,7 @@ class Transfer:
     """Tensors that a rank sends one after the other."""
 
     kind: Kind
-    tensors: tuple[tuple[float, Group | Store], ...]
+    tensors: tuple[tuple[float, RankGroup | Store], ...]
     """Bytes of each tensor, and the ranks that take part or the place on the host that it is sent to."""
     times: float = 1.0
 
@@ -51,7 +51,9 @@ class Traffic(NamedTuple):
     """Once per step; overlapped with the last backward pass while that lasts."""
 
 
-def by_kind(transfers: Iterable[Transfer], amount: Callable[[Kind, float, Group | Store], float]) -> dict[str, float]:
+def by_kind(
+    transfers: Iterable[Transfer], amount: Callable[[Kind, float, RankGroup | Store], float]
+) -> dict[str, float]:
     """Returns the amount for each kind of transfer: bytes by `sent`, seconds by `Links.seconds`."""
     amounts: list[dict[str, float]] = [
         {one.kind: one.times * sum(amount(one.kind, size, where) for size, where in one.tensors)} for one in transfers
@@ -93,7 +95,7 @@ class CommunicationGroups:
         self.hidden_states = self.share.tokens * plan.model.hidden_size * self.share.compute_bytes
         """Bytes that are passed between two layers for a micro-batch, on one device."""
 
-    def traffic(self, held: Held) -> Traffic:
+    def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
         found = Traffic(self._within_layers(held), [], [], [])
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
@@ -109,12 +111,12 @@ class CommunicationGroups:
             found.step_hidden.append(self._gradients("all_reduce", held))
         return found
 
-    def _within_layers(self, held: Held) -> list[Transfer]:
+    def _within_layers(self, held: StageParameters) -> list[Transfer]:
         """Returns the transfers for which every layer waits, axis by axis."""
         axes = [axis for axis in CHOSEN if axis.name in WITHIN_LAYERS and self.plan.degree(axis) > 1]
         return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis.name](self, held)]
 
-    def tensor(self, held: Held) -> Iterator[Transfer]:
+    def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats those of the forward pass."""
         sums = held.layers * (ROW_PRODUCTS * (2 if self.share.checkpointing else 1) + COLUMN_PRODUCTS)
         hidden_states = ((self.hidden_states, self.groups.tensor),)
@@ -124,7 +126,7 @@ class CommunicationGroups:
             yield Transfer("all_gather", ((logits, self.groups.tensor),))
             yield Transfer("all_reduce", hidden_states)
 
-    def sequence(self, held: Held) -> Iterator[Transfer]:
+    def sequence(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of heads for parts of the sequence, and back.
 
         Key and value heads are repeated until they are divisible, at most to the number of query heads.
@@ -134,12 +136,12 @@ class CommunicationGroups:
         width = facts.head_dim / self.plan.parts("matrices") * self.share.tokens * self.share.compute_bytes
         yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
 
-    def expert(self, held: Held) -> Iterator[Transfer]:
+    def expert(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the ways of the tokens to their experts and back."""
         dispatched = self.hidden_states * max(self.plan.model.experts_per_token, 1)
         yield Transfer("all_to_all", ((dispatched, self.groups.expert),), 2 * self._passes(held))
 
-    def _passes(self, held: Held) -> int:
+    def _passes(self, held: StageParameters) -> int:
         return held.layers * (3 if self.share.checkpointing else 2)
 
     def _tied(self, found: Traffic) -> None:
@@ -147,10 +149,10 @@ class CommunicationGroups:
         if self.plan.parallel.pipeline > 1 and self.plan.model.tied_embeddings:
             size = head_parameters(self.plan.model) / self.plan.parts("matrices") * self.share.gradient_bytes
             pipe = self.groups.pipeline
-            ends = Group(2, pipe.stride * (pipe.size - 1))
+            ends = RankGroup(2, pipe.stride * (pipe.size - 1))
             found.step.append(Transfer("all_reduce", ((size, ends),)))
 
-    def _zero(self, held: Held, found: Traffic) -> None:
+    def _zero(self, held: StageParameters, found: Traffic) -> None:
         """Adds the transfers of DeepSpeed's ZeRO stages and of offloading."""
         stage, parallel, share = self.plan.parallel.zero_stage, self.plan.parallel, self.share
         if stage == 3:
@@ -171,20 +173,20 @@ class CommunicationGroups:
         if parallel.offload_param != "none":
             found.hidden.append(Transfer("host", ((2 * shard * share.weight_bytes, parallel.offload_param),)))
 
-    def _fully_sharded(self, held: Held, found: Traffic, gathers: float) -> None:
+    def _fully_sharded(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
         found.hidden.append(self._weights(held, gathers))
         found.hidden.append(self._gradients("reduce_scatter", held))
 
-    def _weights(self, held: Held, times: float = 1.0) -> Transfer:
+    def _weights(self, held: StageParameters, times: float = 1.0) -> Transfer:
         """Returns the all-gathers of a device's weights."""
         return Transfer("all_gather", self._among_replicas(held, self.share.weight_bytes), times)
 
-    def _gradients(self, kind: Kind, held: Held) -> Transfer:
+    def _gradients(self, kind: Kind, held: StageParameters) -> Transfer:
         """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
         return Transfer(kind, self._among_replicas(held, self.share.gradient_bytes))
 
-    def _among_replicas(self, held: Held, size: int) -> tuple[tuple[float, Group], ...]:
+    def _among_replicas(self, held: StageParameters, size: int) -> tuple[tuple[float, RankGroup], ...]:
         dense, experts = self.share.shares(held)
         return (
             (dense * size, self.groups.replicas),
@@ -192,7 +194,7 @@ class CommunicationGroups:
         )
 
 
-WITHIN_LAYERS: dict[str, Callable[[CommunicationGroups, Held], Iterator[Transfer]]] = {
+WITHIN_LAYERS: dict[str, Callable[[CommunicationGroups, StageParameters], Iterator[Transfer]]] = {
     "tensor": CommunicationGroups.tensor,
     "sequence": CommunicationGroups.sequence,
     "expert": CommunicationGroups.expert,

@@ -21,7 +21,7 @@ ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Held:
+class StageParameters:
     """The parameters on the ranks of a stage, before tensor or expert parallelism splits them."""
 
     layers: int
@@ -36,18 +36,18 @@ class Held:
 
 
 @lru_cache(maxsize=4096)
-def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[Held, ...]:
+def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StageParameters, ...]:
     """Returns every stage in turn, or the whole model if there are none."""
     if not stages:
         outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
         experts = _experts(facts, 0, facts.layers)
-        return (Held(facts.layers, facts.active_parameters - outside, facts.parameters, experts, head=True),)
+        return (StageParameters(facts.layers, facts.active_parameters - outside, facts.parameters, experts, head=True),)
     found = []
     for number, stage in enumerate(stages):
         first, last = stage.layers[0], stage.layers[1] + 1
         active = sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last])
         experts = _experts(facts, first, last)
-        found.append(Held(last - first, active, stage.parameters, experts, head=number == len(stages) - 1))
+        found.append(StageParameters(last - first, active, stage.parameters, experts, head=number == len(stages) - 1))
     return tuple(found)
 
 
@@ -87,11 +87,11 @@ class DeviceShare:
         self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
         self.checkpointing = recipe.parallel.activation_checkpointing == "full"
 
-    def own(self, held: Held) -> float:
+    def own(self, held: StageParameters) -> float:
         """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
         return sum(self.shares(held))
 
-    def shares(self, held: Held) -> tuple[float, float]:
+    def shares(self, held: StageParameters) -> tuple[float, float]:
         """Returns the part of `own` that all replicas hold, and the part of experts.
 
         AutoTP does not split a tied table.
@@ -120,7 +120,7 @@ class Worker(DeviceShare):
         self.states = len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
         self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
 
-    def micro_batch(self, held: Held) -> Work:
+    def micro_batch(self, held: StageParameters) -> Work:
         """Returns the time of one forward and one backward pass."""
         facts, slices = self.facts, self.plan.parts("matrices")
         products = 2 * held.active / slices * self.tokens / self.product_rate

@@ -49,7 +49,7 @@ class NamedPlan:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedPlan:
     """A candidate that does not run, and the first rule that it breaks."""
 
     name: str
@@ -80,7 +80,7 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
             yield name, candidate, cluster
 
 
-def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[Refused]]:
+def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns the candidates that this version can train, and the others."""
     plans, refused = [], []
     for name, candidate, cluster in candidates(recipe, nproc, device):
@@ -88,7 +88,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
             plan = resolve(candidate, cluster)
             check_runnable(plan)
         except RecipeError as error:
-            refused.append(Refused(name, error.problems[0]))
+            refused.append(RefusedPlan(name, error.problems[0]))
         else:
             plans.append(NamedPlan(name, plan))
     return plans, refused

@@ -53,7 +53,7 @@ Timed = tuple[StepTime, Fields, Draft]
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedPlan:
     """A plan of the search."""
 
     arguments: str
@@ -68,12 +68,12 @@ class Found:
 class SearchResult:
     """The result of a search."""
 
-    best: tuple[Found, ...]
+    best: tuple[RankedPlan, ...]
     """The best plans, the fastest first."""
-    too_large: tuple[Found, ...]
+    too_large: tuple[RankedPlan, ...]
     """Plans that are faster than the first of `best` but do not fit; the smallest shortage first. Empty if memory is
     not known."""
-    slower: tuple[Found, ...]
+    slower: tuple[RankedPlan, ...]
     """The fastest plan of each combination of ZeRO stage and kinds of parallelism that is not among the best."""
     legal: int
     """Number of plans that were compared."""
@@ -93,9 +93,9 @@ def search_plans(recipe: Recipe, cluster: Cluster, fits: Fits | None = None) -> 
     if not timed:
         raise RecipeError(_nothing(recipe, cluster, facts))
     room = Room(fits) if fits else None
-    best: list[Found] = []
+    best: list[RankedPlan] = []
     too_large: list[tuple[Shortage, Timed]] = []
-    slower: list[Found] = []
+    slower: list[RankedPlan] = []
     for time, fields, draft in timed:
         if len(best) == MOST and len(slower) == MOST_MISSES:
             break
@@ -195,11 +195,11 @@ def changes_of(recipe: Recipe, fields: Fields) -> Fields:
     return {field: value for field, value in fields.items() if value_of(recipe, field) != value}
 
 
-def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> Found:
+def _found(recipe: Recipe, cluster: Cluster, facts: ModelFacts, fields: Fields, time: StepTime, why: str) -> RankedPlan:
     """Resolves a plan from the fields that differ from the recipe's, as a user would paste them."""
     own = changes_of(recipe, fields)
     draft = Draft(recipe.with_(**own) if own else recipe, cluster, facts)
-    return Found(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
+    return RankedPlan(as_arguments(own), assemble(draft, broken(draft, LEGALITY)[1]), time, why)
 
 
 def _saves_in_vain(draft: Draft, other: Recipe) -> bool:
@@ -225,7 +225,7 @@ def _nothing(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Problem:
     return Problem("search.device", "cluster.device", unknown(assemble(first[1])) or "", fix)
 
 
-def _too_large(recipe: Recipe, misses: tuple[Found, ...]) -> Problem:
+def _too_large(recipe: Recipe, misses: tuple[RankedPlan, ...]) -> Problem:
     """Returns the problem that no plan fits."""
     tried = "; ".join(f"{one.arguments or 'as it is'}: {one.why}" for one in misses[:3])
     return Problem("search.fits", "parallel", f"no legal plan of {recipe.name} fits: {tried}", "use more devices")

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.plan import Plan
-from llmtrain.search.search import Found, SearchResult
+from llmtrain.search.search import RankedPlan, SearchResult
 from llmtrain.search.variants import offload_name
 
 UNKNOWN_MEMORY = "memory is not predicted: it is unknown which plans fit"
@@ -38,7 +38,7 @@ def document(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def _entry(mark: str, found: Found) -> list[str]:
+def _entry(mark: str, found: RankedPlan) -> list[str]:
     time = found.time
     rate = f"{time.tokens_per_second:>11,.0f} tokens/s  {time.step_s:8.2f} s  MFU {time.mfu:4.0%}"
     why = f"  {found.why}" if found.why else ""
@@ -57,7 +57,7 @@ def _layout(plan: Plan) -> str:
     return "-".join(filter(None, parts))
 
 
-def _as_json(found: Found) -> dict[str, Any]:
+def _as_json(found: RankedPlan) -> dict[str, Any]:
     return {
         "set": found.arguments,
         "layout": found.plan.layout(),

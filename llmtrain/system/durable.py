@@ -41,7 +41,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class FileHash:
     """Size and hash of a file as it was written."""
 
     bytes: int
@@ -91,9 +91,9 @@ class DurableFile(io.RawIOBase):
         """The stream to write to, which gathers small writes."""
 
     @property
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> FileHash:
         """The fingerprint of what was written so far."""
-        return Fingerprint(self._bytes, self._hash.hexdigest())
+        return FileHash(self._bytes, self._hash.hexdigest())
 
     def writable(self) -> bool:
         """Returns True, since it is for writing."""
@@ -143,7 +143,7 @@ def open_log(path: Path) -> int:
     return descriptor
 
 
-def fingerprint(path: Path) -> Fingerprint:
+def fingerprint(path: Path) -> FileHash:
     """Computes the fingerprint of a file on disk, which is read once. Raises OSError."""
     digest, length = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -151,7 +151,7 @@ def fingerprint(path: Path) -> Fingerprint:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             length += count
-    return Fingerprint(length, digest.hexdigest())
+    return FileHash(length, digest.hexdigest())
 
 
 def flush(path: Path) -> None:

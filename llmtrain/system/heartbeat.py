@@ -168,9 +168,9 @@ class Heartbeat:
         self._told = named
         return self.slowest()
 
-    def reader(self) -> Reader:
+    def reader(self) -> HeartbeatReader:
         """Returns a reader of this page."""
-        return Reader(self._bytes)
+        return HeartbeatReader(self._bytes)
 
     def _beat(self, phase: Phase) -> None:
         self._numbers[_PHASE] = phase
@@ -200,7 +200,7 @@ class Pulse:
     measured: int
 
 
-class Reader:
+class HeartbeatReader:
     """Reads a heartbeat in another process."""
 
     def __init__(self, page: memoryview) -> None:
@@ -241,7 +241,7 @@ class Board:
         os.ftruncate(self._descriptor, workers * PAGE_BYTES)
         self._memory = mmap.mmap(self._descriptor, 0)
         page = memoryview(self._memory)
-        self._readers = [Reader(page[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]) for rank in range(workers)]
+        self._readers = [HeartbeatReader(page[rank * PAGE_BYTES : (rank + 1) * PAGE_BYTES]) for rank in range(workers)]
 
     @property
     def descriptor(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmtrain.checkpoint.contents import TrainerState
-from llmtrain.checkpoint.resume import Choice, choose_newest, go_on_from
+from llmtrain.checkpoint.resume import ResumeChoice, choose_newest, go_on_from
 from llmtrain.checkpoint.state import restore
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.engines import Engine
@@ -81,7 +81,7 @@ def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, stora
     vars(state).update(vars(now))
 
 
-def _problem(trouble: Trouble, choice: Choice | None) -> Problem:
+def _problem(trouble: Trouble, choice: ResumeChoice | None) -> Problem:
     guard, state = trouble.plan.recipe.guard, trouble.state
     message = trouble.told()
     if guard.then == "stop":

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmtrain.checkpoint.contents import TrainerState
-    from llmtrain.checkpoint.resume import Choice
+    from llmtrain.checkpoint.resume import ResumeChoice
     from llmtrain.checkpoint.save import Saver
     from llmtrain.checkpoint.storage import Storage
     from llmtrain.data import Prepared, Schedule
@@ -252,7 +252,7 @@ class _Worker:
             return None
         return BusyCores(self.rank.local_world_size, torch.get_num_threads())
 
-    def _choose(self, resume: str, storage: Storage) -> Choice | None:
+    def _choose(self, resume: str, storage: Storage) -> ResumeChoice | None:
         """Returns the verified checkpoint to continue from, or None for a new run. Warns about damaged newer ones."""
         from llmtrain.checkpoint.resume import choose_named, choose_newest
 
@@ -269,7 +269,7 @@ class _Worker:
                 self._say(f"falling back to {choice.folder.name}")
         return choice
 
-    def _start(self, engine: Engine, choice: Choice | None, data: str, storage: Storage) -> TrainerState:
+    def _start(self, engine: Engine, choice: ResumeChoice | None, data: str, storage: Storage) -> TrainerState:
         """Returns the state to start from."""
         from llmtrain.checkpoint.resume import go_on_from
         from llmtrain.checkpoint.state import begin, restore

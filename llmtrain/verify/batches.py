@@ -20,7 +20,7 @@ from llmtrain.models import IGNORE
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.verify.documents import read_documents
-from llmtrain.verify.reference import NO_TARGET, Document, Sequences, count_targets
+from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, Sequences, count_targets
 
 EVAL_SEQUENCES = 16
 """Largest number of held-out sequences in the comparison."""
@@ -115,10 +115,10 @@ class Batches:
             positions = torch.where(across, places - start, positions)
         return replace(rows, labels=rows.labels.masked_fill(places < hidden, IGNORE), position_ids=positions)
 
-    def _uneven_documents(self, documents: Sequence[Document], sample: int) -> list[Document]:
+    def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
         hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
-        found: list[Document] = []
+        found: list[ReferenceDocument] = []
         begin = 0
         for one in documents:
             end = begin + len(one.inputs)
@@ -126,6 +126,6 @@ class Batches:
             targets = one.targets.masked_fill(places < hidden, NO_TARGET)
             is_cut = self.recipe.data.mask_documents and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
-            found += map(Document, torch.split(one.inputs, sizes), torch.split(targets, sizes))
+            found += map(ReferenceDocument, torch.split(one.inputs, sizes), torch.split(targets, sizes))
             begin = end
         return found

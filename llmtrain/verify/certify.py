@@ -12,11 +12,11 @@ from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_lock import RunLock
-from llmtrain.search.enumerate import NamedPlan, Refused
+from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.verify.job import (
     Certificate,
-    Job,
     Verdict,
+    VerifyJob,
     add_verdict,
     current_file,
     job_file,
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
 
 
-def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps: int, run_dir: RunDir) -> Certificate:
+def verify(
+    recipe: Recipe, plans: list[NamedPlan], refused: list[RefusedPlan], steps: int, run_dir: RunDir
+) -> Certificate:
     """Trains the reference and every plan, compares them, and writes `certificate.json`.
 
     The verdict of a plan whose workers fail is that failure. recipe: as returned by `comparable`; its data must be
@@ -39,7 +41,7 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
     with RunLock.take(folder, lambda line: _say(f"{line}\n")):
         _clear(folder)
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-        job = Job(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
+        job = VerifyJob(recipe=recipe, steps=steps, plans={one.name: one.plan for one in plans})
         job_file(folder).write_text(job.model_dump_json(indent=2) + "\n")
         # One worker first, which trains the reference.
         with Template() as template:
@@ -51,7 +53,7 @@ def verify(recipe: Recipe, plans: list[NamedPlan], refused: list[Refused], steps
         return certificate
 
 
-def _run(job: Job, world_size: int, run_dir: RunDir, template: Template | None) -> None:
+def _run(job: VerifyJob, world_size: int, run_dir: RunDir, template: Template | None) -> None:
     """Starts workers for the plans of a world size, and new ones for the remaining plans after each plan that failed.
 
     A process group that has lost a rank in a collective cannot be used again.
@@ -87,7 +89,7 @@ def _in_progress(folder: Path) -> str | None:
     return None if name in {verdict.name for verdict in read_verdicts(folder)} else name
 
 
-def _failed(name: str, job: Job, error: UserError, seconds: float) -> Verdict:
+def _failed(name: str, job: VerifyJob, error: UserError, seconds: float) -> Verdict:
     problem = error.problems[0]
     reason = f"{problem.field}: {problem.message}" + (f" [{problem.rule}]" if problem.rule else "")
     layout = job.plans[name].layout()
@@ -108,7 +110,7 @@ def _clear(folder: Path) -> None:
             stale.unlink()
 
 
-def _collect(job: Job, refused: list[Refused], folder: Path) -> Certificate:
+def _collect(job: VerifyJob, refused: list[RefusedPlan], folder: Path) -> Certificate:
     return Certificate(
         recipe=job.recipe,
         steps=job.steps,

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from llmtrain.recipe import DataConfig
-from llmtrain.verify.reference import NO_TARGET, Document, join
+from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, join
 
 
-def read_documents(samples: Any, number: int, data: DataConfig, padding: int) -> list[Document]:
+def read_documents(samples: Any, number: int, data: DataConfig, padding: int) -> list[ReferenceDocument]:
     """Returns the documents of sequence `number` of `samples`, and its padding as another one.
 
     samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document.
@@ -28,10 +28,10 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
         inside = samples.stream.documents[first:last].tolist()
         for first, last in zip([begin, *inside], [*inside, end], strict=True):
             tokens = torch.from_numpy(np.asarray(samples.stream.tokens[first : last + 1], dtype=np.int64))
-            found.append(Document(tokens[:-1], tokens[1:]))
+            found.append(ReferenceDocument(tokens[:-1], tokens[1:]))
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
-        found.append(Document(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
+        found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
     return found if data.mask_documents else [join(found)]
 
 

@@ -15,7 +15,7 @@ from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.plan import Plan
 from llmtrain.plan.families import FAMILIES
 from llmtrain.recipe import Part, Recipe
-from llmtrain.search.enumerate import NamedPlan, Refused
+from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.system.untrusted import read_json
 
 PROBES = ("recipe", "sgd")
@@ -30,7 +30,7 @@ COMPARABLE = ("fp32", "bf16", "autocast_bf16")
 """Precisions that the reference supports too."""
 
 
-class Job(Part):
+class VerifyJob(Part):
     """The work of the workers of one world size; those of size 1 train the reference first."""
 
     recipe: Recipe
@@ -209,7 +209,7 @@ def _model_values(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def choose(plans: list[NamedPlan], refused: list[Refused], wanted: str) -> list[NamedPlan]:
+def choose(plans: list[NamedPlan], refused: list[RefusedPlan], wanted: str) -> list[NamedPlan]:
     """Returns the plans of `--plans`: `all`, or names and patterns (`dp2-*`) separated by commas.
 
     Raises RecipeError for each part that matches no plan, and if no plan runs.

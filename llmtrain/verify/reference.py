@@ -37,7 +37,7 @@ SELECTED_TOKENS = ("index_topk", "keep_window_size")
 
 
 @dataclass(frozen=True)
-class Document:
+class ReferenceDocument:
     """A document, or the part of it that a sequence contains."""
 
     inputs: Tensor
@@ -46,12 +46,12 @@ class Document:
     """[n], int64: the token to predict at each position; `NO_TARGET` if there is none."""
 
 
-Sequences = Sequence[Sequence[Document]]
+Sequences = Sequence[Sequence[ReferenceDocument]]
 """For each sequence, the documents that are packed into it, with padding last."""
 
 
 @dataclass(frozen=True)
-class Step:
+class ReferenceStep:
     """One update."""
 
     loss: float
@@ -97,7 +97,7 @@ class ReferenceLoop:
         self.optimizer = _optimizer(self.masters.values(), recipe.optim)
         self.steps = 0
 
-    def train_step(self, sequences: Sequences) -> Step:
+    def train_step(self, sequences: Sequences) -> ReferenceStep:
         """Updates the weights with a global batch."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -121,7 +121,7 @@ class ReferenceLoop:
             group["lr"] = lr
         self.optimizer.step()
         self.steps += 1
-        return Step(total / targets, norm, lr)
+        return ReferenceStep(total / targets, norm, lr)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
@@ -149,7 +149,7 @@ class ReferenceLoop:
             routers.append(logits)
         return total, self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
 
-    def _passes(self, sequences: Sequences) -> list[list[tuple[Document, Tensor]]]:
+    def _passes(self, sequences: Sequences) -> list[list[tuple[ReferenceDocument, Tensor]]]:
         """Returns the rows of each forward pass of a micro-batch with their positions.
 
         A row is a document, or a sequence.
@@ -160,7 +160,7 @@ class ReferenceLoop:
         joined = [(join(row), torch.cat([torch.arange(len(one.inputs)) for one in row])) for row in rows]
         return [joined] if self.together else [[one] for one in joined]
 
-    def _forward(self, rows: list[tuple[Document, Tensor]]) -> tuple[Tensor, Sequence[Tensor]]:
+    def _forward(self, rows: list[tuple[ReferenceDocument, Tensor]]) -> tuple[Tensor, Sequence[Tensor]]:
         """Returns the sum of the cross-entropies, and the logits of each layer's router.
 
         The logits are those of all tokens except for the padding of shorter rows.
@@ -270,9 +270,11 @@ def _runs_whole(config: PreTrainedConfig, length: int) -> bool:
     return config.model_type in MIXES_DOCUMENTS or chosen < length
 
 
-def join(documents: Sequence[Document]) -> Document:
+def join(documents: Sequence[ReferenceDocument]) -> ReferenceDocument:
     """Concatenates documents into one."""
-    return Document(torch.cat([one.inputs for one in documents]), torch.cat([one.targets for one in documents]))
+    return ReferenceDocument(
+        torch.cat([one.inputs for one in documents]), torch.cat([one.targets for one in documents])
+    )
 
 
 def _pad(rows: Sequence[Tensor], value: int = 0) -> Tensor:

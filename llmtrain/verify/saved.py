@@ -14,7 +14,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines import Engine
-from llmtrain.engines.state.save_load import Source
+from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
@@ -49,7 +49,7 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
 def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     recipe = plan.recipe
     dtype = weight_dtype(recipe.parallel.precision)
-    source = Source(checkpoint)
+    source = StateSource(checkpoint)
     for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
         if name in weights:  # buffers are not trained
             whole = source.whole(name).to(dtype).view(weights[name].shape)

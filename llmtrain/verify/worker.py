@@ -10,7 +10,7 @@ from llmtrain.launch import Rank, discover
 from llmtrain.run_dir import RunDir
 from llmtrain.system.untrusted import read_json
 from llmtrain.train.console import WorkerOutput, take_over_output
-from llmtrain.verify.job import Job, job_file
+from llmtrain.verify.job import VerifyJob, job_file
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
         if rank.is_main:
             print(text, end="", file=output.stderr, flush=True)
 
-    job = read_json(job_file(folder), Job)
+    job = read_json(job_file(folder), VerifyJob)
     device = init_process_group(rank, on_cpu=next(iter(job.plans.values())).cluster.spec.on_cpu)
     work(job, folder, device, say)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from llmtrain.launch.failure import Failure
 from llmtrain.launch.place.rank import Rank
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
-from llmtrain.system.heartbeat import Phase, Reader
+from llmtrain.system.heartbeat import HeartbeatReader, Phase
 from llmtrain.watchdog.link import Hub, Peer
 from llmtrain.watchdog.stragglers import Stragglers
 from llmtrain.watchdog.target import DUMP_S, Target
@@ -36,7 +36,7 @@ class Watched:
     rank: Rank
     run_dir: RunDir
     plan: Plan
-    reader: Reader
+    reader: HeartbeatReader
     target: Target
     stderr: TextIO
     """The terminal."""

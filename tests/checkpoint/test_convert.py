@@ -14,7 +14,7 @@ from llmtrain.checkpoint.convert import convert, target_plan
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
-from llmtrain.engines.state.save_load import Source
+from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.rules.resolve import resolve
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
@@ -51,11 +51,11 @@ def _source(sources, name: str):
 
 def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) -> list[list[float]]:
     """Losses after each checkpoint, by an engine that was built anew."""
-    every = Source.all
+    every = StateSource.all
     found = []
     for checkpoint, alone in zip(checkpoints, own_only, strict=True):
         if alone:
-            Source.all = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
+            StateSource.all = property(lambda self: pytest.fail("looked into the files of other ranks"))  # type: ignore[assignment]
         ranks, fields = PLANS[name]
         plan = plan_under(fields, ranks, **_others(name))
         engine = engine_of(plan)
@@ -66,7 +66,7 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
             step_batch(STOP + step, *shape, engine.data_parallel_rank, plan.data_parallel_size) for step in range(3)
         ]
         found.append([engine.train_step(batch).loss.item() for batch in batches])
-        Source.all = every  # type: ignore[method-assign]
+        StateSource.all = every  # type: ignore[method-assign]
     return found
 
 

@@ -19,7 +19,7 @@ from llmtrain.checkpoint.resume import choose_named, choose_newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import _load_random_state, load
 from llmtrain.checkpoint.storage import probe
-from llmtrain.engines.state.save_load import PROGRESS_FILE, Source, _read_progress
+from llmtrain.engines.state.save_load import PROGRESS_FILE, StateSource, _read_progress
 from llmtrain.errors import CheckpointError, Exit
 from llmtrain.system.durable import fingerprint
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
@@ -265,7 +265,7 @@ def test_a_damaged_latest_is_reported_and_costs_nothing(tmp_path):
 # Content that is not what the model needs, under hashes that are right.
 
 
-def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -> Source:
+def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -> StateSource:
     """A checkpoint of one weight, in pieces of one box each."""
     made = run.checkpoints / "step_00000001"
     listed = [
@@ -274,7 +274,7 @@ def _with_weight(run, shape: list[int], boxes: list[dict], dtype: str = "F32") -
         for box in boxes
     ]
     write_head(made / PIECES, head_of(listed, dtype), sum(4 * one["numel"] for one in listed))
-    return Source(made)
+    return StateSource(made)
 
 
 def test_a_weight_of_another_type_or_size_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from llmtrain.doctor.finding import fault, ok, warning
-from llmtrain.doctor.report import HostReport, Report, show
+from llmtrain.doctor.report import DoctorReport, HostReport, show
 
 LONG = "a text that is longer than a line of a terminal of eighty characters and is so broken there, at a space"
 SAME = ok("versions.python", "Python 3.11")
@@ -26,7 +26,7 @@ def report():
     one = HostReport("h1", [SAME, ok("storage.shm", "8 GiB"), warning("limits.open_files", "few", "ulimit")], FACTS)
     two = HostReport("h2", [SAME, ok("storage.shm", LONG), warning("limits.open_files", "few", "ulimit")], FACTS)
     lost = HostReport("h3", [fault("ssh.connection", "h3: no route leads there", "is it on?")])
-    return Report([one, two, lost], [ok("all_reduce", "correct")])
+    return DoctorReport([one, two, lost], [ok("all_reduce", "correct")])
 
 
 def test_what_hosts_share_is_said_once_and_faults_come_last(report):
@@ -52,7 +52,7 @@ def test_a_terminal_gets_lines_that_fit(report, width):
 
 
 def test_a_healthy_machine_needs_no_names():
-    assert _shown(Report([HostReport("this machine", [SAME], FACTS)])).splitlines() == [
+    assert _shown(DoctorReport([HostReport("this machine", [SAME], FACTS)])).splitlines() == [
         "this machine",
         "  versions      Python 3.11",
         "",
@@ -61,7 +61,7 @@ def test_a_healthy_machine_needs_no_names():
 
 
 def test_brackets_in_findings_are_no_markup():
-    assert "[/not] [red]" in _shown(Report([HostReport("h", [ok("a.b", "[/not] [red]")], FACTS)]))
+    assert "[/not] [red]" in _shown(DoctorReport([HostReport("h", [ok("a.b", "[/not] [red]")], FACTS)]))
 
 
 def test_the_document_has_every_host(report):

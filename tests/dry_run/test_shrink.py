@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.dry_run.model import tiny_model
-from llmtrain.dry_run.shrink import LAYERS, STEPS, layers_kept, shrink
+from llmtrain.dry_run.shrink import LAYERS, STEPS, layers_kept, shrink_plan
 from llmtrain.errors import RecipeError
 from llmtrain.plan.axes import AXES, model_parallel_size
 from llmtrain.plan.draft import Draft, assemble, divisors
@@ -119,7 +119,7 @@ def test_what_is_legal_stays_legal_and_keeps_its_kinds():
     seen: set = set()
     for number, plan in enumerate(legal_plans(), 1):
         tiny_copy = tiny(plan.recipe.with_(name="x").model_dump_json(), layers_kept(plan))
-        small = shrink(plan, tiny_copy).plan  # raises where it is not legal
+        small = shrink_plan(plan, tiny_copy).plan  # raises where it is not legal
         case = plan.recipe.parallel
         if case.strategy == "data_parallel":
             assert small.cluster.world_size == 1
@@ -160,7 +160,7 @@ def test_the_tiny_copy_is_what_the_library_makes_of_its_fields(family):
 def test_the_rule_on_the_recipe_of_256_devices():
     recipe, cluster = load_recipe(str(ROOT / "recipes/llama3_70b.py"), [])
     plan = resolve(recipe, cluster)
-    shrunk = shrink(plan, tiny_model(recipe, layers_kept(plan)))
+    shrunk = shrink_plan(plan, tiny_model(recipe, layers_kept(plan)))
     small = shrunk.plan
     assert (small.data_parallel_size, small.parallel.pipeline, small.parallel.zero_stage) == (2, 2, 1)
     assert (small.batch.gradient_accumulation_steps, small.batch.micro_batch_size) == (4, 1)
@@ -181,7 +181,7 @@ def test_what_becomes_something_else_is_told():
     plan = resolve(
         recipe.with_(**nvme, **{"parallel.precision": "fp16", "model.attention": "flash_attention_2"}), cluster
     )
-    told = {change.what: (change.plan, change.dry_run) for change in shrink(plan, tiny_model(recipe, 2)).changes}
+    told = {change.what: (change.plan, change.dry_run) for change in shrink_plan(plan, tiny_model(recipe, 2)).changes}
     assert told["precision"] == ("fp16", "bf16")
     assert told["optimizer states in"] == ("nvme", "cpu")
     assert told["attention"] == ("flash_attention_2", "sdpa")
@@ -203,7 +203,7 @@ def test_kernels_that_a_laptop_may_lack_give_way(name):
     recipe = base().with_(**{"kernels.blocks": name, "kernels.loss": name})
     draft = Draft(recipe, Cluster(devices_per_node=8, device="h100"), model_facts(recipe.model, recipe.vocab_size))
     plan = assemble(draft)
-    shrunk = shrink(plan, tiny(recipe.model_dump_json(), layers_kept(plan)))
+    shrunk = shrink_plan(plan, tiny(recipe.model_dump_json(), layers_kept(plan)))
     kernels = shrunk.plan.recipe.kernels
     assert (kernels.blocks, kernels.loss) == ("eager", "chunked")
     told = [change for change in shrunk.changes if change.what == "kernels"]

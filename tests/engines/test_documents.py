@@ -16,7 +16,7 @@ from transformers.integrations import flex_attention as integration
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.engines.forward import bounds_for, documents_known, forward
 from llmtrain.models.proof.cut import reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from tests.helpers import flash_stand_in
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def _documents() -> list[tuple[int, slice]]:
 
 def _model(family: str, attention: str):
     architecture, fields = FAMILIES[family]
-    config = shrink(AutoConfig.for_model(architecture), 2, **fields)
+    config = shrink_configuration(AutoConfig.for_model(architecture), 2, **fields)
     model = reference(copy.deepcopy(config), attention).train()
     # A flash kernel is for numbers of 16 bits, which its callers ask for.
     return model.bfloat16() if attention.startswith("flash") else model

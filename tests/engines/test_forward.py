@@ -10,7 +10,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import forward
 from llmtrain.models import build_model
 from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from tests.helpers.batches import T, tiny_recipe
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_the_routers_loss_is_kept_where_the_model_gives_it():
 def test_the_routers_loss_is_weighed_by_whatever_name_a_family_has_for_it(family, fields, weight):
     config = AutoConfig.for_model(family, **fields)
     attention = {"attn_config": ATTENTION} if family == "dbrx" else {}
-    config = shrink(config, 2, output_router_logits=True, **attention)
+    config = shrink_configuration(config, 2, output_router_logits=True, **attention)
     model = reference(config, "eager")
     tokens, positions = packed_input(config)
     batch = MicroBatch(tokens, positions, labels=tokens)

@@ -11,7 +11,7 @@ from llmtrain.engines.engine import StepResult
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.recipe import Recipe
-from llmtrain.verify.reference import Document, ReferenceLoop, Sequences
+from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, Sequences
 
 CPU = torch.device("cpu")
 
@@ -44,5 +44,5 @@ def documents_of(micro_batches: list[MicroBatch]) -> Sequences:
             micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, strict=True
         ):
             bounds = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
-            sequences.append([Document(tokens[a:b], labels[a:b]) for a, b in pairwise(bounds)])
+            sequences.append([ReferenceDocument(tokens[a:b], labels[a:b]) for a, b in pairwise(bounds)])
     return sequences

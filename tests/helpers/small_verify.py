@@ -25,7 +25,7 @@ from llmtrain.recipe import (
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.verify import train
 from llmtrain.verify.batches import Batches
-from llmtrain.verify.job import Job, comparable, read_references
+from llmtrain.verify.job import VerifyJob, comparable, read_references
 from llmtrain.verify.job import certified as is_certified
 
 STEPS = 4
@@ -69,12 +69,12 @@ def small(corpus: Path, **fields) -> Recipe:
     return comparable(recipe.with_(**fields), STEPS)
 
 
-def job_of(recipe: Recipe, names: list[str], nproc: int = 2) -> Job:
+def job_of(recipe: Recipe, names: list[str], nproc: int = 2) -> VerifyJob:
     plans = {one.name: one.plan for one in enumerate_plans(recipe, nproc)[0]}
-    return Job(recipe=recipe, steps=STEPS, plans={name: plans[name] for name in names or plans})
+    return VerifyJob(recipe=recipe, steps=STEPS, plans={name: plans[name] for name in names or plans})
 
 
-def certified(rank: int, job: Job, folder: Path) -> dict[str, bool]:
+def certified(rank: int, job: VerifyJob, folder: Path) -> dict[str, bool]:
     """On each rank: plan → whether it stayed within its tolerances."""
     batches = Batches(job.recipe, prepare(job.recipe), STEPS)
     references = read_references(folder)
@@ -84,7 +84,7 @@ def certified(rank: int, job: Job, folder: Path) -> dict[str, bool]:
     }
 
 
-def refer(rank: int, job: Job, folder: Path) -> None:
+def refer(rank: int, job: VerifyJob, folder: Path) -> None:
     """Makes the reference of a job, without training its plans of one worker."""
     train.work(job.model_copy(update={"plans": {}}), folder, CPU, lambda text: None)
 

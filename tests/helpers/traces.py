@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
-from llmtrain.engines.state.save_load import Source
+from llmtrain.engines.state.save_load import StateSource
 from llmtrain.models import model_configuration
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
@@ -93,7 +93,7 @@ def saved_weights(checkpoint: Path, plan: Plan) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint, in the type that the plan's forward pass reads."""
     dtype = weight_dtype(plan.recipe.parallel.precision)
     shapes = empty_model(model_configuration(plan.recipe), dtype).state_dict()
-    source = Source(checkpoint)
+    source = StateSource(checkpoint)
     return {name: source.whole(name).view(shapes[name].shape).to(shapes[name].dtype) for name in source.all}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import Job, SlurmOptions, committed, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, committed, render_job
 from llmtrain.launch.tools import TOOLS, lines_of
 from tests.helpers.nasty import CANARY, WORDS, words
 from tests.helpers.small_plan import small_plan
@@ -52,7 +52,7 @@ def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
     given = tuple(word for word in words(seed) if word != ":")
     options = SlurmOptions(setup=("export MODULES=loaded",))
     run_dir = tmp_path / "it's a run $(touch executed)"
-    job = Job("tiny", Cluster(nodes=2), 2, ("recipes/tiny.py", *given), run_dir, tmp_path, options)
+    job = SlurmJob("tiny", Cluster(nodes=2), 2, ("recipes/tiny.py", *given), run_dir, tmp_path, options)
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     _run("bash", render_job(job), **allocation)
     started = [call for call in spy() if call[0] == "srun"]
@@ -62,7 +62,7 @@ def test_words_arrive_through_the_script_of_a_job(spy, tmp_path, seed):
 
 def test_a_word_that_srun_would_end_the_command_at_is_refused(spy, tmp_path):
     """`srun a : b` runs b as well (seen, Slurm 22.05)."""
-    job = Job("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
+    job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py", "--resume", ":"), tmp_path, tmp_path, SlurmOptions())
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     for script in (render_job(job), committed()["verify.sbatch"]):
         line = ["bash", "-s", "recipes/tiny.py", ":", "touch", CANARY]
@@ -75,7 +75,7 @@ def test_a_word_that_srun_would_end_the_command_at_is_refused(spy, tmp_path):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_choices_of_an_array_arrive(spy, tmp_path, seed):
     choices = tuple(word for word in words(seed) if word and word.isprintable())
-    job = Job("tiny", Cluster(), 1, ("recipes/tiny.py",), tmp_path / "a 'b", tmp_path, SlurmOptions(sweep=choices))
+    job = SlurmJob("tiny", Cluster(), 1, ("recipes/tiny.py",), tmp_path / "a 'b", tmp_path, SlurmOptions(sweep=choices))
     script = render_job(job)
     number = seed * 13 % len(choices)
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
@@ -107,7 +107,7 @@ def test_words_arrive_through_printed_lines(spy, tmp_path, tool, seed):
 @pytest.mark.parametrize("name", WORDS)
 def test_a_name_is_in_a_directive_or_refused(tmp_path, name):
     """What sbatch makes of it is tried on a real Slurm."""
-    job = Job(name, Cluster(), 1, ("x.py",), tmp_path, tmp_path, SlurmOptions())
+    job = SlurmJob(name, Cluster(), 1, ("x.py",), tmp_path, tmp_path, SlurmOptions())
     if name and name.isprintable():
         [line] = [one for one in render_job(job).splitlines() if one.startswith("#SBATCH --job-name=")]
         assert line.isprintable()

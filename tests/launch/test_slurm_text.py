@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.cluster import Cluster
-from llmtrain.launch.jobs.slurm import Job, SlurmOptions, _directive, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, SlurmOptions, _directive, render_job
 from llmtrain.launch.place.slurm_step import hosts, tasks_per_node
 from tests.helpers.launching_doc import commands
 from tests.helpers.nasty import CANARY, WORDS, words
@@ -62,7 +62,7 @@ def test_arguments_of_a_plan_arrive_through_the_script_of_its_job(cluster, tmp_p
     given = tuple(word for word in words(4) if word != ":")
     program = "import json, os, sys; open('heard_' + os.environ['SLURM_PROCID'], 'w').write(json.dumps(sys.argv[1:]))"
     options = SlurmOptions(cpus_per_task=1, output="out", directives=("--wait",))
-    script = render_job(Job("a 'name", Cluster(nodes=2), 2, ("x.py", *given), folder / "run", folder, options))
+    script = render_job(SlurmJob("a 'name", Cluster(nodes=2), 2, ("x.py", *given), folder / "run", folder, options))
     start = shlex.join([sys.executable, "-m", "llmtrain"])
     assert script.count(f"{start} train") == 1
     script = script.replace(start, shlex.join([sys.executable, "-c", program]))

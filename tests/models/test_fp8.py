@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import precision
 from llmtrain.models.proof.cut import build_stage, check_cut
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.plan.stages import StageBounds
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_a_model_stays_near_bf16(emulated, kind):
 
 @needs_torchao
 def test_a_stage_is_converted_where_it_has_layers(emulated):
-    config, bounds = shrink(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
+    config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
     stage = build_stage(config, 1, bounds, "eager", torch.bfloat16, CPU, cut)
     names = stage.hf_names()

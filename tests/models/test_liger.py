@@ -15,7 +15,7 @@ from llmtrain.models import Stage, chunked_loss, liger
 from llmtrain.models.initial import initialise
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import build_stage, check_cut, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.plan.stages import StageBounds
 from tests.helpers import triton_on_cpu
 from tests.helpers.harness import run_ranks
@@ -109,7 +109,7 @@ def _by_liger(rank: int, family: str) -> tuple[dict, dict[str, str]]:
 
 def _empty(family: str):
     with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(shrink(AutoConfig.for_model(family), 4))
+        return AutoModelForCausalLM.from_config(shrink_configuration(AutoConfig.for_model(family), 4))
 
 
 READ = ("offset", "casting_mode", "variance_epsilon", "in_place", "row_mode")
@@ -171,8 +171,8 @@ def test_who_computes_otherwise_already_is_left_alone():
 
 @needs_liger
 def test_a_stage_is_changed_where_it_has_layers():
-    """Holes stay holes, and the chain computes what it did."""
-    config, bounds = shrink(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
+    """Placeholders stay, and the chain computes what it did."""
+    config, bounds = shrink_configuration(AutoConfig.for_model("llama"), 2), (StageBounds(0, 1), StageBounds(1, 2))
     cut = check_cut(config, bounds)
     inputs = torch.arange(12)[None] % 90, torch.arange(12)[None]
 
@@ -259,7 +259,7 @@ def test_a_kernel_that_computes_something_else_is_refused(monkeypatch):
 
 
 def test_a_gradient_that_is_no_number_deviates():
-    config = shrink(AutoConfig.for_model("llama"), 2)
+    config = shrink_configuration(AutoConfig.for_model("llama"), 2)
     model = reference(config, "eager")
     comparison = Comparison(model, config)
     assert comparison.deviation() == 0

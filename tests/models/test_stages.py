@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
-from llmtrain.models import IGNORE, ChunkedLoss, Refused, target_loss_sum
+from llmtrain.models import IGNORE, CannotCut, ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import initialise
 from llmtrain.models.proof.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
-from llmtrain.models.proof.tiny import SIZES, shrink
-from llmtrain.models.stages import Entry
+from llmtrain.models.proof.tiny import SIZES, shrink_configuration
+from llmtrain.models.stages import StageEntry
 from llmtrain.plan.stages import StageBounds, balance
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ def test_the_auxiliary_loss_is_that_of_all_layers():
 
 
 def test_only_hidden_states_cross_as_floats_where_no_auxiliary_loss_is_asked_for():
-    config = shrink(AutoConfig.for_model("mixtral"), 4)
+    config = shrink_configuration(AutoConfig.for_model("mixtral"), 4)
     whole = reference(config, "eager")
     (hidden, positions), (logits,) = run_chain(
         build_chain(whole, find_cut(config, HALVES), "eager"), packed_input(config)
@@ -207,32 +207,32 @@ def test_rotary_frequencies_are_those_of_the_whole_model():
 
 class TestRefusal:
     def test_two_lists_of_layers_that_are_run_in_cycles(self):
-        with pytest.raises(Refused, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
+        with pytest.raises(CannotCut, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
             find_cut(families.tiny_config("hrm_text"), HALVES)
 
     def test_layers_that_hand_on_more_than_a_hidden_state(self):
-        with pytest.raises(Refused, match="deviate from the whole model's"):
+        with pytest.raises(CannotCut, match="deviate from the whole model's"):
             find_cut(families.tiny_config("zaya"), HALVES)
 
     def test_layers_that_share_state_across_the_cut_but_not_within_a_stage(self):
         config = families.tiny_config("gemma3n_text")
-        with pytest.raises(Refused, match="its forward fails on a part of the layers"):
+        with pytest.raises(CannotCut, match="its forward fails on a part of the layers"):
             find_cut(config, HALVES)
         find_cut(config, [StageBounds(0, 4)])
 
     def test_a_wrong_cut_is_found(self, monkeypatch):
-        monkeypatch.setattr(Entry, "exchange", lambda self, hidden: self.received * 1.001)
-        with pytest.raises(Refused, match=r"deviate from the whole model's by"):
+        monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received * 1.001)
+        with pytest.raises(CannotCut, match=r"deviate from the whole model's by"):
             find_cut(families.tiny_config("llama"), HALVES)
 
     def test_a_lost_gradient_is_found(self, monkeypatch):
         config = families.tiny_config("llama")
         whole, cut = reference(config, "eager"), find_cut(config, HALVES)
-        monkeypatch.setattr(Entry, "exchange", lambda self, hidden: self.received.detach())
+        monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received.detach())
         assert "model.layers.0.mlp.up_proj.weight" in families.wrong_gradients(whole, cut, packed_input(config))
 
     def test_layers_skipped_at_random(self):
-        with pytest.raises(Refused, match=r"layerdrop = 0\.1"):
+        with pytest.raises(CannotCut, match=r"layerdrop = 0\.1"):
             check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
 
     def test_bounds_that_leave_a_layer_out(self):
@@ -265,14 +265,14 @@ ROPE = {
 @pytest.mark.parametrize("family", ROPE)
 def test_scaled_rotary_positions_are_kept_in_the_tiny_copy(family):
     config = AutoConfig.for_model(family, num_hidden_layers=4, rope_parameters=ROPE[family])
-    assert shrink(config).rope_parameters["rope_type"] == ROPE[family]["rope_type"]
+    assert shrink_configuration(config).rope_parameters["rope_type"] == ROPE[family]["rope_type"]
     check_cut(config, HALVES, "sdpa")
 
 
 def test_a_tiny_copy_keeps_the_kinds_of_layers():
     config = AutoConfig.for_model("gemma3_text")
-    assert shrink(config).layer_types == config.layer_types
-    few = shrink(config, 4)
+    assert shrink_configuration(config).layer_types == config.layer_types
+    few = shrink_configuration(config, 4)
     assert few.layer_types == ["sliding_attention", "full_attention"] * 2
     assert (few.hidden_size, few.num_attention_heads * few.head_dim) == (64, 64)
     assert SIZES["vocab_size"] == few.vocab_size

@@ -14,7 +14,7 @@ from llmtrain.models import build_model, tensor
 from llmtrain.models.build import stage_builder
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.slices_check import check_split, compare
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
 from llmtrain.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
@@ -27,7 +27,7 @@ WORKING = "llama qwen2 qwen3 gemma2 gpt_neox phi3 olmo2 mixtral deepseek_v2 star
 
 
 def tiny(family: str, **fields):
-    return shrink(AutoConfig.for_model(family), 4, **{"vocab_size": 100, **fields})
+    return shrink_configuration(AutoConfig.for_model(family), 4, **{"vocab_size": 100, **fields})
 
 
 @pytest.mark.parametrize("family", WORKING.split())

@@ -12,7 +12,7 @@ import pytest
 from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict.assumptions import Assumptions
-from llmtrain.predict.links import Group, Groups, Links, sent
+from llmtrain.predict.links import Groups, Links, RankGroup, sent
 from llmtrain.predict.time import bubble_of, described, predict, unknown
 from llmtrain.rules.resolve import resolve
 
@@ -145,7 +145,7 @@ def links(**changes):
 
 
 def test_collectives_by_where_their_ranks_lie():
-    within, across, rails = Group(8, 1), Group(4, 8), Group(16, 1)
+    within, across, rails = RankGroup(8, 1), RankGroup(4, 8), RankGroup(16, 1)
     assert links().seconds("all_gather", 800, within) == pytest.approx(800 * 7 / 8 / 100)
     assert links().seconds("all_reduce", 800, within) == pytest.approx(2 * 800 * 7 / 8 / 100)
     assert links().seconds("all_gather", 800, across) == pytest.approx(800 * 3 / 4 / 10)
@@ -153,9 +153,9 @@ def test_collectives_by_where_their_ranks_lie():
     # Two nodes of eight: eight adapters carry the rings.
     assert links().seconds("all_gather", 800, rails) == pytest.approx(800 * 15 / 16 / 80)
     assert links().seconds("all_to_all", 160, rails) == pytest.approx(160 * 8 / 16 / 10)
-    assert links().seconds("p2p", 100, Group(2, 4)) == pytest.approx(1)
-    assert links().seconds("p2p", 100, Group(2, 8)) == pytest.approx(10)
-    assert links().seconds("all_gather", 800, Group(1, 1)) == links().seconds("p2p", 1, Group(1, 1)) == 0
+    assert links().seconds("p2p", 100, RankGroup(2, 4)) == pytest.approx(1)
+    assert links().seconds("p2p", 100, RankGroup(2, 8)) == pytest.approx(10)
+    assert links().seconds("all_gather", 800, RankGroup(1, 1)) == links().seconds("p2p", 1, RankGroup(1, 1)) == 0
 
 
 def test_groups_are_numbered_as_the_engines_number_them():
@@ -170,7 +170,7 @@ def test_groups_are_numbered_as_the_engines_number_them():
     for axis, group in (("pipe", groups.pipeline), ("model", groups.tensor), ("data", groups.replicas)):
         first = topology.get_axis_comm_lists(axis)[0]
         assert first == [number * group.stride for number in range(group.size)]
-    assert groups.sequence == Group(2, 2)
+    assert groups.sequence == RankGroup(2, 2)
 
 
 def test_absurd_sizes_are_numbers_too(llama):

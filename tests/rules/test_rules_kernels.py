@@ -172,7 +172,7 @@ def test_missing_packages_are_named_before_anything_starts(monkeypatch):
 
 def test_a_dry_run_takes_what_a_cpu_has_instead():
     tiny = ModelConfig(architecture="llama", config=small_plan().recipe.model.config)
-    shrunk = shrink.shrink(_on_gpu(**LIGER | FP8), tiny)
+    shrunk = shrink.shrink_plan(_on_gpu(**LIGER | FP8), tiny)
     kernels = shrunk.plan.recipe.kernels
     assert (kernels.blocks, kernels.loss, kernels.fp8) == ("eager", "chunked", "off")
     told = {change.what: (change.plan, change.dry_run) for change in shrunk.changes}

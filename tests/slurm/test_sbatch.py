@@ -10,7 +10,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.launch.jobs.slurm import Job, committed, parse_options, render_job
+from llmtrain.launch.jobs.slurm import SlurmJob, committed, parse_options, render_job
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 SRUN = """#!/bin/bash
@@ -70,7 +70,7 @@ def called(tmp_path):
 
 def a_job(*options, command=("recipes/tiny.py",), device="h100"):
     cluster = Cluster(nodes=2, devices_per_node=8, device=device)
-    return Job("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parse_options(options))
+    return SlurmJob("tiny", cluster, 2, command, Path("/runs/a b"), Path("/home/me"), parse_options(options))
 
 
 def directives(script):
@@ -274,6 +274,6 @@ def test_wrong_options_are_refused_by_name(options, fields):
 
 def test_a_path_that_no_script_can_hold_is_refused():
     job = a_job()
-    broken = Job(job.name, job.cluster, 2, job.command, job.run_dir, Path("/home/me\nme"), job.options)
+    broken = SlurmJob(job.name, job.cluster, 2, job.command, job.run_dir, Path("/home/me\nme"), job.options)
     with pytest.raises(RecipeError, match="an #SBATCH line cannot contain"):
         render_job(broken)

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.models import build_model
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.job import worst
 from tests.helpers.batches import step_batch, tiny_recipe
@@ -23,7 +23,7 @@ WHOLE = ("falcon_h1", "jamba", "qwen3_next", "minimax", "xlstm", "deepseek_v32",
 @pytest.mark.parametrize("family", ALONE + WHOLE)
 def test_packed_sequences_are_what_the_reference_makes_of_documents(family):
     default = AutoConfig.for_model(family)
-    values = shrink(default, 4).to_dict()
+    values = shrink_configuration(default, 4).to_dict()
     # Only what differs: a default may be infinite, which no recipe holds.
     fields = {key: value for key, value in values.items() if default.to_dict().get(key, ...) != value}
     fields |= {key: 0.0 for key, value in fields.items() if ("drop" in key or "jitter" in key) and value}

@@ -11,7 +11,7 @@ from llmtrain.verify import reference, train
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.compare import FP32
 from llmtrain.verify.job import worst
-from llmtrain.verify.reference import Document, ReferenceLoop, learning_rate
+from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, learning_rate
 from tests.helpers.own_code import write_folder
 from tests.helpers.small_verify import CPU, MOE, small
 
@@ -39,7 +39,7 @@ def test_documents_at_once_are_documents_alone(fields, verify_corpus):
 
 def test_a_document_is_the_same_whatever_is_beside_it(verify_corpus):
     recipe = small(verify_corpus)
-    documents = [Document(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (5, 9, 3)]
+    documents = [ReferenceDocument(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (5, 9, 3)]
     loop = train._reference(recipe, CPU)
     apart = sum(loop.evaluate([[one]]) * len(one.inputs) for one in documents) / 17
     assert loop.evaluate([documents]) == pytest.approx(apart, rel=FP32)
@@ -49,8 +49,8 @@ def test_a_recurrence_goes_on_from_document_to_document(verify_corpus):
     """In such a family sequences are run whole, by their positions; in others each document begins anew."""
     for fields, goes_on in ((MAMBA, True), ({}, False)):
         loop = train._reference(small(verify_corpus, **fields), CPU)
-        first, second = (Document(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (9, 5))
-        unseen = Document(first.inputs, torch.full_like(first.targets, reference.NO_TARGET))
+        first, second = (ReferenceDocument(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (9, 5))
+        unseen = ReferenceDocument(first.inputs, torch.full_like(first.targets, reference.NO_TARGET))
         assert (loop.evaluate([[unseen, second]]) != loop.evaluate([[second]])) is goes_on
 
 
@@ -82,7 +82,7 @@ def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
     monkeypatch.setattr(reference, "_model", with_unused)
     loop = ReferenceLoop(small(verify_corpus), None, CPU)
     for _ in range(2):  # the rate of the first is 0
-        loop.train_step([[Document(torch.arange(8), torch.arange(1, 9))]])
+        loop.train_step([[ReferenceDocument(torch.arange(8), torch.arange(1, 9))]])
     weights = dict(loop.named_weights())
     assert torch.equal(weights["unused"], torch.ones(2, 2))
     assert not torch.equal(weights["model.norm.weight"], torch.ones(32))

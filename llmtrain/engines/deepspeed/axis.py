@@ -35,7 +35,7 @@ class Portion:
     """The ranks that hold this portion, over which ZeRO shards it; None for all ranks."""
 
 
-class Axis:
+class EngineAxis:
     """An axis of parallelism. All ranks call every method; the methods of this class change nothing."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

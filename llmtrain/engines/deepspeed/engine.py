@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import check_kernels, documents_known, forward, use_kernels
@@ -125,7 +125,7 @@ class DeepSpeedEngine:
         plan: Plan,
         ds_config: dict[str, Any],
         device: torch.device,
-        axes: Sequence[Axis] = (),
+        axes: Sequence[EngineAxis] = (),
         initialise: Initialise = initialise,
         prepared_by: str = "",
     ) -> None:

@@ -23,7 +23,7 @@ from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.overrides.deepspeed import (
@@ -94,7 +94,7 @@ def _own_name(part: str, preset: MoEModelPreset) -> str:
     return own + part.removeprefix(theirs)
 
 
-class ExpertAxis(Axis):
+class ExpertAxis(EngineAxis):
     """Experts divided among ranks that have tokens of their own."""
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

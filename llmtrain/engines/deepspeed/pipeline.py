@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import bounds_for, documents_known
 from llmtrain.engines.state.pieces import Region
@@ -83,7 +83,7 @@ class StagePipeline(PipelineTiedByName):
         )
 
 
-class PipelineAxis(Axis):
+class PipelineAxis(EngineAxis):
     """Stages of consecutive layers, one for each rank of a pipe; DeepSpeed interleaves their passes (1F1B)."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:

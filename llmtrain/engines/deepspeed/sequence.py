@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.axis import Axis
+from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.models import model_configuration
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
-class SequenceAxis(Axis):
+class SequenceAxis(EngineAxis):
     """Slices of sequences. While attention runs, the heads that a rank holds are divided among the sequence ranks."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:

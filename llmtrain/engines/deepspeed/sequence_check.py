@@ -23,8 +23,8 @@ from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.engines.forward import documents_known
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import target_loss_sum
-from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.runtime.alone import is_alone
 
 GRADIENT_TOLERANCE = 1e-4
@@ -79,8 +79,8 @@ def pair() -> Group:
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:
     try:
-        tiny = shrink(config)
-    except (*STUMBLES, StrictDataclassError) as error:
+        tiny = shrink_configuration(config)
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
         return f"no tiny copy can be made to compare with ({error})"
     return compare(tiny, attention, group)
 
@@ -97,12 +97,12 @@ def compare(config: PreTrainedConfig, attention: str, group: Group, batch: Micro
         with documents_known(batch):
             expected = _forward(whole, batch)
         _loss(expected, batch).backward()  # type: ignore[no-untyped-call]
-    except STUMBLES as error:
+    except MODEL_ERRORS as error:
         return f"its tiny copy does not run ({type(error).__name__}: {error})"
     try:
         with documents_known(batch):
             return _deviation(split, whole, expected, batch, Ulysses(split, group))
-    except STUMBLES as error:
+    except MODEL_ERRORS as error:
         # Any error that a family's forward raises for a slice is a reason to reject the family.
         return f"its forward fails on a slice ({type(error).__name__}: {error})"
 

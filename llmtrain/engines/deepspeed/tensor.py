@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.engines.deepspeed.axis import Axis, Portion
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.tensor_check import check_split
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
@@ -19,7 +19,7 @@ from llmtrain.overrides.deepspeed import data_group, make_tensor_groups, tensor_
 from llmtrain.runtime.alone import is_alone
 
 
-class TensorAxis(Axis):
+class TensorAxis(EngineAxis):
     """Consecutive ranks that share the layers of one replica."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.proof.cut import packed_input, reference
-from llmtrain.models.proof.tiny import SIZES, shrink
+from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.overrides.deepspeed import tensor_group
 
 TOLERANCE = 1e-4
@@ -33,7 +33,7 @@ NOISE = 1e-2
 """Gradients below this fraction of the model's largest one are compared relative to that fraction. The true gradient of
 some weights, such as a bias of attention's keys, is zero, and the computed one consists of rounding errors.
 """
-_STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
+_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError)
 """Errors that AutoTP, or a family's own code, raises if something is not as it expects."""
 _SHARED = (
     *("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_key_value_heads", "num_kv_heads"),
@@ -62,8 +62,8 @@ def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str,
         values = config.to_dict()
         # The sizes of a tiny copy are divisible by two.
         heads = {name: SIZES[name] * max(degree // 2, 1) for name in _SHARED if values.get(name)}
-        tiny = shrink(config, **heads)
-    except (*_STUMBLES, StrictDataclassError) as error:
+        tiny = shrink_configuration(config, **heads)
+    except (*_MODEL_ERRORS, StrictDataclassError) as error:
         raise CannotSplit(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         compare_split(tiny, block, attention if attention in ("eager", "sdpa") else "eager", device)
@@ -77,7 +77,7 @@ def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: st
         parts = _split(copy.deepcopy(whole), block)
         expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
         reason = _agree(_first_difference(whole, parts, expected, logits))
-    except _STUMBLES as error:
+    except _MODEL_ERRORS as error:
         raise CannotSplit(config, f"AutoTP, or what it makes of the model, fails ({_short(error)})") from error
     if reason:
         raise CannotSplit(config, reason)

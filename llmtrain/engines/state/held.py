@@ -23,7 +23,7 @@ STEP = "step"
 
 
 @dataclass
-class Held:
+class HeldState:
     """This rank's flat range of a parameter."""
 
     parameter: nn.Parameter
@@ -41,7 +41,7 @@ class Held:
         return self.state.get(STEP)
 
 
-def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Iterator[list[Held]]:
+def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = None) -> Iterator[list[HeldState]]:
     """Yields all that an optimizer holds, in lists; the tensors of a list are valid until the next list is requested.
 
     optimizer: from torch or DeepSpeed. masters: maps a parameter of the model to the fp32 copy that is trained in its
@@ -59,11 +59,11 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
             whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
             for part in parts:
                 tensors = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in whole.items()}
-                found.append(Held(part.parameter, part.start, tensors, state))
+                found.append(HeldState(part.parameter, part.start, tensors, state))
         yield found
 
 
-def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> list[Held]:
+def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> list[HeldState]:
     models = {master: parameter for parameter, master in masters.items()}
     found = []
     for group in optimizer.param_groups:
@@ -72,7 +72,7 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
             tensors = {WEIGHT: local_flat(trained)} | {
                 kind: local_flat(tensor) for kind, tensor in _shaped(state, trained)
             }
-            found.append(Held(models.get(trained, trained), first_index(trained), tensors, state))
+            found.append(HeldState(models.get(trained, trained), first_index(trained), tensors, state))
     return found
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from llmtrain.engines.guard import Guard
 from llmtrain.engines.state import files
 from llmtrain.engines.state.files import Files, Stored, read_tensors
-from llmtrain.engines.state.held import Held, first_index, local_flat
+from llmtrain.engines.state.held import HeldState, first_index, local_flat
 from llmtrain.engines.state.pieces import Box, Piece, Region
 from llmtrain.engines.state.writer import Writer
 from llmtrain.errors import CheckpointError, Problem
@@ -59,7 +59,7 @@ def save_state(engine: HasState, writer: Writer) -> None:
         writer.tensors(GUARD_FILE, engine.guard.state())
 
 
-class Progress(BaseModel):
+class EngineProgress(BaseModel):
     """The values that `HasState.progress` of any engine returns."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -78,7 +78,7 @@ def load_state(engine: HasState, folder: Path) -> None:
 
     Raises CheckpointError if the checkpoint lacks something that this rank needs.
     """
-    source = Source(folder, rank())
+    source = StateSource(folder, rank())
     for pieces in engine.pieces():
         fill(pieces, source)
     engine.resumed(_read_progress(folder / PROGRESS_FILE))
@@ -88,12 +88,12 @@ def load_state(engine: HasState, folder: Path) -> None:
 
 def _read_progress(file: Path) -> dict[str, Any]:
     try:
-        return read_json(file, Progress).model_dump(exclude_none=True)
+        return read_json(file, EngineProgress).model_dump(exclude_none=True)
     except UNREADABLE as error:
         raise CheckpointError(Problem("checkpoint.progress", str(file), f"cannot be read: {why(error)}")) from None
 
 
-def fill(pieces: list[Piece], source: Source) -> None:
+def fill(pieces: list[Piece], source: StateSource) -> None:
     """Copies saved values into pieces. Raises CheckpointError if the checkpoint lacks one."""
     for piece in pieces:
         if piece.steps is not None:
@@ -102,7 +102,7 @@ def fill(pieces: list[Piece], source: Source) -> None:
         source.fill(piece)
 
 
-def pieces_of(lists: Iterable[list[Held]], place: Callable[[nn.Parameter], Place]) -> Iterator[list[Piece]]:
+def pieces_of(lists: Iterable[list[HeldState]], place: Callable[[nn.Parameter], Place]) -> Iterator[list[Piece]]:
     """Yields what an optimizer holds, as pieces."""
     for some in lists:
         pieces = []
@@ -145,7 +145,7 @@ def multiplied(copy: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]
     return copy[0] * other[1] + other[0], copy[1] * other[1]
 
 
-class Source:
+class StateSource:
     """The pieces of a checkpoint, from which any range of any region is assembled.
 
     A rank that continues under the same plan reads only its own files.

@@ -14,7 +14,7 @@ from llmtrain.engines.state.pieces import Region
 
 
 @dataclass(frozen=True)
-class Split:
+class AutoTPSplit:
     """A weight divided along one dimension."""
 
     dim: int
@@ -49,7 +49,7 @@ class Split:
         return Region.ranges(self.logical, self.dim, ranges)
 
 
-def split_of(parameter: Tensor) -> Split | None:
+def split_of(parameter: Tensor) -> AutoTPSplit | None:
     """Returns how DeepSpeed's layers have split a parameter; None for buffers, and if every rank holds all of it.
 
     Raises ValueError for a split that DeepSpeed does not describe.
@@ -61,7 +61,7 @@ def split_of(parameter: Tensor) -> Split | None:
     widths = meta["sub_param_shard_widths"] or (sizes and (sizes,))
     if meta["conversion"]["unsupported_reason"] or meta["partition_dim"] is None or not widths:
         raise ValueError(f"a weight of shape {meta['original_shape']} is cut in a way that nothing describes")
-    return Split(
+    return AutoTPSplit(
         dim=meta["partition_dim"],
         logical=meta["logical_shape"],
         shape=meta["original_shape"],
@@ -69,7 +69,7 @@ def split_of(parameter: Tensor) -> Split | None:
     )
 
 
-def gather_whole(shard: Tensor, split: Split | None, group: dist.ProcessGroup) -> Tensor:
+def gather_whole(shard: Tensor, split: AutoTPSplit | None, group: dist.ProcessGroup) -> Tensor:
     """Returns the whole of a tensor that is split as `split` says; called by all ranks of the tensor parallel group."""
     if split is None:
         return shard

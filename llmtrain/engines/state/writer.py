@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from llmtrain.system.durable import Fingerprint, create
+from llmtrain.system.durable import FileHash, create
 
 Part = bytes | Tensor
 """A part of a file's content: bytes, or those of a contiguous tensor on any device."""
@@ -40,7 +40,7 @@ class Writer(ABC):
 class Written:
     """A file of a rank."""
 
-    fingerprint: Fingerprint
+    fingerprint: FileHash
     private: bool
     """Whether only the rank that wrote the file reads it again. On node-local disks, no other node needs it then."""
 

@@ -94,7 +94,7 @@ class KubernetesOptions(Part):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class JobSet:
     """A run of llmtrain as a JobSet."""
 
     name: str
@@ -112,7 +112,7 @@ def parse_options(assignments: Sequence[str]) -> KubernetesOptions:
     return parse_site(KubernetesOptions, "--kubernetes", RULE, assignments)
 
 
-def render_manifest(manifest: Manifest) -> str:
+def render_manifest(manifest: JobSet) -> str:
     """Renders the JobSet of a run as YAML.
 
     Raises RecipeError if the recipe's name cannot be turned into a Kubernetes name, or the run directory is not on the

@@ -131,7 +131,7 @@ def parse_options(assignments: Sequence[str]) -> SlurmOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A run of llmtrain as a Slurm job."""
 
     name: str
@@ -159,7 +159,7 @@ class Job:
         return bool(self.options.sweep)
 
 
-def render_job(job: Job) -> str:
+def render_job(job: SlurmJob) -> str:
     """Renders the batch script of a job. Raises RecipeError for a path that a line of a script cannot contain."""
     options = job.options
     return render_template(
@@ -177,7 +177,7 @@ def render_job(job: Job) -> str:
     )
 
 
-def _directives(job: Job) -> list[str]:
+def _directives(job: SlurmJob) -> list[str]:
     options = job.options
     pattern = "%x-%A_%a.log" if job.is_array else "%x-%j.log"
     given = {
@@ -317,7 +317,7 @@ def submit(script: str) -> str:
     return result.stdout.strip().partition(";")[0]  # `;CLUSTER` follows if there are several clusters
 
 
-def following(job: Job, number: str) -> list[str]:
+def following(job: SlurmJob, number: str) -> list[str]:
     """Returns lines that show how to follow a submitted job."""
     known = {"%x": job.name, "%j": number, "%A": number, "%a": "*"}
     log = next(line.partition("=")[2].strip('"') for line in _directives(job) if line.startswith("--output="))

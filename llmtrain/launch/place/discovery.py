@@ -10,7 +10,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.place import slurm_step, tf_config
 from llmtrain.launch.place.mpi import MPIS
 from llmtrain.launch.place.mpi import read as read_mpi
-from llmtrain.launch.place.rank import FIX, Launcher, Rank, Reader
+from llmtrain.launch.place.rank import FIX, Launcher, Rank, RankReader
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
@@ -54,7 +54,7 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     missing, not a number, out of range or inconsistent with another.
     """
     env = os.environ if env is None else env
-    reader = Reader(env)
+    reader = RankReader(env)
     launcher = next((one for one in LAUNCHERS if any(env.get(marker) for marker in one.markers)), None)
     outer = next((one for one in _outer(env) if _counts_us(one[0], launcher, env)), None)
     if outer is not None:
@@ -70,7 +70,7 @@ def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> 
     return rank
 
 
-def _outer(env: Mapping[str, str]) -> Iterator[tuple[Launcher, Callable[[Reader], Rank]]]:
+def _outer(env: Mapping[str, str]) -> Iterator[tuple[Launcher, Callable[[RankReader], Rank]]]:
     """Yields outer launchers whose processes may be workers, or may each start workers; the innermost comes first."""
     for mpi in MPIS:
         if env.get(mpi.world_size, "").isdecimal() and env.get(mpi.markers[0]) and int(env[mpi.world_size]) > 1:
@@ -94,7 +94,7 @@ def _counts_us(outer: Launcher, launcher: Launcher | None, env: Mapping[str, str
     return not (world.isdecimal() and processes.isdecimal() and int(world) > int(processes))
 
 
-def _read(launcher: Launcher, reader: Reader) -> Rank:
+def _read(launcher: Launcher, reader: RankReader) -> Rank:
     return Rank(
         rank=reader.number(launcher.rank),
         local_rank=reader.number(launcher.local_rank),
@@ -106,7 +106,7 @@ def _read(launcher: Launcher, reader: Reader) -> Rank:
     )
 
 
-def _check_agreement(launcher: Launcher, rank: Rank, reader: Reader) -> None:
+def _check_agreement(launcher: Launcher, rank: Rank, reader: RankReader) -> None:
     """Checks that torch's variables, if set, agree with the launcher's."""
     told = (
         ("RANK", rank.rank, launcher.rank),

@@ -80,7 +80,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Choice:
+class InterfaceChoice:
     """The interfaces that a worker uses."""
 
     lines: tuple[str, ...]
@@ -91,14 +91,14 @@ class Choice:
     """Whether other hosts can reach gloo, as far as is known."""
 
 
-def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> Choice:
+def set_interfaces(rank: Rank, on_cpu: bool, env: MutableMapping[str, str] | None = None) -> InterfaceChoice:
     """Sets the variables in `env` that workers on several hosts need, before their process group is created.
 
     Does nothing if all workers are on one machine.
     """
     env = os.environ if env is None else env
     if rank.on_one_machine:
-        return Choice(())
+        return InterfaceChoice(())
     choice = choose(rank.master_addr, on_cpu, Network.here(), env)
     env.update(choice.variables)
     return choice
@@ -115,7 +115,7 @@ def stay_on_loopback(env: MutableMapping[str, str] | None = None) -> None:
         env[NCCL] = name
 
 
-def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> Choice:
+def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) -> InterfaceChoice:
     """Chooses the interfaces for reaching the ranks of other hosts; the user's own settings are kept."""
     gloo = _for_gloo(master, network, env)
     if on_cpu:
@@ -124,23 +124,25 @@ def choose(master: str, on_cpu: bool, network: Network, env: Mapping[str, str]) 
     return replace(gloo, lines=(*gloo.lines, line), variables=gloo.variables | found)
 
 
-def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> Choice:
+def _for_gloo(master: str, network: Network, env: Mapping[str, str]) -> InterfaceChoice:
     if env.get(GLOO):
-        return Choice((f"gloo: {env[GLOO]}, set by {GLOO}",))
+        return InterfaceChoice((f"gloo: {env[GLOO]}, set by {GLOO}",))
     if not network.listens_on_loopback:
         found = network.having(network.own_address)
         name = found.name if found else "the interface"
-        return Choice((f"gloo: {name} ({network.own_address}), which the host name '{network.host}' resolves to",))
+        return InterfaceChoice(
+            (f"gloo: {name} ({network.own_address}), which the host name '{network.host}' resolves to",)
+        )
     if names_this_machine_only(master):
-        return Choice((f"gloo: the loopback, where rank 0 is ({master})",))
+        return InterfaceChoice((f"gloo: the loopback, where rank 0 is ({master})",))
     points = f"resolves to {network.own_address}" if network.own_address else "resolves to no address of this host"
     chosen = network.towards(master)
     if chosen is None:
         line = f"gloo: the loopback, since '{network.host}' {points} and no route leads to {master}; set {GLOO}"
-        return Choice((line,), is_reachable=False)
+        return InterfaceChoice((line,), is_reachable=False)
     addresses = ", ".join(address for address in chosen.addresses if not is_link_local(address))
     why = f"by the route to {master}, since the host name '{network.host}' {points}"
-    return Choice((f"gloo: {chosen.name} ({addresses}), {why}",), {GLOO: chosen.name})
+    return InterfaceChoice((f"gloo: {chosen.name} ({addresses}), {why}",), {GLOO: chosen.name})
 
 
 def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, str]]:

@@ -10,7 +10,7 @@ import re
 import zlib
 from dataclasses import dataclass
 
-from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, Reader
+from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ MPIS = (
 )
 
 
-def read(mpi: Mpi, reader: Reader) -> Rank:
+def read(mpi: Mpi, reader: RankReader) -> Rank:
     """Reads this process's place; problems are collected in `reader`."""
     local, world = reader.number(mpi.local_world_size, least=1), reader.number(mpi.world_size, least=1)
     return Rank(
@@ -70,7 +70,7 @@ def read(mpi: Mpi, reader: Reader) -> Rank:
     )
 
 
-def _address(mpi: Mpi, reader: Reader, is_alone: bool) -> str:
+def _address(mpi: Mpi, reader: RankReader, is_alone: bool) -> str:
     """Returns the address of rank 0. is_alone: whether all ranks are on this machine."""
     told = reader.env.get("MASTER_ADDR", "").strip()
     if told or is_alone:
@@ -92,7 +92,7 @@ def _address(mpi: Mpi, reader: Reader, is_alone: bool) -> str:
     return ""
 
 
-def _port(mpi: Mpi, reader: Reader) -> int:
+def _port(mpi: Mpi, reader: RankReader) -> int:
     if reader.env.get("MASTER_PORT"):
         return reader.port("MASTER_PORT")
     job = reader.env.get(mpi.job or "", "")

@@ -71,7 +71,7 @@ FIRST_PORT, PORTS = 20000, 10000
 """Rank 0 listens on a port of this range if none was chosen; it depends on the job."""
 
 
-class Reader:
+class RankReader:
     """Reads variables and collects the problems with them."""
 
     def __init__(self, env: Mapping[str, str]) -> None:

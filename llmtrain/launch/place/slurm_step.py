@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, Reader
+from llmtrain.launch.place.rank import FIRST_PORT, PORTS, Launcher, Rank, RankReader
 
 MARKER = "SLURM_STEP_NUM_TASKS"
 """Set by `srun` only, not in a batch script. A single task starts workers itself, as any process does."""
@@ -27,7 +27,7 @@ def is_worker(env: Mapping[str, str]) -> bool:
     return env.get(MARKER, "").isdecimal() and int(env[MARKER]) > 1
 
 
-def read(reader: Reader) -> Rank:
+def read(reader: RankReader) -> Rank:
     """Reads this process's place; problems are collected in `reader`."""
     env = reader.env
     node = reader.number("SLURM_NODEID")

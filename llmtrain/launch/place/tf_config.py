@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from llmtrain.launch.place.rank import Launcher, Rank, Reader
+from llmtrain.launch.place.rank import Launcher, Rank, RankReader
 
 VARIABLE = "TF_CONFIG"
 LAUNCHER = Launcher("tf_config", (VARIABLE,), *[VARIABLE] * 6)
@@ -28,7 +28,7 @@ def describes_several(text: str) -> bool:
         return bool(text.strip())
 
 
-def read(reader: Reader) -> Rank:
+def read(reader: RankReader) -> Rank:
     """Reads this process's place; problems are collected in `reader`."""
     try:
         return _rank(json.loads(reader.env[VARIABLE]))

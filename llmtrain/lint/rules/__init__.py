@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from llmtrain.lint.rules import batch, features, optimizer, precision, structure, zero
-from llmtrain.lint.rules.rule import Rule
+from llmtrain.lint.rules.rule import LintRule
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[LintRule, ...] = (
     *structure.RULES,
     *batch.RULES,
     *zero.RULES,

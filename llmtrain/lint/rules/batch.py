@@ -5,23 +5,23 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import LARGEST_NUMBER, Document
+from llmtrain.lint.document import LARGEST_NUMBER, Configuration
 from llmtrain.lint.rules.rule import Fault, error, warning
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _KEYS = (TRAIN, MICRO, STEPS)
 
 
-def _sizes(document: Document) -> tuple[int | None, int | None, int | None]:
+def _sizes(document: Configuration) -> tuple[int | None, int | None, int | None]:
     return document.count(TRAIN), document.count(MICRO), document.count(STEPS)
 
 
-def _tensor_ranks(document: Document) -> int:
+def _tensor_ranks(document: Configuration) -> int:
     return document.count("tensor_parallel", "autotp_size") or 1
 
 
 @error("batch_value", "A batch size that is not a positive integer.")
-def batch_value(document: Document) -> Iterator[Fault]:
+def batch_value(document: Configuration) -> Iterator[Fault]:
     """Reports batch sizes that are not positive integers."""
     for key in _KEYS:
         value = document.at(key)
@@ -30,7 +30,7 @@ def batch_value(document: Document) -> Iterator[Fault]:
 
 
 @error("batch_missing", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")
-def batch_missing(document: Document) -> Iterator[Fault]:
+def batch_missing(document: Configuration) -> Iterator[Fault]:
     """Reports a missing batch size."""
     if document.at(TRAIN) is None and document.at(MICRO) is None:
         yield (TRAIN,), "is missing: DeepSpeed needs it or train_micro_batch_size_per_gpu", ""
@@ -39,7 +39,7 @@ def batch_missing(document: Document) -> Iterator[Fault]:
 @error(
     "batch_triangle", "train = micro × accumulation × data parallel ranks, which DeepSpeed asserts after the launch."
 )
-def batch_triangle(document: Document) -> Iterator[Fault]:
+def batch_triangle(document: Configuration) -> Iterator[Fault]:
     """Checks the equation, as far as it is determined with or without a world size."""
     total, micro, steps = _sizes(document)
     if total is None or any(document.at(key) == "auto" for key in _KEYS) or _tensor_ranks(document) > 1:
@@ -53,7 +53,7 @@ def batch_triangle(document: Document) -> Iterator[Fault]:
         yield (TRAIN,), f"{total} ≠ {known.replace('data parallel data', 'data')}", fix
 
 
-def _data_ranks(document: Document) -> int | None:
+def _data_ranks(document: Configuration) -> int | None:
     """Returns the number of ranks with samples of their own, or None if it is unknown."""
     shared = document.count("sequence_parallel_size") or 1
     world = document.world_size
@@ -64,7 +64,7 @@ def _data_ranks(document: Document) -> int | None:
     "batch_tensor",
     "DeepSpeed counts tensor parallel ranks as data parallel, so train_batch_size is not the real batch size.",
 )
-def batch_tensor(document: Document) -> Iterator[Fault]:
+def batch_tensor(document: Configuration) -> Iterator[Fault]:
     """Reports train_batch_size under AutoTP (DeepSpeed issue 7298)."""
     tensor = _tensor_ranks(document)
     if tensor == 1 or document.at(TRAIN) in (None, "auto"):
@@ -88,7 +88,7 @@ _DEGREES = (
 
 
 @error("world_divides", "A degree of parallelism that does not divide the number of ranks.")
-def world_divides(document: Document) -> Iterator[Fault]:
+def world_divides(document: Configuration) -> Iterator[Fault]:
     """Checks the degrees against the world size."""
     world = document.world_size
     for where, name in _DEGREES if world else ():
@@ -98,7 +98,7 @@ def world_divides(document: Document) -> Iterator[Fault]:
 
 
 @error("mesh", "data_parallel_size × sequence_parallel_size must be the number of ranks.")
-def mesh(document: Document) -> Iterator[Fault]:
+def mesh(document: Configuration) -> Iterator[Fault]:
     """Checks the mesh of data and sequence parallelism."""
     data, sequence = document.count("data_parallel_size"), document.count("sequence_parallel_size")
     world = document.world_size
@@ -113,7 +113,7 @@ def mesh(document: Document) -> Iterator[Fault]:
     "sequence_path",
     "sequence_parallel_size is read from a configuration object, but not from a file whose path is given to DeepSpeed.",
 )
-def sequence_path(document: Document) -> Iterator[Fault]:
+def sequence_path(document: Configuration) -> Iterator[Fault]:
     """Warns about sequence_parallel_size in a file."""
     if (document.count("sequence_parallel_size") or 1) > 1:
         message = "has no effect if the path of this file is given to deepspeed.initialize"

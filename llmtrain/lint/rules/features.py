@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Document, Where
+from llmtrain.lint.document import Configuration, Where
 from llmtrain.lint.rules.precision import model_dtype
 from llmtrain.lint.rules.rule import Fault, error, warning
 
@@ -13,7 +13,7 @@ _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": Fals
 
 
 @error("pipeline_unread", "The number of stages and the partition come from PipelineModule; the keys are never read.")
-def pipeline_unread(document: Document) -> Iterator[Fault]:
+def pipeline_unread(document: Configuration) -> Iterator[Fault]:
     """Reports keys of the pipeline block that nothing reads."""
     for key, default in _PIPELINE_DEFAULTS.items():
         if document.has("pipeline", key) and document.at("pipeline", key) != default:
@@ -28,7 +28,7 @@ def pipeline_unread(document: Document) -> Iterator[Fault]:
     "pipeline_conflict",
     "Settings that cannot be combined with a pipeline; DeepSpeed asserts, or fails, after the launch.",
 )
-def pipeline_conflict(document: Document) -> Iterator[Fault]:
+def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that a pipeline excludes."""
     if not document.pipeline:
         return
@@ -51,7 +51,7 @@ def pipeline_conflict(document: Document) -> Iterator[Fault]:
 
 
 @error("pipeline_clipping", "A pipeline at ZeRO-0 in fp32 clips each stage separately, or not at all.")
-def pipeline_clipping(document: Document) -> Iterator[Fault]:
+def pipeline_clipping(document: Configuration) -> Iterator[Fault]:
     """Reports clipping that a pipeline does not apply."""
     clipping = document.number("gradient_clipping") if document.has("gradient_clipping") else 1.0
     if document.pipeline and document.stage == 0 and model_dtype(document) == "fp32" and clipping:
@@ -62,7 +62,7 @@ def pipeline_clipping(document: Document) -> Iterator[Fault]:
     "pipeline_checkpoint",
     "Reentrant checkpointing fails in a pipeline whose first input is integers (issue 4274).",
 )
-def pipeline_checkpoint(document: Document) -> Iterator[Fault]:
+def pipeline_checkpoint(document: Configuration) -> Iterator[Fault]:
     """Warns about activation_checkpoint_interval with use_reentrant."""
     where = ("pipeline", "activation_checkpoint_interval")
     if document.count(*where) and not document.off("pipeline", "use_reentrant"):
@@ -73,7 +73,7 @@ def pipeline_checkpoint(document: Document) -> Iterator[Fault]:
     "activation_checkpointing",
     "The block only has an effect if the model calls deepspeed.checkpointing; transformers do not.",
 )
-def activation_checkpointing(document: Document) -> Iterator[Fault]:
+def activation_checkpointing(document: Configuration) -> Iterator[Fault]:
     """Warns about the activation_checkpointing block."""
     if document.block("activation_checkpointing"):
         message = "has no effect on models of transformers, which do not call deepspeed.checkpointing"
@@ -81,7 +81,7 @@ def activation_checkpointing(document: Document) -> Iterator[Fault]:
 
 
 @error("tensor_size", "AutoTP uses autotp_size; a different tp_size is rejected, and tp_size alone has no effect.")
-def tensor_size(document: Document) -> Iterator[Fault]:
+def tensor_size(document: Configuration) -> Iterator[Fault]:
     """Checks tp_size against autotp_size."""
     size = document.count("tensor_parallel", "autotp_size") or 0
     for inner in ("tp", "tensor_parallel"):
@@ -93,7 +93,7 @@ def tensor_size(document: Document) -> Iterator[Fault]:
 
 
 @error("expert_tensor", "AutoEP does not split experts: expert_tensor_parallel_size must be 1.")
-def expert_tensor(document: Document) -> Iterator[Fault]:
+def expert_tensor(document: Configuration) -> Iterator[Fault]:
     """Reports expert_tensor_parallel_size."""
     where = ("expert_parallel", "expert_tensor_parallel_size")
     if (document.count(*where) or 1) > 1:
@@ -101,7 +101,7 @@ def expert_tensor(document: Document) -> Iterator[Fault]:
 
 
 @error("expert_conflict", "Settings that cannot be combined with AutoEP.")
-def expert_conflict(document: Document) -> Iterator[Fault]:
+def expert_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that expert_parallel excludes."""
     if not document.on("expert_parallel", "enabled"):
         return
@@ -126,7 +126,7 @@ def expert_conflict(document: Document) -> Iterator[Fault]:
     "checkpoint_writer",
     "checkpoint.writer fails under torchrun and at ZeRO ≤ 2, and its files do not load (issue 8500).",
 )
-def checkpoint_writer(document: Document) -> Iterator[Fault]:
+def checkpoint_writer(document: Configuration) -> Iterator[Fault]:
     """Reports the writer block."""
     if document.at("checkpoint", "writer") is not None:
         yield (
@@ -137,7 +137,7 @@ def checkpoint_writer(document: Document) -> Iterator[Fault]:
 
 
 @error("deepcompile", "DeepCompile passes that exclude each other or silently fall back.")
-def deepcompile(document: Document) -> Iterator[Fault]:
+def deepcompile(document: Configuration) -> Iterator[Fault]:
     """Reports passes that cannot be combined."""
     passes = document.at("compile", "passes")
     chosen = {one for one in passes if isinstance(one, str)} if isinstance(passes, list) else set()
@@ -158,7 +158,7 @@ def deepcompile(document: Document) -> Iterator[Fault]:
 
 
 @warning("deepcompile_call", "DeepCompile is experimental, and only has an effect after engine.compile() is called.")
-def deepcompile_call(document: Document) -> Iterator[Fault]:
+def deepcompile_call(document: Configuration) -> Iterator[Fault]:
     """Warns about compile.deepcompile."""
     if document.on("compile", "deepcompile"):
         yield ("compile", "deepcompile"), "only has an effect after engine.compile(), and needs CUDA and nvcc", ""
@@ -168,7 +168,7 @@ def deepcompile_call(document: Document) -> Iterator[Fault]:
     "managed_accumulation",
     "Unmanaged accumulation cannot be combined with overlapping at stages below 2, or with DeepCompile.",
 )
-def managed_accumulation(document: Document) -> Iterator[Fault]:
+def managed_accumulation(document: Configuration) -> Iterator[Fault]:
     """Reports managed_gradient_accumulation false."""
     where = ("managed_gradient_accumulation",)
     if document.off(*where):
@@ -181,14 +181,14 @@ def managed_accumulation(document: Document) -> Iterator[Fault]:
 @warning(
     "profiler_sync", "The flops profiler also enables wall_clock_breakdown, which synchronises at every micro-batch."
 )
-def profiler_sync(document: Document) -> Iterator[Fault]:
+def profiler_sync(document: Configuration) -> Iterator[Fault]:
     """Warns about flops_profiler."""
     if document.on("flops_profiler", "enabled") and not document.on("wall_clock_breakdown"):
         yield ("flops_profiler", "enabled"), "also enables wall_clock_breakdown, which slows every step", ""
 
 
 @warning("aio_unused", "The aio block is only read if something is offloaded to NVMe.")
-def aio_unused(document: Document) -> Iterator[Fault]:
+def aio_unused(document: Configuration) -> Iterator[Fault]:
     """Warns about an aio block without NVMe."""
     offloads = {document.offload(what) for what in ("offload_optimizer", "offload_param")}
     if document.block("aio") and "nvme" not in offloads:
@@ -196,7 +196,7 @@ def aio_unused(document: Document) -> Iterator[Fault]:
 
 
 @warning("secret", "A service's API key in a file that is copied, logged and printed by DeepSpeed.")
-def secret(document: Document) -> Iterator[Fault]:
+def secret(document: Configuration) -> Iterator[Fault]:
     """Warns about secrets."""
     if document.word("comet", "api_key"):
         yield (

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Document, Where
+from llmtrain.lint.document import Configuration, Where
 from llmtrain.lint.rules.rule import Fault, error, warning
 from llmtrain.lint.schema import REMOVED_OPTIMIZERS, schema
 
@@ -16,7 +16,7 @@ _MU = ("muadam", "muadamw", "musgd")
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
-def _optimizer(document: Document) -> str:
+def _optimizer(document: Configuration) -> str:
     """Returns the optimizer's name as DeepSpeed reads it: its own in any case, torch's exactly."""
     name = document.word("optimizer", "type")
     own = (name.lower() in schema().optimizers and name.lower().islower()) or name.lower() in _MU
@@ -24,7 +24,7 @@ def _optimizer(document: Document) -> str:
 
 
 @error("optimizer", "An optimizer or a schedule that neither DeepSpeed nor torch provides.")
-def unknown_type(document: Document) -> Iterator[Fault]:
+def unknown_type(document: Configuration) -> Iterator[Fault]:
     """Reports unknown and removed optimizers and schedules."""
     known = schema()
     name, schedule = _optimizer(document), document.word("scheduler", "type")
@@ -39,7 +39,7 @@ def unknown_type(document: Document) -> Iterator[Fault]:
 
 
 @error("type_missing", "Without `type`, the optimizer or scheduler block is silently ignored.")
-def type_missing(document: Document) -> Iterator[Fault]:
+def type_missing(document: Configuration) -> Iterator[Fault]:
     """Reports blocks without a type."""
     for key in ("optimizer", "scheduler"):
         if document.block(key) and not document.has(key, "type"):
@@ -50,7 +50,7 @@ def type_missing(document: Document) -> Iterator[Fault]:
     "optimizer_params",
     "An argument that the optimizer or the schedule does not accept, or a required one that is missing.",
 )
-def arguments(document: Document) -> Iterator[Fault]:
+def arguments(document: Configuration) -> Iterator[Fault]:
     """Checks arguments against those of the constructor."""
     known = schema()
     for block, name, taken in (
@@ -65,7 +65,7 @@ def arguments(document: Document) -> Iterator[Fault]:
 
 
 @error("max_grad_norm", "Clipping is not an argument of the optimizer, and DeepSpeed rejects it.")
-def max_grad_norm(document: Document) -> Iterator[Fault]:
+def max_grad_norm(document: Configuration) -> Iterator[Fault]:
     """Reports optimizer.params.max_grad_norm."""
     if document.has(*_PARAMS, "max_grad_norm"):
         yield (*_PARAMS, "max_grad_norm"), "is rejected as an argument of the optimizer", "use gradient_clipping"
@@ -81,7 +81,7 @@ _RANGES = {
 
 
 @error("optimizer_value", "Arguments of the optimizer that are not numbers, or out of range.")
-def values(document: Document) -> Iterator[Fault]:
+def values(document: Configuration) -> Iterator[Fault]:
     """Checks lr, eps, weight_decay and betas."""
     for key, (low, high) in _RANGES.items():
         value = document.at(*_PARAMS, key)
@@ -102,7 +102,7 @@ def _are_betas(betas: object) -> bool:
 
 
 @warning("adam_is_adamw", 'DeepSpeed\'s "Adam" is AdamW, with decoupled weight decay, unless adam_w_mode is false.')
-def adam_is_adamw(document: Document) -> Iterator[Fault]:
+def adam_is_adamw(document: Configuration) -> Iterator[Fault]:
     """Warns about Adam with weight decay."""
     decay = document.at(*_PARAMS, "weight_decay")
     if _optimizer(document) == "adam" and decay not in (None, 0) and not document.has(*_PARAMS, "adam_w_mode"):
@@ -111,7 +111,7 @@ def adam_is_adamw(document: Document) -> Iterator[Fault]:
 
 
 @error("adamw_mode", "adam_w_mode false is ignored for AdamW, and the fused kernels do not support amsgrad.")
-def adamw_mode(document: Document) -> Iterator[Fault]:
+def adamw_mode(document: Configuration) -> Iterator[Fault]:
     """Reports switches of Adam that have no effect."""
     name = _optimizer(document)
     if name == "adamw" and document.off(*_PARAMS, "adam_w_mode"):
@@ -122,7 +122,7 @@ def adamw_mode(document: Document) -> Iterator[Fault]:
 
 
 @error("muon_zero3", "Muon needs whole gradients, which ZeRO-3 only keeps without reduce_scatter.")
-def muon_zero3(document: Document) -> Iterator[Fault]:
+def muon_zero3(document: Configuration) -> Iterator[Fault]:
     """Reports Muon at stage 3."""
     if (
         _optimizer(document) == "muon"
@@ -137,7 +137,7 @@ def muon_zero3(document: Document) -> Iterator[Fault]:
     "untested_optimizer",
     "ZeRO accepts Adam, AdamW, Adagrad, Lion and Muon, and others only with zero_allow_untested_optimizer.",
 )
-def untested_optimizer(document: Document) -> Iterator[Fault]:
+def untested_optimizer(document: Configuration) -> Iterator[Fault]:
     """Reports optimizers that ZeRO does not accept."""
     name = _optimizer(document)
     known = name in schema().optimizers or name in _MU
@@ -147,7 +147,7 @@ def untested_optimizer(document: Document) -> Iterator[Fault]:
 
 
 @error("scheduler_steps", "A schedule's numbers of steps: required ones are present, and all are positive integers.")
-def scheduler_steps(document: Document) -> Iterator[Fault]:
+def scheduler_steps(document: Configuration) -> Iterator[Fault]:
     """Checks total_num_steps and warmup_num_steps."""
     name, params = document.word("scheduler", "type"), ("scheduler", "params")
     if name in ("WarmupDecayLR", "WarmupCosineLR") and not document.has(*params, "total_num_steps"):
@@ -165,7 +165,7 @@ def scheduler_steps(document: Document) -> Iterator[Fault]:
 
 
 @error("warmup_type", "A warmup_type that DeepSpeed does not know is read as log.")
-def warmup_type(document: Document) -> Iterator[Fault]:
+def warmup_type(document: Configuration) -> Iterator[Fault]:
     """Reports unknown warmup types."""
     value = document.at("scheduler", "params", "warmup_type")
     if value is not None and document.word("scheduler", "type") in _WARMUPS and value not in ("log", "linear"):
@@ -176,7 +176,7 @@ def warmup_type(document: Document) -> Iterator[Fault]:
 @warning(
     "warmup_log", "Warmup is logarithmic by default: most of the learning rate is reached after a tenth of the steps."
 )
-def warmup_log(document: Document) -> Iterator[Fault]:
+def warmup_log(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing warmup_type."""
     where = ("scheduler", "params", "warmup_type")
     if document.word("scheduler", "type") in _WARMUPS and not document.has(*where):
@@ -184,7 +184,7 @@ def warmup_log(document: Document) -> Iterator[Fault]:
 
 
 @warning("scheduler_lr", "The schedule sets the learning rate; that of the optimizer is overwritten.")
-def scheduler_lr(document: Document) -> Iterator[Fault]:
+def scheduler_lr(document: Configuration) -> Iterator[Fault]:
     """Compares the optimizer's learning rate with the schedule's."""
     rate, peak = document.number(*_PARAMS, "lr"), document.number("scheduler", "params", "warmup_max_lr")
     name = document.word("scheduler", "type")
@@ -195,7 +195,7 @@ def scheduler_lr(document: Document) -> Iterator[Fault]:
 
 
 @warning("scheduler_order", "A warmup longer than the run.")
-def scheduler_order(document: Document) -> Iterator[Fault]:
+def scheduler_order(document: Configuration) -> Iterator[Fault]:
     """Compares warmup_num_steps with total_num_steps."""
     params = ("scheduler", "params")
     warmup, total = document.count(*params, "warmup_num_steps"), document.count(*params, "total_num_steps")
@@ -204,7 +204,7 @@ def scheduler_order(document: Document) -> Iterator[Fault]:
 
 
 @warning("clipping_default", "Gradients are clipped to norm 1.0 if gradient_clipping is missing (issue 8068).")
-def clipping_default(document: Document) -> Iterator[Fault]:
+def clipping_default(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing gradient_clipping."""
     if not document.has("gradient_clipping"):
         yield ("gradient_clipping",), "is missing: DeepSpeed clips to 1.0", "set it explicitly; 0 disables clipping"

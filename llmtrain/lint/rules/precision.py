@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Document
+from llmtrain.lint.document import Configuration
 from llmtrain.lint.rules.rule import Fault, error, warning
 
 _BF16_NAMES = ("bf16", "bfloat16")
 _CANONICAL = {"half": "fp16", "float16": "fp16", "float": "fp32", "float32": "fp32", "bfloat16": "bf16"}
 
 
-def bf16_key(document: Document) -> str:
+def bf16_key(document: Configuration) -> str:
     """Returns the block that DeepSpeed reads: `bf16`, else its old name."""
     return "bfloat16" if "bfloat16" in document.values and document.at("bf16") is None else "bf16"
 
 
-def model_dtype(document: Document) -> str:
+def model_dtype(document: Configuration) -> str:
     """Returns the data type that DeepSpeed casts the model to."""
     if document.on("fp16", "enabled"):
         return "fp16"
     return "bf16" if document.on(bf16_key(document), "enabled") else "fp32"
 
 
-def _dtype(document: Document, key: str) -> str:
+def _dtype(document: Configuration, key: str) -> str:
     name = document.word("data_types", key).removeprefix("torch.")
     return _CANONICAL.get(name, name)
 
 
 @error("two_precisions", "fp16, bf16 and torch_autocast exclude each other; DeepSpeed only rejects fp16 with bf16.")
-def two_precisions(document: Document) -> Iterator[Fault]:
+def two_precisions(document: Configuration) -> Iterator[Fault]:
     """Reports more than one precision."""
     bf16 = bf16_key(document)
     if document.on("fp16", "enabled") and document.on(bf16, "enabled"):
@@ -41,14 +41,14 @@ def two_precisions(document: Document) -> Iterator[Fault]:
 
 
 @error("bfloat16_twice", "`bfloat16` is the old name of `bf16`, and is ignored if both are present.")
-def bfloat16_twice(document: Document) -> Iterator[Fault]:
+def bfloat16_twice(document: Configuration) -> Iterator[Fault]:
     """Reports a block with both names."""
     if all(document.at(name) is not None for name in _BF16_NAMES):
         yield ("bfloat16",), "is silently ignored, since bf16 is present", "remove it"
 
 
 @error("not_enabled", "A block without `enabled` is off, whatever its other settings.")
-def not_enabled(document: Document) -> Iterator[Fault]:
+def not_enabled(document: Configuration) -> Iterator[Fault]:
     """Reports blocks with settings that are not enabled."""
     blocks = ("fp16", *_BF16_NAMES, "torch_autocast", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet")
     for key in (*blocks, "comms_logger", "expert_parallel", "data_efficiency", "hybrid_engine"):
@@ -57,14 +57,14 @@ def not_enabled(document: Document) -> Iterator[Fault]:
 
 
 @warning("autocast_dtype", "torch_autocast without a dtype uses the device's default.")
-def autocast_dtype(document: Document) -> Iterator[Fault]:
+def autocast_dtype(document: Configuration) -> Iterator[Fault]:
     """Warns about torch_autocast without dtype."""
     if document.on("torch_autocast", "enabled") and document.at("torch_autocast", "dtype") is None:
         yield ("torch_autocast", "dtype"), "is missing: the device's default is used", '"bfloat16"'
 
 
 @error("param_dtype", "data_types.param_dtype must be the data type that fp16 or bf16 sets for the model.")
-def param_dtype(document: Document) -> Iterator[Fault]:
+def param_dtype(document: Configuration) -> Iterator[Fault]:
     """Checks param_dtype against the precision blocks."""
     asked, made = _dtype(document, "param_dtype"), model_dtype(document)
     if asked in ("fp16", "bf16", "fp32") and asked != made:
@@ -72,7 +72,7 @@ def param_dtype(document: Document) -> Iterator[Fault]:
 
 
 @error("accumulate_unpartitioned", "Without ZeRO, DeepSpeed only accumulates in the model's own data type.")
-def accumulate_unpartitioned(document: Document) -> Iterator[Fault]:
+def accumulate_unpartitioned(document: Configuration) -> Iterator[Fault]:
     """Checks grad_accum_dtype at stage 0."""
     asked, made = _dtype(document, "grad_accum_dtype"), model_dtype(document)
     if asked and asked != "auto" and document.stage == 0 and asked != made:
@@ -84,7 +84,7 @@ def accumulate_unpartitioned(document: Document) -> Iterator[Fault]:
     "accumulate_bf16",
     "bf16 accumulates micro-batches in bf16 by default, which loses small gradients (issues 1800, 2352).",
 )
-def accumulate_bf16(document: Document) -> Iterator[Fault]:
+def accumulate_bf16(document: Configuration) -> Iterator[Fault]:
     """Warns about accumulation in bf16."""
     steps = document.count("gradient_accumulation_steps") or 1
     if model_dtype(document) == "bf16" and steps > 1 and document.stage and not _dtype(document, "grad_accum_dtype"):
@@ -93,7 +93,7 @@ def accumulate_bf16(document: Document) -> Iterator[Fault]:
 
 
 @warning("unpartitioned_16bit", "16-bit training at ZeRO-0 uses another optimizer, whose first update is too small.")
-def unpartitioned_16bit(document: Document) -> Iterator[Fault]:
+def unpartitioned_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns about bf16 or fp16 at stage 0."""
     made = model_dtype(document)
     if made != "fp32" and document.stage == 0:
@@ -103,7 +103,7 @@ def unpartitioned_16bit(document: Document) -> Iterator[Fault]:
 
 
 @error("master_weights", "16-bit master weights need ZeRO, and 16-bit optimizer states need 16-bit master weights.")
-def master_weights(document: Document) -> Iterator[Fault]:
+def master_weights(document: Configuration) -> Iterator[Fault]:
     """Checks the options of the master weights."""
     bf16 = bf16_key(document)
     for where in (("fp16", "fp16_master_weights_and_grads"), (bf16, "bf16_master_weights_and_grads")):
@@ -115,7 +115,7 @@ def master_weights(document: Document) -> Iterator[Fault]:
 
 
 @error("loss_scale", "The loss scale of fp16 must be finite and not negative, its window and its minimum positive.")
-def loss_scale(document: Document) -> Iterator[Fault]:
+def loss_scale(document: Configuration) -> Iterator[Fault]:
     """Checks the numbers of the loss scaler."""
     scale = document.number("fp16", "loss_scale")
     if scale is not None and scale < 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Document, Where
+from llmtrain.lint.document import Configuration, Where
 from llmtrain.lint.rules.rule import Fault, error, warning
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, schema
 
@@ -23,7 +23,7 @@ _COMMENTS = ("_", "//", "#", "comment")
 """Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
 
-def _known(document: Document) -> Iterator[tuple[Where, Any, Node | None]]:
+def _known(document: Configuration) -> Iterator[tuple[Where, Any, Node | None]]:
     """Yields every key in a block of known form, with its value and its schema (None if the key is unknown)."""
     open_: list[tuple[Where, Any, Node]] = [((), document.values, schema().root)]
     while open_:
@@ -44,7 +44,7 @@ def _removed_fix(where: Where) -> str | None:
 
 
 @error("duplicate", "A key that is given twice: DeepSpeed rejects the file.")
-def duplicate(document: Document) -> Iterator[Fault]:
+def duplicate(document: Configuration) -> Iterator[Fault]:
     """Reports keys given twice in one object."""
     for where in document.repeated:
         places = document.places.get(where, [])
@@ -56,7 +56,7 @@ def duplicate(document: Document) -> Iterator[Fault]:
     "unknown_key",
     "A key that DeepSpeed does not know: ignored at the top level and in some blocks, rejected in others.",
 )
-def unknown_key(document: Document) -> Iterator[Fault]:
+def unknown_key(document: Configuration) -> Iterator[Fault]:
     """Reports misspelt and misplaced keys."""
     for where, _, node in _known(document):
         if node is None and _removed_fix(where) is None and not (len(where) == 1 and where[0].startswith(_COMMENTS)):
@@ -78,7 +78,7 @@ def _stranger(where: Where) -> tuple[str, str]:
 
 
 @error("removed_key", "A key of a feature that DeepSpeed has removed, and now rejects.")
-def removed_key(document: Document) -> Iterator[Fault]:
+def removed_key(document: Configuration) -> Iterator[Fault]:
     """Reports keys of removed features, and how to migrate."""
     for where, _, node in _known(document):
         fix = _removed_fix(where) if node is None else None
@@ -87,7 +87,7 @@ def removed_key(document: Document) -> Iterator[Fault]:
 
 
 @warning("deprecated_key", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
-def deprecated_key(document: Document) -> Iterator[Fault]:
+def deprecated_key(document: Configuration) -> Iterator[Fault]:
     """Warns about renamed keys."""
     for where, _, node in _known(document):
         if node is not None and node.instead is not None:
@@ -97,7 +97,7 @@ def deprecated_key(document: Document) -> Iterator[Fault]:
 @error(
     "type", 'A value of the wrong type: rejected in validated blocks, misread elsewhere (the string "false" is true).'
 )
-def wrong_type(document: Document) -> Iterator[Fault]:
+def wrong_type(document: Configuration) -> Iterator[Fault]:
     """Reports values of the wrong type."""
     for where, value, node in _known(document):
         if node is not None and not _fits(value, node) and value != "auto" and not _old_form(where, value):
@@ -126,7 +126,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 @error("range", "A value out of range, or a word that is not one of the choices.")
-def out_of_range(document: Document) -> Iterator[Fault]:
+def out_of_range(document: Configuration) -> Iterator[Fault]:
     """Reports numbers out of range and unknown choices."""
     for where, value, node in _known(document):
         if node is None or value is None or not _fits(value, node):
@@ -176,7 +176,7 @@ _OWN = (("data_types", "keep_in_fp32_modules"), ("expert_parallel",), ("autotuni
 """Keys for which DeepSpeed itself gives "auto" a meaning."""
 
 
-def _autos(document: Document) -> Iterator[Where]:
+def _autos(document: Configuration) -> Iterator[Where]:
     open_: list[tuple[Where, Any]] = [((str(key),), value) for key, value in document.values.items()]
     while open_:
         where, value = open_.pop()
@@ -187,7 +187,7 @@ def _autos(document: Document) -> Iterator[Where]:
 
 
 @error("auto", 'An "auto" that nobody fills in: DeepSpeed uses the default, or fails on the string.')
-def auto(document: Document) -> Iterator[Fault]:
+def auto(document: Configuration) -> Iterator[Fault]:
     """Reports "auto" if neither the Trainer nor Accelerate fill it in."""
     for where in _autos(document):
         if where not in _TRAINER:
@@ -197,7 +197,7 @@ def auto(document: Document) -> Iterator[Fault]:
 @warning(
     "auto_trainer", 'An "auto" that the Hugging Face Trainer or Accelerate fills in, but DeepSpeed alone does not.'
 )
-def auto_trainer(document: Document) -> Iterator[Fault]:
+def auto_trainer(document: Configuration) -> Iterator[Fault]:
     """Warns about "auto" if the Trainer fills it in."""
     for where in _autos(document):
         if where in _TRAINER:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Document
+from llmtrain.lint.document import Configuration
 from llmtrain.lint.rules.rule import Fault, error, warning
 from llmtrain.lint.schema import default
 
@@ -12,14 +12,14 @@ ZERO = "zero_optimization"
 
 
 @error("zero_stage_missing", "Without `stage`, ZeRO is off, and the rest of the block has no effect.")
-def stage_missing(document: Document) -> Iterator[Fault]:
+def stage_missing(document: Configuration) -> Iterator[Fault]:
     """Reports a block without a stage."""
     if document.block(ZERO) and not document.has(ZERO, "stage"):
         yield (ZERO, "stage"), "is missing: DeepSpeed uses stage 0, and the block has no effect", '"stage": 1, 2 or 3'
 
 
 @error("offload_param", "Parameters are only offloaded at ZeRO-3; at lower stages the block is silently ignored.")
-def offload_param(document: Document) -> Iterator[Fault]:
+def offload_param(document: Configuration) -> Iterator[Fault]:
     """Reports offload_param below stage 3."""
     if document.stage < 3 and document.offload("offload_param") != "none":
         key = "offload_param" if document.has(ZERO, "offload_param") else "cpu_offload_param"
@@ -28,7 +28,7 @@ def offload_param(document: Document) -> Iterator[Fault]:
 
 
 @error("offload_optimizer", "Without ZeRO there is no partitioned optimizer to offload.")
-def offload_optimizer(document: Document) -> Iterator[Fault]:
+def offload_optimizer(document: Configuration) -> Iterator[Fault]:
     """Reports offload_optimizer at stage 0."""
     if document.stage == 0 and document.offload("offload_optimizer") != "none":
         key = "offload_optimizer" if document.has(ZERO, "offload_optimizer") else "cpu_offload"
@@ -36,7 +36,7 @@ def offload_optimizer(document: Document) -> Iterator[Fault]:
 
 
 @error("offload_nvme", "At ZeRO-1 and 2, an optimizer offloaded to NVMe goes to CPU memory instead.")
-def offload_nvme(document: Document) -> Iterator[Fault]:
+def offload_nvme(document: Configuration) -> Iterator[Fault]:
     """Reports NVMe below stage 3."""
     if document.stage in (1, 2) and document.offload("offload_optimizer") == "nvme":
         message = f"'nvme' silently becomes CPU memory at stage {document.stage}"
@@ -44,7 +44,7 @@ def offload_nvme(document: Document) -> Iterator[Fault]:
 
 
 @error("nvme_path", "Offloading to NVMe needs a folder; DeepSpeed checks it only when the engine is built.")
-def nvme_path(document: Document) -> Iterator[Fault]:
+def nvme_path(document: Configuration) -> Iterator[Fault]:
     """Reports NVMe without a path."""
     for what in ("offload_optimizer", "offload_param"):
         if document.offload(what) == "nvme" and document.at(ZERO, what, "nvme_path") is None:
@@ -52,7 +52,7 @@ def nvme_path(document: Document) -> Iterator[Fault]:
 
 
 @error("offload_ratio", "An optimizer can only be offloaded in part at ZeRO-3.")
-def offload_ratio(document: Document) -> Iterator[Fault]:
+def offload_ratio(document: Configuration) -> Iterator[Fault]:
     """Reports a ratio below 1 below stage 3."""
     ratio = document.number(ZERO, "offload_optimizer", "ratio")
     if ratio is not None and 0 <= ratio < 1 and document.stage != 3:
@@ -60,7 +60,7 @@ def offload_ratio(document: Document) -> Iterator[Fault]:
 
 
 @error("super_offload", "SuperOffload only works at ZeRO-3, and is silently ignored elsewhere.")
-def super_offload(document: Document) -> Iterator[Fault]:
+def super_offload(document: Configuration) -> Iterator[Fault]:
     """Reports super_offload below stage 3."""
     if document.on(ZERO, "offload_optimizer", "super_offload") and document.stage < 3:
         yield (ZERO, "offload_optimizer", "super_offload"), f"is silently ignored at stage {document.stage}", "stage 3"
@@ -82,7 +82,7 @@ _TUNES_12 = (
 )
 
 
-def _changed(document: Document, keys: tuple[str, ...]) -> Iterator[str]:
+def _changed(document: Configuration, keys: tuple[str, ...]) -> Iterator[str]:
     """Yields those of the keys whose value is not their default."""
     for key, value in document.block(ZERO).items():
         if key.removeprefix("stage3_") in keys and value not in ("auto", default(ZERO, key)):
@@ -90,21 +90,21 @@ def _changed(document: Document, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 @error("zero3_only", "A feature of ZeRO-3, silently ignored at lower stages.")
-def zero3_only(document: Document) -> Iterator[Fault]:
+def zero3_only(document: Configuration) -> Iterator[Fault]:
     """Reports features of stage 3 at lower stages."""
     for key in _changed(document, _ONLY_3) if document.stage < 3 else ():
         yield (ZERO, key), f"is silently ignored at stage {document.stage}", "stage 3, or remove it"
 
 
 @warning("zero3_tuning", "A size that tunes ZeRO-3 and has no effect at lower stages.")
-def zero3_tuning(document: Document) -> Iterator[Fault]:
+def zero3_tuning(document: Configuration) -> Iterator[Fault]:
     """Warns about tuning of stage 3 at lower stages."""
     for key in _changed(document, _TUNES_3) if document.stage < 3 else ():
         yield (ZERO, key), f"has no effect at stage {document.stage}", "remove it"
 
 
 @warning("zero12_tuning", "A setting of ZeRO-1 and 2 that has no effect at ZeRO-3.")
-def zero12_tuning(document: Document) -> Iterator[Fault]:
+def zero12_tuning(document: Configuration) -> Iterator[Fault]:
     """Warns about tuning of the lower stages at stage 3."""
     for key in _changed(document, _TUNES_12) if document.stage == 3 else ():
         yield (ZERO, key), "has no effect at stage 3", "remove it"
@@ -114,7 +114,7 @@ def zero12_tuning(document: Document) -> Iterator[Fault]:
     "zenflow",
     "ZenFlow corrupts every matrix at ZeRO-1 and 2, needs the optimizer on the CPU, and replaces accumulation.",
 )
-def zenflow(document: Document) -> Iterator[Fault]:
+def zenflow(document: Configuration) -> Iterator[Fault]:
     """Reports ZenFlow where it corrupts weights or fails."""
     where = (ZERO, "zenflow")
     if not isinstance(document.at(*where), dict):
@@ -132,7 +132,7 @@ def zenflow(document: Document) -> Iterator[Fault]:
 
 
 @error("zenflow_interval", "ZenFlow's select_interval must be a number unless select_strategy is auto, and only then.")
-def zenflow_interval(document: Document) -> Iterator[Fault]:
+def zenflow_interval(document: Configuration) -> Iterator[Fault]:
     """Checks select_interval against select_strategy."""
     block = document.block(ZERO, "zenflow")
     strategy, interval = block.get("select_strategy", "auto"), block.get("select_interval", "auto")
@@ -144,7 +144,7 @@ def zenflow_interval(document: Document) -> Iterator[Fault]:
 
 
 @error("predivide", "ZeRO-2 and 3 with reduce_scatter reject gradients that are scaled before the reduction.")
-def predivide(document: Document) -> Iterator[Fault]:
+def predivide(document: Configuration) -> Iterator[Fault]:
     """Checks prescale_gradients and gradient_predivide_factor."""
     scattered = document.stage >= 2 and not document.off(ZERO, "reduce_scatter")
     summed = document.stage == 2 and document.word("gradient_allreduce_op").lower() == "sum"
@@ -160,7 +160,7 @@ def predivide(document: Document) -> Iterator[Fault]:
 
 
 @error("allreduce_sum", "Summed gradients are rejected at ZeRO-3, with ZenFlow and with DeepCompile.")
-def allreduce_sum(document: Document) -> Iterator[Fault]:
+def allreduce_sum(document: Configuration) -> Iterator[Fault]:
     """Reports gradient_allreduce_op sum where it is rejected."""
     if document.word("gradient_allreduce_op").lower() == "sum":
         others = {
@@ -176,7 +176,7 @@ def allreduce_sum(document: Document) -> Iterator[Fault]:
 @warning(
     "allreduce_sum_scale", "Summed gradients grow with the number of ranks, and so does the norm that clipping uses."
 )
-def allreduce_sum_scale(document: Document) -> Iterator[Fault]:
+def allreduce_sum_scale(document: Configuration) -> Iterator[Fault]:
     """Warns about gradient_allreduce_op sum elsewhere."""
     if document.word("gradient_allreduce_op").lower() == "sum" and document.stage < 3:
         yield ("gradient_allreduce_op",), "'sum': gradients, and their norm, grow with the number of ranks", "'mean'"
@@ -186,7 +186,7 @@ def allreduce_sum_scale(document: Document) -> Iterator[Fault]:
     "compute_grad_norm",
     "The gradient norm can only be left out at ZeRO-1 and 2, with gradient_clipping explicitly 0 and no offload.",
 )
-def compute_grad_norm(document: Document) -> Iterator[Fault]:
+def compute_grad_norm(document: Configuration) -> Iterator[Fault]:
     """Reports compute_grad_norm false where it is rejected."""
     where = (ZERO, "compute_grad_norm")
     if not document.off(*where):
@@ -200,7 +200,7 @@ def compute_grad_norm(document: Document) -> Iterator[Fault]:
 
 
 @error("legacy_checkpoint", "Old ways to run ZeRO-1 and to save ZeRO-3, which were removed.")
-def legacy(document: Document) -> Iterator[Fault]:
+def legacy(document: Configuration) -> Iterator[Fault]:
     """Reports legacy_stage1 and elastic_checkpoint."""
     if document.on(ZERO, "legacy_stage1"):
         yield (ZERO, "legacy_stage1"), "is rejected: the old ZeRO-1 was removed", "remove it"
@@ -211,14 +211,14 @@ def legacy(document: Document) -> Iterator[Fault]:
 @warning(
     "overlap_comm", "Races and NaN were reported for overlapping communication at ZeRO-1 and 2 (issues 5545, 8061)."
 )
-def overlap_comm(document: Document) -> Iterator[Fault]:
+def overlap_comm(document: Configuration) -> Iterator[Fault]:
     """Warns about overlap_comm below stage 3."""
     if document.on(ZERO, "overlap_comm") and document.stage in (1, 2):
         yield (ZERO, "overlap_comm"), f"races were reported at stage {document.stage}", "false, unless measured"
 
 
 @warning("quantized", "ZeRO++ quantizes what it sends: results differ, and it needs CUDA kernels.")
-def quantized(document: Document) -> Iterator[Fault]:
+def quantized(document: Configuration) -> Iterator[Fault]:
     """Warns about quantized communication at stage 3."""
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if document.on(ZERO, key) and document.stage == 3:
@@ -226,14 +226,14 @@ def quantized(document: Document) -> Iterator[Fault]:
 
 
 @error("quantized_autocast", "Quantized weights are rejected under torch_autocast.")
-def quantized_autocast(document: Document) -> Iterator[Fault]:
+def quantized_autocast(document: Configuration) -> Iterator[Fault]:
     """Reports quantized weights (qwZ) with autocast."""
     if document.on(ZERO, "zero_quantized_weights") and document.on("torch_autocast", "enabled"):
         yield (ZERO, "zero_quantized_weights"), "is rejected with torch_autocast", "bf16 or fp16"
 
 
 @warning("save_16bit", "At ZeRO-3 `save_16bit_model` writes nothing unless the weights are gathered.")
-def save_16bit(document: Document) -> Iterator[Fault]:
+def save_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns if stage3_gather_16bit_weights_on_model_save is off."""
     key = "stage3_gather_16bit_weights_on_model_save"
     names = (key, key.removeprefix("stage3_"), "stage3_gather_fp16_weights_on_model_save")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.initial import initialise
-from llmtrain.models.proof.tiny import shrink
-from llmtrain.models.stages import Cut, Refused, Stage, build_with_cut, decoder_layers
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import CannotCut, Cut, Stage, build_with_cut, decoder_layers
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.plan.stages import StageBounds
 
@@ -28,7 +28,7 @@ Both sides compute the same fp32 operations in the same order, so results are no
 kernels that choose a different algorithm for a different memory layout.
 """
 CPU = torch.device("cpu")
-STUMBLES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 """Exceptions that a family's own code raises if something is not as it expects."""
 
 
@@ -59,11 +59,11 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
     with the reason if the logits differ or the family does not run in stages.
     """
     if getattr(config, "layerdrop", 0):
-        raise Refused(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
+        raise CannotCut(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
-        tiny = shrink(config)
-    except (*STUMBLES, StrictDataclassError) as error:
-        raise Refused(config, f"no tiny copy can be made to compare with ({error})") from error
+        tiny = shrink_configuration(config)
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
+        raise CannotCut(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
 
@@ -74,8 +74,8 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         whole = reference(config, attention)
         inputs = packed_input(config)
         tuple_length, expected = _observe(whole, inputs)
-    except STUMBLES as error:
-        raise Refused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
+    except MODEL_ERRORS as error:
+        raise CannotCut(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     _require_all_layers(whole, bounds)
     everything = frozenset(name for name, _ in whole.named_parameters())
     reason = ""
@@ -85,7 +85,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
             cut = replace(cut, outside=_used_outside(build_chain(whole, cut, attention), inputs))
             with torch.no_grad():
                 result = run_chain(build_chain(whole, cut, attention), inputs)[-1]
-        except STUMBLES as error:
+        except MODEL_ERRORS as error:
             # Whatever makes the family's forward fail without some of its layers is the reason to reject the family.
             reason = reason or f"its forward fails on a part of the layers ({type(error).__name__}: {error})"
             continue
@@ -93,7 +93,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         if deviation <= TOLERANCE:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
-    raise Refused(config, reason)
+    raise CannotCut(config, reason)
 
 
 def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -> None:
@@ -163,7 +163,7 @@ def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | 
     for handle in handles:
         handle.remove()
     if len(lengths) != len(handles):
-        raise Refused(model.config, f"{len(handles)} layers are called {len(lengths)} times")
+        raise CannotCut(model.config, f"{len(handles)} layers are called {len(lengths)} times")
     auxiliary = getattr(output, "aux_loss", None)
     return lengths[0], (output.logits,) if auxiliary is None else (output.logits, auxiliary)
 

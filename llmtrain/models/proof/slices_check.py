@@ -15,9 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.models.proof.cut import STUMBLES, packed_input, reference
-from llmtrain.models.proof.tiny import shrink
-from llmtrain.models.tensor import Split, SplitRefused, TensorParallel, plan_split
+from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.tensor import DeclaredSplit, SplitRefused, TensorParallel, plan_split
 
 TOLERANCE = 1e-5
 """Largest allowed deviation of a logit or of a gradient, relative to the largest one.
@@ -54,7 +54,7 @@ class ThreadRanks:
         return values
 
 
-def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager") -> Split:
+def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager") -> DeclaredSplit:
     """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
 
     Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises SplitRefused with the reason if
@@ -65,27 +65,27 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
         split = plan_split(model, degree)
-        tiny = shrink(config, vocab_size=VOCABULARY)
-    except (*STUMBLES, StrictDataclassError) as error:
+        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise SplitRefused(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         compare(tiny, attention if attention in ("eager", "sdpa") else "eager")
     return split
 
 
-def compare(config: PreTrainedConfig, attention: str = "eager") -> Split:
+def compare(config: PreTrainedConfig, attention: str = "eager") -> DeclaredSplit:
     """Splits the model of `config` itself between two ranks and returns how. Raises SplitRefused if results differ."""
     try:
         whole = reference(config, attention)
         inputs = packed_input(config)
         weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
         expected = _outcome(whole, inputs, weights)
-    except STUMBLES as error:
+    except MODEL_ERRORS as error:
         raise SplitRefused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     split = plan_split(whole, _RANKS)
     try:
         results = _run_split(whole, split, inputs, weights)
-    except STUMBLES as error:
+    except MODEL_ERRORS as error:
         # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
         raise SplitRefused(config, f"its forward fails when split ({type(error).__name__}: {error})") from error
     names = [name for name, _ in _trained(whole)]
@@ -100,7 +100,7 @@ def compare(config: PreTrainedConfig, attention: str = "eager") -> Split:
 
 
 def _run_split(
-    whole: PreTrainedModel, split: Split, inputs: tuple[Tensor, ...], weights: Tensor
+    whole: PreTrainedModel, split: DeclaredSplit, inputs: tuple[Tensor, ...], weights: Tensor
 ) -> list[tuple[Tensor, list[Tensor]]]:
     places: list[Tensor | None] = [None] * _RANKS
     barrier = threading.Barrier(_RANKS, timeout=_TIMEOUT_S)

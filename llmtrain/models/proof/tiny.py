@@ -62,7 +62,7 @@ _UNDECLARED = (
 _DROPPED = ("id2label", "label2id", "dtype", "transformers_version", "model_type", "architectures", "_name_or_path")
 
 
-def shrink(config: PreTrainedConfig, layers: int | None = None, **overrides: Any) -> PreTrainedConfig:
+def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **overrides: Any) -> PreTrainedConfig:
     """Returns a tiny copy of a text model's configuration, without dropout; with `layers`, only that many layers.
 
     The layers kept include, if there is room, one of each kind. Raises the exceptions of the configuration's class if

@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.proof.cut import STUMBLES, TOLERANCE, packed_input, reference
-from llmtrain.models.proof.tiny import shrink
+from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
+from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.varlen import VARLEN, takes_bounds
 from llmtrain.overrides.transformers import attention_of
 
@@ -54,7 +54,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention)
-    except (*STUMBLES, StrictDataclassError) as error:
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
         raise AttentionRefused(config, attention, _told(error)) from error
     if reason:
         raise AttentionRefused(config, attention, reason)
@@ -62,10 +62,10 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     layers: int | None = LAYERS
-    calls = bounds_reach(shrink(config, layers))
+    calls = bounds_reach(shrink_configuration(config, layers))
     if not calls:  # the layers with attention come later
         layers = None
-        calls = bounds_reach(shrink(config, layers))
+        calls = bounds_reach(shrink_configuration(config, layers))
     if not calls:
         return "its attention is not called through the table of transformers, where documents are kept apart"
     if not all(calls):
@@ -73,10 +73,10 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     if attention != VARLEN:
         return ""
     noise = {name: value for name, value in config.to_dict().items() if any(word in name for word in _NOISE)}
-    model = _model(shrink(config, layers, **noise), VARLEN)
+    model = _model(shrink_configuration(config, layers, **noise), VARLEN)
     with torch.no_grad():
         model.train()(**packed(model.config))  # in training mode, so that attention dropout is detected
-    return deviation(shrink(config, layers))
+    return deviation(shrink_configuration(config, layers))
 
 
 def bounds_reach(config: PreTrainedConfig) -> list[bool]:

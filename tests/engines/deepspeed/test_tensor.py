@@ -19,7 +19,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
-from llmtrain.engines.state.shards import Split
+from llmtrain.engines.state.shards import AutoTPSplit
 from llmtrain.models import build_model
 from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.plan.families import FAMILIES
@@ -241,7 +241,7 @@ def test_the_rule_is_the_document():
 
 def test_fused_and_uneven_shards_become_whole():
     whole = torch.arange(7 * 3).reshape(7, 3)
-    split = Split(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
+    split = AutoTPSplit(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
     shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
     assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
     assert torch.equal(split.join(shards), whole)
