@@ -38,7 +38,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 RESULT = Path(__file__).parent / "results" / "memory.json"
 STEPS = 3

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmtrain.ds_config import render
 from llmtrain.plan.load import cluster_of, import_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 HERE = Path(__file__).parent
 RECIPES = HERE.parent / "recipes"

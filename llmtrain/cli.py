@@ -18,7 +18,7 @@ from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
-from llmtrain.commands.request import TrainRequest
+from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception

@@ -13,7 +13,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict.flat import bucket_elements
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 ROOT = Path(__file__).parents[1]
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}

@@ -32,7 +32,7 @@ from llmtrain.launch import discover
 from llmtrain.launch.local import run_workers
 from llmtrain.plan import Plan
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir
 
 RECIPE = "recipes/tiny.py"

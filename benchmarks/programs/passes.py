@@ -28,7 +28,7 @@ def main() -> None:
     from llmtrain.cluster import Cluster
     from llmtrain.data import Schedule, prepare
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules.resolve import resolve
+    from llmtrain.rules import resolve
     from llmtrain.tune.trial import ALONE_S, Trial
 
     recipe, _ = load_recipe(RECIPE, options.fields)

@@ -25,7 +25,7 @@ def plan_of(ranks: int) -> Any:
     """
     from llmtrain.cluster import Cluster
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules.resolve import resolve
+    from llmtrain.rules import resolve
 
     replicas = ranks // 16
     fields = [f"batch.global_batch_size={16 * replicas}", "parallel.pipeline=16"]

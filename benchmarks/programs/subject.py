@@ -13,7 +13,7 @@ from typing import Any
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 RECIPE = "recipes/tiny.py"
 

@@ -37,7 +37,7 @@ from llmtrain.errors import CheckpointError, Problem, RecipeError, UserError
 from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.run_dir import check_unchanged, identity_of, versions
 from llmtrain.runtime.alone import pretend
 from llmtrain.system.durable import fingerprint

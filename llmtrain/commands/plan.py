@@ -125,7 +125,7 @@ def show_plan(request: PlanRequest) -> None:
 def _resolved(declared: Recipe, cluster: Cluster, trace: bool) -> tuple[Plan, PlanMemory | None]:
     from llmtrain.commands.precheck import check_stages, suggesting
     from llmtrain.predict import memory_of
-    from llmtrain.rules.resolve import resolve
+    from llmtrain.rules import resolve
 
     with suggesting(declared, cluster):
         plan = resolve(declared, cluster)

@@ -17,7 +17,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.cheapest import cheapest_ways
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.search.nearest import nearest_plans

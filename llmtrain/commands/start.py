@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from llmtrain.commands.plan import print_plan
-from llmtrain.commands.request import TrainRequest
+import typer
+
+from llmtrain.commands.plan import (
+    MOST_WORKERS,
+    DeviceOption,
+    NodesOption,
+    PerNodeOption,
+    RecipeArgument,
+    SetOption,
+    named_cluster,
+    print_plan,
+)
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
 from llmtrain.system.host import sleep_beside_others
 
@@ -20,7 +31,130 @@ if TYPE_CHECKING:
     from llmtrain.launch.template import Template
     from llmtrain.launch.tools import Tool
     from llmtrain.plan import Plan
+    from llmtrain.recipe import Recipe
     from llmtrain.run_dir import RunDir
+
+
+LauncherName = Literal["local", "torchrun", "accelerate", "deepspeed", "slurm", "kubernetes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest:
+    """All options of the command line, as they were given."""
+
+    recipe: RecipeArgument
+    """Path of the recipe's file, followed by `:VARIANT` if one is given."""
+    assignments: SetOption = field(default_factory=list)
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Number of workers; default: one per GPU, or one on a CPU.", min=1, max=MOST_WORKERS),
+    ] = None
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME[-VARIANT].")] = None
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: continue from the newest checkpoint, if any; never: start anew; or a checkpoint folder."
+        ),
+    ] = "auto"
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this step and save a checkpoint.", min=1)] = None
+    max_restarts: Annotated[
+        int, typer.Option(help="How many times to restart a job that died, from its last checkpoint.", min=0)
+    ] = 0
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Do not train: run a scaled-down copy of the plan here, on CPUs, and report. With "
+            "--launcher, print what would be started.",
+        ),
+    ] = False
+    nodes: NodesOption = None
+    gpus_per_node: PerNodeOption = None
+    device: DeviceOption = None
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as one JSON document.")] = (
+        False
+    )
+    launcher: Annotated[
+        LauncherName,
+        typer.Option(
+            help="torchrun, accelerate: start the workers of this machine with this tool; deepspeed: start "
+            "them on the hosts of a hostfile over ssh; slurm: submit a job; kubernetes: print a "
+            "manifest (needs --dry-run)."
+        ),
+    ] = "local"
+    hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None
+    include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = ""
+    exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = ""
+    runner: Annotated[
+        Literal["pdsh", "openmpi"] | None,
+        typer.Option(help="deepspeed: how the hosts are reached, as --launcher of `deepspeed` itself; default: pdsh."),
+    ] = None
+    slurm: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="slurm: an option of the job, such as time=24:00:00 or partition=NAME. Repeatable.",
+        ),
+    ] = field(default_factory=list)
+    kubernetes: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="kubernetes: an option of the manifest, such as image=IMAGE or pvc=CLAIM. Repeatable.",
+        ),
+    ] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """The path of the recipe's file, as it was given."""
+        return self.recipe.partition(":")[0]
+
+    @property
+    def variant(self) -> str | None:
+        """The recipe's variant, or None."""
+        return self.recipe.partition(":")[2] or None
+
+    @property
+    def absolute(self) -> str:
+        """The recipe argument with an absolute path, for use in another working directory."""
+        _, colon, variant = self.recipe.partition(":")
+        return f"{Path(self.path).absolute()}{colon}{variant}"
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The assignments as command-line options."""
+        return tuple(part for assignment in self.assignments for part in ("--set", assignment))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """A worker's options after the recipe, without the run directory."""
+        steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
+        return (*self.sets, "--resume", self.resume, *steps)
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """The recipe's file and the options of a worker that a launcher starts, without the run directory."""
+        named = ("--variant", self.variant) if self.variant else ()
+        return (str(Path(self.path).absolute()), *named, *self.arguments)
+
+    def load(self) -> tuple[Recipe, Cluster | None]:
+        """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""
+        from llmtrain.plan.load import load_recipe
+
+        return load_recipe(self.recipe, self.assignments)
+
+    def cluster(self, written_for: Cluster | None) -> Cluster:
+        """Returns the cluster that the options describe.
+
+        Options that are not given default to `written_for`, then to this machine.
+        """
+        return named_cluster(written_for, self.nodes, self.gpus_per_node, self.device)
+
+    def folder(self, declared: Recipe) -> RunDir:
+        """Returns the run directory: the one given, or the default for the recipe."""
+        from llmtrain.run_dir import RunDir, default_run_dir
+
+        return RunDir(self.run_dir) if self.run_dir else default_run_dir(declared, self.variant)
 
 
 def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = None) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from llmtrain.commands.plan import print_plan
-from llmtrain.commands.request import LauncherName, TrainRequest
-from llmtrain.commands.start import startable, train_here
+from llmtrain.commands.start import LauncherName, TrainRequest, startable, train_here
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.system.streams import outlive_the_terminal
 

@@ -45,7 +45,7 @@ def _measured(recipe: str, assignments: list[str], nproc: int | None) -> tuple[P
     from rich.console import Console
 
     from llmtrain.plan.load import load_recipe
-    from llmtrain.rules.resolve import resolve
+    from llmtrain.rules import resolve
     from llmtrain.tune.choice import KERNELS, open_kernels
 
     declared, _ = load_recipe(recipe, assignments)

@@ -27,7 +27,7 @@ from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, Axis
 from llmtrain.plan.described import triangle
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import ModelConfig, Part, Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 MOST = 2
 """Ranks of each kind of parallelism."""

@@ -19,13 +19,7 @@ from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.save_load import (
-    Place,
-    load_state,
-    pieces_of,
-    save_state,
-    untrained_pieces,
-)
+from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
 from llmtrain.models.precision import autocast

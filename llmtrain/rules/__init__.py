@@ -1,9 +1,15 @@
-"""The table of all rules of legality."""
+"""The table of all rules of legality, and the plan of a recipe that breaks none of them."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmtrain.errors import Problem
-from llmtrain.plan.draft import Draft
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.recipe import Recipe
 from llmtrain.rules import (
     backends,
     checkpoint,
@@ -40,7 +46,7 @@ LEGALITY: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
 
-__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken"]
+__all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken", "resolve"]
 
 
 def broken(draft: Draft, rules: Sequence[Rule] = RULES) -> tuple[list[Problem], list[Problem]]:
@@ -59,3 +65,23 @@ def allowed(draft: Draft, rules: Sequence[Rule] = RULES) -> bool:
 def _asked(draft: Draft, rules: Sequence[Rule]) -> list[Rule]:
     """Returns the rules that apply to the draft's backend."""
     return [rule for rule in rules if draft.parallel.strategy == "deepspeed" or rule not in DEEPSPEED_RULES]
+
+
+def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -> Plan:
+    """Returns the plan of a recipe on a cluster.
+
+    `facts` are determined from the recipe if they are not given. Raises RecipeError with all faults at once: those of
+    the model's configuration, and every broken rule.
+    """
+    faults: list[Problem] = []
+    if facts is None:
+        try:
+            facts = model_facts(recipe.model, recipe.vocab_size)
+        except RecipeError as error:
+            faults.extend(error.problems)
+    draft = Draft(recipe, cluster, facts)
+    refusals, notes = broken(draft)
+    faults.extend(refusals)
+    if faults:
+        raise RecipeError(faults)
+    return assemble(draft, notes)

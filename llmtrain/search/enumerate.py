@@ -14,7 +14,7 @@ from llmtrain.plan.draft import divisors
 from llmtrain.plan.installed import check_runnable, is_installed
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.variants import (
     DEGREES,
     MICRO_BATCH,

@@ -14,7 +14,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.kernels import chunks_loss
 from llmtrain.recipe import DataConfig, Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.run_dir import versions
 from llmtrain.system.durable import write_atomically
 from llmtrain.system.host import own_cores

@@ -12,7 +12,7 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.predict import memory_of
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 

@@ -16,7 +16,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, save_each

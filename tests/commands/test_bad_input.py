@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from llmtrain.cli import app
-from llmtrain.commands.request import TrainRequest
+from llmtrain.commands.start import TrainRequest
 from llmtrain.commands.train import SUPPORTED, option_name
 from tests.helpers.commands import llmtrain, run
 

@@ -14,7 +14,7 @@ from llmtrain.data.synthetic import synthetic
 from llmtrain.dry_run.order import MICRO_BATCHES, REPLICAS, ROWS, first_batches
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict.links import Groups
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,7 @@ from llmtrain.plan.families import FAMILIES
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules import LEGALITY, broken
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import LEGALITY, broken, resolve
 
 ROOT = Path(__file__).parents[2]
 KEPT = ("backend", "accelerate", "zero_stage", "activation_checkpointing")

@@ -13,7 +13,7 @@ from llmtrain.engines.data_parallel import DataParallel
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.reference_run import ReferenceRun
 from tests.helpers.traces import Trace, trace, worst

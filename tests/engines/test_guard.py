@@ -19,7 +19,7 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.cluster import Cluster
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of, reference_of, worst

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 

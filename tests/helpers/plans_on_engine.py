@@ -24,10 +24,9 @@ from llmtrain.engines.state.shards import split_of
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor import shard_of
 from llmtrain.plan import Plan
-from llmtrain.plan.draft import Draft
+from llmtrain.plan.draft import Draft, assemble
 from llmtrain.recipe import ParallelConfig, Recipe
 from llmtrain.rules import LEGALITY, broken
-from llmtrain.rules.resolve import assemble
 from llmtrain.verify.compare import Trace, deviation, tolerance
 from llmtrain.verify.job import Deviation, worst
 from llmtrain.verify.train import sgd_fields

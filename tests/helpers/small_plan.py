@@ -3,7 +3,7 @@
 from llmtrain.cluster import Cluster
 from llmtrain.plan import Plan
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 MODEL = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

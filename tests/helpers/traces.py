@@ -19,7 +19,7 @@ from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, step_batch
 from tests.helpers.reference_run import ReferenceRun
 

@@ -12,7 +12,7 @@ from llmtrain.commands.precheck import check_machine
 from llmtrain.errors import Exit, MachineError
 from llmtrain.launch import disks
 from llmtrain.plan import Plan
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.small_plan import small_plan
 
 ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme", "parallel.offload_param": "nvme"}

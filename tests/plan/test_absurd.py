@@ -16,7 +16,7 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import LARGEST_SIZE, MOST_LAYERS, model_facts
 from llmtrain.plan.stages import balance
 from llmtrain.recipe import LARGEST, ModelConfig
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
 
 ROOT = Path(__file__).parents[2]

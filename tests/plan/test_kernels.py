@@ -10,7 +10,7 @@ from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss
 from llmtrain.predict import memory_of
 from llmtrain.predict.time import predict
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.small_plan import small_plan
 
 LARGE = {"model.config.vocab_size": 128_000, "batch.micro_batch_size": 8, "batch.global_batch_size": 16}

@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.stages import described, flops_per_token, layer_costs, plan_stages, stage_bounds
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -11,7 +11,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict import memory_of
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
 
 LLAMA = load_recipe("recipes/llama3_8b.py", [])[0]

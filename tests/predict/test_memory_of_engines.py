@@ -13,7 +13,7 @@ from llmtrain.predict.activations import passed
 from llmtrain.predict.flat import bucket_elements, groups_of
 from llmtrain.predict.model_state import has_bf16_optimizer, state_of, sum_bytes, weight_bytes
 from llmtrain.predict.parts import Parts
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.live_tensors import live_bytes, live_storages, measure

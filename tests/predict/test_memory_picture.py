@@ -13,7 +13,7 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.predict import Parts, memory_of
 from llmtrain.predict.drawn import COLOURS, LIGHT, PLOT, memory_svg
 from llmtrain.predict.picture import GREY
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 PIPELINE = load_recipe("recipes/llama3_70b.py", [])
 

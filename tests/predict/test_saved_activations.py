@@ -27,7 +27,7 @@ from llmtrain.recipe import (
     Source,
     TrainConfig,
 )
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 T, SEQUENCES = 64, 2
 SIZES = {

@@ -14,7 +14,7 @@ from llmtrain.plan.load import load_recipe
 from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.links import Groups, Links, RankGroup, sent
 from llmtrain.predict.time import bubble_of, described, predict, unknown
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 ROOT = Path(__file__).parents[2]
 H100 = Cluster(nodes=4, devices_per_node=8, device="h100")

@@ -11,7 +11,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -99,7 +99,7 @@ import llmtrain, llmtrain.cluster, llmtrain.errors, llmtrain.recipe
 import llmtrain.lint
 from llmtrain.ds_config import render
 from llmtrain.cluster import Cluster
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts

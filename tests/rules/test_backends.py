@@ -10,7 +10,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan import installed
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.load import load_recipe
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 RECIPE = load_recipe("recipes/tiny.py", [])[0]
 GPUS = Cluster(devices_per_node=4, device="h100")

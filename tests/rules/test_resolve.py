@@ -10,8 +10,7 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import MOST_LAYERS
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules import RULES, broken
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import RULES, broken, resolve
 
 GPUS = Cluster(nodes=2, devices_per_node=4, device="h100")
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 
 SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_steps": 100, "checkpoint.keep_last": 2}
 

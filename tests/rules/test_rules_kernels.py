@@ -12,7 +12,7 @@ from llmtrain.plan.described import kernel_lines
 from llmtrain.plan.kernels import chunks_loss, liger_chunk
 from llmtrain.predict import memory_of
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.small_plan import small_plan
 
 LIGER = {"kernels.blocks": "liger", "kernels.loss": "liger"}

@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.recipe import ModelConfig
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from tests.helpers.small_plan import small_plan
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

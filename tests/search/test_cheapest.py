@@ -15,7 +15,7 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import lacking, memory_of
 from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.cheapest import EQUAL, cheapest_ways
 from llmtrain.search.search import legal_plans
 

@@ -10,7 +10,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.installed import check_runnable
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search.nearest import nearest_plans
 from tests.helpers.random_plans import cases
 

@@ -17,8 +17,7 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict import Shortage, lacking
 from llmtrain.predict.time import predict
 from llmtrain.recipe import parse_assignments
-from llmtrain.rules import LEGALITY, RULES, broken
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import LEGALITY, RULES, broken, resolve
 from llmtrain.search.room import Room
 from llmtrain.search.search import legal_plans, search_plans
 from llmtrain.search.search_report import UNKNOWN_MEMORY, document, lines

@@ -10,7 +10,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.model_facts import model_facts
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.search import nearest
 from llmtrain.search.enumerate import enumerate_plans
 from llmtrain.search.search import legal_plans

@@ -17,7 +17,7 @@ from llmtrain.data import MicroBatch
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import precision
 from llmtrain.plan import KernelChoice
-from llmtrain.rules.resolve import resolve
+from llmtrain.rules import resolve
 from llmtrain.tune import choice, kernels, request, search, trial
 from llmtrain.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.tune.trial import Compared

@@ -26,12 +26,7 @@ from torch import distributed as dist
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.state.pieces import Box, Region
 from llmtrain.engines.state.save_load import shape_of
-from llmtrain.overrides.deepspeed import (
-    count_all_experts,
-    expert_group,
-    forget_folded_gradients,
-    group_with_experts,
-)
+from llmtrain.overrides.deepspeed import count_all_experts, expert_group, forget_folded_gradients, group_with_experts
 
 if TYPE_CHECKING:
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
