@@ -146,8 +146,8 @@ class RunLock:
                 os.utime(self.file)
             except FileNotFoundError:
                 if other := _owner_file(self.file.parent):
-                    told = f"error: {self.folder} was taken over by {_read(other) or 'another run'}; this run ends"
-                    print(told, file=sys.stderr, flush=True)
+                    text = f"error: {self.folder} was taken over by {_read(other) or 'another run'}; this run ends"
+                    print(text, file=sys.stderr, flush=True)
                     os._exit(Exit.WORKER)
             except OSError:
                 continue  # the disk may recover

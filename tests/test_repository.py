@@ -1,10 +1,12 @@
 """What the repository says about itself is true."""
 
+import ast
 import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 
@@ -97,6 +99,15 @@ def test_pictures_are_what_their_generator_draws(tmp_path):
     _tool("render_pictures").drawn(tmp_path)
     for drawn in tmp_path.iterdir():
         assert (ROOT / "docs/pictures" / drawn.name).read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
+
+
+def test_classes_have_names_of_their_own_and_rooms_few_files():
+    classes, folders = Counter(), Counter()
+    for path in (ROOT / "llmtrain").rglob("*.py"):
+        classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+        folders[path.parent] += 1
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert max(folders.values()) <= 16
 
 
 def test_every_part_of_a_recipe_is_exported():

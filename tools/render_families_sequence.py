@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.sequence_check import compare, told
+from llmtrain.engines.deepspeed.sequence_check import compare, describe
 from llmtrain.launch.place.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.runtime.distributed import init_process_group
@@ -83,7 +83,7 @@ def _of_either(reason: str) -> str:
     """Returns the message that `check_sequence` would give."""
     reasons = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    return told(reasons)
+    return describe(reasons)
 
 
 def walk() -> list[Verdict]:

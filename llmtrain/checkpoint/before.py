@@ -115,21 +115,21 @@ def _state_missing(checkpoint: Path, optim: OptimConfig) -> list[Problem]:
         for kind in piece.kinds:
             held[piece.name, kind] = held.get((piece.name, kind), 0) + piece.numel
     problems = [
-        Problem("checkpoint.pieces", str(checkpoint), f"does not contain all of {_told(kind)} for '{name}'")
+        Problem("checkpoint.pieces", str(checkpoint), f"does not contain all of {_described(kind)} for '{name}'")
         for (name, kind), numel in held.items()
         if numel < whole[name]
     ]
     kinds = {kind for _, kind in held}
     lacking = [kind for kind in (WEIGHT, *optimizer_of(optim).states(optim)) if kind not in kinds]
     if lacking:
-        message = f"does not contain {' and '.join(map(_told, lacking))}, which {optim.name} needs to continue"
+        message = f"does not contain {' and '.join(map(_described, lacking))}, which {optim.name} needs to continue"
         problems.append(
             Problem("checkpoint.optimizer", str(checkpoint), message, "export it and start from its weights")
         )
     return problems
 
 
-def _told(kind: str) -> str:
+def _described(kind: str) -> str:
     return "the weight" if kind == WEIGHT else f"'{kind}' of the optimizer"
 
 

@@ -49,7 +49,7 @@ def changes(before: Values, after: Values) -> list[str]:
     """Returns `FIELD OLD → NEW` for each value that differs."""
     fields = [*after, *(field for field in before if field not in after)]
     return [
-        f"{field} {_told(before.get(field))} → {_told(after.get(field))}"
+        f"{field} {_shown(before.get(field))} → {_shown(after.get(field))}"
         for field in fields
         if before.get(field) != after.get(field)
     ]
@@ -65,7 +65,7 @@ def course(history: list[Segment], field: str) -> list[tuple[int, Any]]:
     return found
 
 
-def _told(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "none" if value is None or value == [] else str(value)
 
 

@@ -56,10 +56,10 @@ def target_plan(checkpoint: Path, fields: dict[str, object], resized: Callable[[
     return resolve(recipe, resized(source.cluster))
 
 
-def convert(checkpoint: Path, out: Path, plan: Plan, told: Callable[[str], None] = print) -> None:
+def convert(checkpoint: Path, out: Path, plan: Plan, report: Callable[[str], None] = print) -> None:
     """Writes to `out` a checkpoint from which `plan` can continue: of the same run, step and samples.
 
-    It contains no random states; they are seeded anew, as under any other plan. told: receives a line for each rank.
+    It contains no random states; they are seeded anew, as under any other plan. report: receives a line for each rank.
     `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if `out` has content or cannot be
     written, and RecipeError for a plan that does not run on CPUs.
     """
@@ -75,7 +75,7 @@ def convert(checkpoint: Path, out: Path, plan: Plan, told: Callable[[str], None]
                 name: File(**vars(one.fingerprint), rank=rank, private=one.private) for name, one in written.items()
             }
             size = sum(one.fingerprint.bytes for one in written.values())
-            told(f"rank {rank}: {len(written)} files, {size / 2**20:,.1f} MiB")
+            report(f"rank {rank}: {len(written)} files, {size / 2**20:,.1f} MiB")
         for name in (STATE_FILE, PROGRESS_FILE):
             shutil.copyfile(checkpoint / name, folder / name)
         (folder / PLAN_FILE).write_text(plan.model_dump_json(indent=1), encoding="utf-8")

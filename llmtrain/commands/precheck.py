@@ -74,8 +74,8 @@ def check_stages(plan: Plan) -> None:
         return
     from llmtrain.models import find_stages
 
-    told = f"comparing a tiny copy of the model in {plan.parallel.pipeline} stages with the whole model"
-    with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(told):
+    text = f"comparing a tiny copy of the model in {plan.parallel.pipeline} stages with the whole model"
+    with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(text):
         find_stages(plan.recipe, plan.parallel.pipeline, plan.parallel.tensor)
 
 

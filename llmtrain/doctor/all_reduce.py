@@ -43,7 +43,7 @@ class AllReduceProgress:
     """The state of each rank."""
 
     at: dict[int, str]
-    told: dict[int, dict[str, Any]] = field(default_factory=dict)
+    reported: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The measurements of each rank."""
     failed: dict[int, str] = field(default_factory=dict)
     port: int = 0
@@ -63,7 +63,7 @@ class AllReduceProgress:
         elif at == "failed":
             self.failed[rank] = reply["error"]
         elif at == "done":
-            self.told[rank] = dict(reply)
+            self.reported[rank] = dict(reply)
 
     @property
     def is_over(self) -> bool:
@@ -135,13 +135,15 @@ def _judge(
     names = {rank: place.channel.name for place in places for rank in place.ranks}
     if progress.failed or not progress.is_over:
         return _failure(progress, names, on_cpu, seconds), {}
-    wrong = [rank for rank, told in progress.told.items() if told["wrong"]]
+    wrong = [rank for rank, reported in progress.reported.items() if reported["wrong"]]
     if wrong:
         text = f"wrong sums on ranks {', '.join(f'{rank} ({names[rank]})' for rank in wrong)}"
         return fault(CHECK, text, "a device, a cable or memory is faulty: leave that host out and check its logs"), {}
     world = len(names)
-    slowest, latency = (max(told[key] for told in progress.told.values()) for key in ("seconds", "latency_s"))
-    count, backend = progress.told[0]["bytes"], progress.told[0]["backend"]
+    slowest, latency = (
+        max(reported[key] for reported in progress.reported.values()) for key in ("seconds", "latency_s")
+    )
+    count, backend = progress.reported[0]["bytes"], progress.reported[0]["backend"]
     measured = {
         "ranks": world,
         "backend": backend,

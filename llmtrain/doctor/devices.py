@@ -125,10 +125,10 @@ def chosen(visible: str | None, listed: list[Gpu]) -> tuple[list[Gpu], list[Chec
             return [], [fault("devices.visible", text, f"export {VISIBLE}={unique}")]
         found.append(matching[0])
     indices = ", ".join(gpu.index for gpu in found)
-    told = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if found else "no GPU")
+    text = f"{VISIBLE}={visible}: " + (f"GPUs {indices} of {len(listed)}" if found else "no GPU")
     if not found:
-        return [], [warning("devices.visible", f"{told} of {len(listed)} can be used", f"unset {VISIBLE}")]
-    return found, [ok("devices.visible", told)] if len(found) < len(listed) else []
+        return [], [warning("devices.visible", f"{text} of {len(listed)} can be used", f"unset {VISIBLE}")]
+    return found, [ok("devices.visible", text)] if len(found) < len(listed) else []
 
 
 def described(names: list[str]) -> str:
@@ -199,8 +199,8 @@ def gpu_links(scene: Scene) -> Iterator[CheckResult]:
     if not links:
         yield ok("interconnect.gpus", "fewer than two GPUs, so there are no links between them")
         return
-    told = ", ".join(f"{kind} between {count} pairs" for kind, count in links.most_common())
-    yield ok("interconnect.gpus", f"links between GPUs: {told}")
+    text = ", ".join(f"{kind} between {count} pairs" for kind, count in links.most_common())
+    yield ok("interconnect.gpus", f"links between GPUs: {text}")
     down, up = count_links(ask("nvidia-smi", "nvlink", "--status").text)
     if down and up:
         text = f"{down} of {down + up} NVLinks are down"
@@ -239,8 +239,8 @@ def adapters(scene: Scene) -> Iterator[CheckResult]:
     for port in ports:
         name = f"{port.parent.parent.name}:{port.name}"
         state = _read(port / "state").partition(":")[2].strip()
-        told = f"{name} {_read(port / 'link_layer')} {_read(port / 'rate')}"
-        (active if state == "ACTIVE" else other).append(told if state == "ACTIVE" else f"{name} is {state or 'silent'}")
+        text = f"{name} {_read(port / 'link_layer')} {_read(port / 'rate')}"
+        (active if state == "ACTIVE" else other).append(text if state == "ACTIVE" else f"{name} is {state or 'silent'}")
     if active:
         yield ok("interconnect.adapters", "; ".join(active))
     if other and not active:

@@ -23,7 +23,7 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    told = []
+    lines = []
     for name, option, (soft, hard), least in (
         ("open files", "n", files, LEAST_FILES),
         ("processes", "u", processes, LEAST_PROCESSES),
@@ -34,7 +34,7 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
                 check, f"{soft} {name} are allowed, but a large job needs {least}", _raise(option, least, hard)
             )
         else:
-            told.append(f"{name} {_shown(soft)}")
+            lines.append(f"{name} {_shown(soft)}")
     locked = f"locked memory {_shown(memory[0], of_bytes=True)}"
     if memory[0] != resource.RLIM_INFINITY and has_adapters(scene):
         text = f"{locked}: InfiniBand and RoCE register memory, which fails beyond this limit"
@@ -44,8 +44,8 @@ def limits(scene: Scene) -> Iterator[CheckResult]:
         )
         yield fault("limits.locked_memory", text, fix)
     else:
-        told.append(locked)
-    yield ok("limits.limits", ", ".join(told))
+        lines.append(locked)
+    yield ok("limits.limits", ", ".join(lines))
 
 
 def _is_below(limit: int, least: int) -> bool:

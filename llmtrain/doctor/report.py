@@ -76,15 +76,15 @@ def show(report: DoctorReport, console: Console) -> None:
     Findings that all hosts share are printed once, others with their hosts.
     """
     width = console.width if console.is_terminal else None
-    told = _told(report)
+    rows = _rows(report)
     reached = tuple(host.name for host in report.hosts if host.was_reached)
     if reached:
         several = f"{len(reached)} hosts: " if len(reached) > 1 else ""
         _print(console, _wrapped(several + ", ".join(reached), width, 0, MARGIN), "bold")
-    for line in _groups(told, reached, width):
+    for line in _groups(rows, reached, width):
         console.print(line, soft_wrap=True)
     for level in ("warning", "fault"):
-        found = [one for one in told if one.finding.level == level]
+        found = [one for one in rows if one.finding.level == level]
         if found:
             console.print()
         for one in found:
@@ -93,11 +93,11 @@ def show(report: DoctorReport, console: Console) -> None:
             _print(console, _wrapped(text, width, 0, 4), STYLES[level])
             _print(console, _wrapped(one.finding.fix, width, 4, 4))
     console.print()
-    _print(console, [_verdict([one.finding.level for one in told])])
+    _print(console, [_verdict([one.finding.level for one in rows])])
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Row:
     """A finding, and the hosts that have it; none if it concerns all together."""
 
     finding: CheckResult
@@ -109,7 +109,7 @@ class _Told:
         return self.finding.text.startswith(f"{self.hosts[0]}: ")
 
 
-def _told(report: DoctorReport) -> list[_Told]:
+def _rows(report: DoctorReport) -> list[_Row]:
     """Returns each finding once, group by group."""
     hosts: dict[CheckResult, list[str]] = {}
     groups: dict[str, None] = {}
@@ -120,15 +120,15 @@ def _told(report: DoctorReport) -> list[_Told]:
     for one in [*hosts, *together]:
         groups.setdefault(one.group)
     order = list(groups)
-    everything = [_Told(one, tuple(names)) for one, names in (hosts | together).items()]
+    everything = [_Row(one, tuple(names)) for one, names in (hosts | together).items()]
     return sorted(everything, key=lambda one: order.index(one.finding.group))
 
 
-def _groups(told: list[_Told], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
+def _groups(rows: list[_Row], reached: tuple[str, ...], width: int | None) -> Iterator[Text]:
     """Yields lines of what is in order, each group labelled once; a group with problems only refers to the end."""
     labelled = ""
-    for group in dict.fromkeys(one.finding.group for one in told):
-        members = [one for one in told if one.finding.group == group]
+    for group in dict.fromkeys(one.finding.group for one in rows):
+        members = [one for one in rows if one.finding.group == group]
         lines = [
             (f"{_named(one.hosts)}: " if one.hosts and one.hosts != reached else "") + one.finding.text
             for one in members

@@ -117,12 +117,12 @@ def _look(patient: _Patient, visit: Visit, master: str | None) -> None:
     devices = list(patient.host.devices) if patient.host else []
     root = str(visit.run_root.absolute())
     try:
-        told = patient.channel.ask("look", LOOK_S, run_root=root, master=master, devices=devices)
+        answer = patient.channel.ask("look", LOOK_S, run_root=root, master=master, devices=devices)
     except UnreachableError as error:
         patient.report.findings.append(error.finding)
         return
-    patient.report.findings += [CheckResult.of(one) for one in told["findings"]]
-    patient.report.facts = told["facts"]
+    patient.report.findings += [CheckResult.of(one) for one in answer["findings"]]
+    patient.report.facts = answer["facts"]
 
 
 def _master(patients: list[_Patient]) -> str | None:

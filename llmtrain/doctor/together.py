@@ -43,10 +43,10 @@ def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     """Reports all differing versions in one line. facts: host → what its agent reports."""
     if len(facts) < 2:
         return
-    names = sorted({name for told in facts.values() for name in told["versions"]})
+    names = sorted({name for own in facts.values() for name in own["versions"]})
     parts = []
     for name in names:
-        groups = _by_value({host: told["versions"].get(name, "missing") for host, told in facts.items()})
+        groups = _by_value({host: own["versions"].get(name, "missing") for host, own in facts.items()})
         if len(groups) > 1:
             parts.append(f"{name} {', '.join(f'{value} on {_some(hosts)}' for value, hosts in groups)}")
     if parts:
@@ -57,7 +57,7 @@ def versions(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
 
 def devices(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
     """Reports whether hosts have different devices."""
-    groups = _by_value({host: " + ".join(sorted(told["devices"])) or "no GPU" for host, told in facts.items()})
+    groups = _by_value({host: " + ".join(sorted(own["devices"])) or "no GPU" for host, own in facts.items()})
     if len(groups) > 1:
         text = "; ".join(f"{value} on {_some(hosts)}" for value, hosts in groups)
         yield warning("hosts.devices", f"devices differ: {text}", "the slowest sets the pace; see --include")

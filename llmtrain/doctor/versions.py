@@ -94,9 +94,9 @@ def optional(scene: Scene) -> Iterator[CheckResult]:
     """Lists the packages that some recipes need."""
     there = [f"{dist} {_version(dist) or ''}".strip() for module, dist in OPTIONAL.items() if _is_there(module)]
     absent = [dist for module, dist in OPTIONAL.items() if not _is_there(module)]
-    told = [f"optional: {', '.join(there)}"] if there else []
-    told += [f"optional, not installed: {', '.join(absent)}"] if absent else []
-    yield ok("versions.optional", "; ".join(told))
+    lines = [f"optional: {', '.join(there)}"] if there else []
+    lines += [f"optional, not installed: {', '.join(absent)}"] if absent else []
+    yield ok("versions.optional", "; ".join(lines))
 
 
 def requirements() -> tuple[str, dict[str, str]]:
@@ -153,7 +153,7 @@ LAUNCHERS = {"ssh": "openssh-client", "pdsh": "pdsh", "mpirun": "openmpi-bin", "
 def compilers(scene: Scene) -> Iterator[CheckResult]:
     """Checks the programs that compile DeepSpeed's operators and torch.compile's code."""
     compiler = shlex.split(scene.env.get("CXX", "c++"))[0]
-    told = []
+    lines = []
     for name, program, arguments, fix in (
         ("C++ compiler", compiler, ("--version",), "apt install g++, or dnf install gcc-c++"),
         ("ninja", "ninja", ("--version",), "pip install ninja"),
@@ -164,11 +164,11 @@ def compilers(scene: Scene) -> Iterator[CheckResult]:
             yield warning(f"tools.{name.split()[-1]}", text, fix)
         else:
             first = answer.text.splitlines()[0]
-            told.append(first if first.startswith(program) else f"{program} {first}")
+            lines.append(first if first.startswith(program) else f"{program} {first}")
     nvcc = ask("nvcc", "--version")
     release = re.search(r"release ([\d.]+)", nvcc.text)
-    told.append(f"nvcc {release[1]}" if release else nvcc.refusal or "the release of nvcc is unknown")
-    yield ok("tools.compilers", "; ".join(told))
+    lines.append(f"nvcc {release[1]}" if release else nvcc.refusal or "the release of nvcc is unknown")
+    yield ok("tools.compilers", "; ".join(lines))
     if release:
         yield from _mismatch(release[1])
     lib = "libaio was found" if has_libaio() else "libaio was not found; only offload to disk (nvme) needs it"
@@ -205,8 +205,8 @@ def launchers(scene: Scene) -> Iterator[CheckResult]:
     """Lists the programs that start workers on other hosts."""
     there = [name for name in LAUNCHERS if shutil.which(name)]
     absent = [f"{name} ({package})" for name, package in LAUNCHERS.items() if name not in there]
-    told = [f"launchers: {', '.join(there) or 'none'}"]
-    yield ok("tools.launchers", "; ".join([*told, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
+    lines = [f"launchers: {', '.join(there) or 'none'}"]
+    yield ok("tools.launchers", "; ".join([*lines, *([f"not installed: {', '.join(absent)}"] if absent else [])]))
     beside = Path(sys.executable).parent / "deepspeed"
     if not os.access(beside, os.X_OK):
         text = f"{beside} does not exist, but --launcher deepspeed needs it"

@@ -77,9 +77,9 @@ def _order_lines(order: DataOrder) -> Iterator[str]:
     yield f"data     first step, {what}"
     for replica, readers in enumerate(order.ranks[:REPLICAS]):
         reads = [read for read in order.reads if read.step == 1 and read.data_rank == replica][:MICRO_BATCHES]
-        told = "; ".join(_read(read, order) for read in reads)
+        text = "; ".join(_read(read, order) for read in reads)
         numbers = ", ".join(map(str, readers[:RANKS])) + (", …" if len(readers) > RANKS else "")
-        yield f"         data rank {replica} (rank{'s' if len(readers) > 1 else ''} {numbers}): {told}; …"
+        yield f"         data rank {replica} (rank{'s' if len(readers) > 1 else ''} {numbers}): {text}; …"
 
 
 def _read(read: Read, order: DataOrder) -> str:

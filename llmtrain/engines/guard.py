@@ -67,7 +67,7 @@ class Skipped:
     recent: tuple[SkippedStep, ...]
     """Those of the last `window_steps` steps, the oldest first."""
 
-    def told(self, step: int, new: int) -> str:
+    def describe(self, step: int, new: int) -> str:
         """Returns a line about the last `new` skipped steps; the window may no longer contain all of them.
 
         step: the last step.

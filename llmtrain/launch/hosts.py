@@ -285,12 +285,12 @@ def _outcome(job: HostsJob, code: int, said: int) -> int:
     if code in (Exit.DONE, Exit.RESUME):
         return code
     log = job.run_dir.logs / "launcher.log"
-    told = log.read_bytes()[said:].decode(errors="replace") if log.exists() else ""
+    output = log.read_bytes()[said:].decode(errors="replace") if log.exists() else ""
     runner, lost = RUNNERS[job.runner], []
-    if match := runner.lost.search(told):
+    if match := runner.lost.search(output):
         message = "the connection to it was lost, or the host went down"
         lost = [Problem("worker.host", match["host"], message, f"see {log}")]
-    elif runner.struck and (match := runner.struck.search(told)):
+    elif runner.struck and (match := runner.struck.search(output)):
         lost = [Problem("worker.died", f"rank {match['rank']}", f"killed by signal {match['signal']}", f"see {log}")]
     failures = [Failure.read(path) for path in job.run_dir.logs.glob("rank_*.error.json")]
     first = min((one for one in failures if one is not None), key=lambda one: (one.is_cut_off, one.time), default=None)

@@ -134,7 +134,7 @@ def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _settle(
-    template: Template, env: Mapping[str, str], events: SimpleQueue[_Worker | int], standstill: Standstill
+    template: Template, env: Mapping[str, str], events: SimpleQueue[_LocalWorker | int], standstill: Standstill
 ) -> int | None:
     """Waits until workers can be forked. Returns the signal that arrived before, if any."""
     from rich.console import Console
@@ -151,7 +151,7 @@ def _settle(
 
 
 @dataclass
-class _Worker:
+class _LocalWorker:
     """One process. `returncode` is None while it runs, and negative after a signal, as in `subprocess`."""
 
     rank: int
@@ -176,7 +176,7 @@ class _Worker:
         """Whether the process has ended. It may still be a zombie, since `returncode` is set when it is reaped."""
         return self.returncode is not None or _ended(self.process.pid, os.WNOHANG) is not None
 
-    def wait(self, events: SimpleQueue[_Worker | int]) -> None:
+    def wait(self, events: SimpleQueue[_LocalWorker | int]) -> None:
         """Puts the worker in the queue when its process ends.
 
         The process stays a zombie until it is reaped, so that its id is not reused.
@@ -222,7 +222,7 @@ class _Pool:
     def __init__(
         self,
         run_dir: RunDir,
-        events: SimpleQueue[_Worker | int],
+        events: SimpleQueue[_LocalWorker | int],
         standstill: Standstill,
         board: Board | None = None,
         template: Template | None = None,
@@ -239,10 +239,10 @@ class _Pool:
         self.was_interrupted = False
         self.template = template
         self.events = events
-        self.workers: list[_Worker] = []
+        self.workers: list[_LocalWorker] = []
 
     @property
-    def running(self) -> list[_Worker]:
+    def running(self) -> list[_LocalWorker]:
         return [worker for worker in self.workers if worker.returncode is None]
 
     def start(self, rank: int, command: list[str], env: dict[str, str], null: int) -> None:
@@ -266,7 +266,7 @@ class _Pool:
         finally:
             if output is not None:
                 os.close(output)
-        self.workers.append(_Worker(rank, process, log, log_start))
+        self.workers.append(_LocalWorker(rank, process, log, log_start))
 
     def _forked(self, command: list[str], env: dict[str, str], output: int | None) -> Forked | None:
         if self.template is None:
@@ -285,7 +285,7 @@ class _Pool:
             event = self._next(deadline)
             if deadline is not None and time.monotonic() > deadline:
                 self.kill()
-            elif isinstance(event, _Worker):
+            elif isinstance(event, _LocalWorker):
                 event.reap()
                 if event.failed and deadline is None:
                     self.send(signal.SIGTERM)
@@ -318,7 +318,7 @@ class _Pool:
         for worker in self.running:
             worker.process.wait()
 
-    def _next(self, deadline: float | None) -> _Worker | int | None:
+    def _next(self, deadline: float | None) -> _LocalWorker | int | None:
         """Returns the next event, or None if there is none for a while, or before the deadline."""
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         try:
@@ -374,7 +374,7 @@ def _outcome(pool: _Pool) -> int:
     raise WorkerError(Problem("worker.died", f"rank {first.rank}", message, fix))
 
 
-def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
+def _blame(worker: _LocalWorker, failure: Failure | None) -> tuple[int, float]:
     """Orders failures: the cause comes before its consequences.
 
     An error file has the time of the exception. A worker without one has the time of its end, which is noticed late on
@@ -387,7 +387,7 @@ def _blame(worker: _Worker, failure: Failure | None) -> tuple[int, float]:
     return (2 if worker.sent else 1), _last_word(worker)
 
 
-def _last_word(worker: _Worker) -> float:
+def _last_word(worker: _LocalWorker) -> float:
     """Returns when a worker without an error file ended.
 
     One that aborts writes its stack before others are affected.
@@ -399,7 +399,7 @@ def _last_word(worker: _Worker) -> float:
     return worker.ended_at
 
 
-def _death(worker: _Worker) -> str:
+def _death(worker: _LocalWorker) -> str:
     """Describes how a worker without an error file ended."""
     code = worker.returncode or 0
     if code >= 0:
@@ -415,7 +415,7 @@ def _signal_name(number: int) -> str:
         return "real-time"
 
 
-def _last_lines(worker: _Worker) -> str:
+def _last_lines(worker: _LocalWorker) -> str:
     """Returns the last lines of this attempt in its log; rank 0 has none, since it writes to the terminal."""
     try:
         with worker.log.open("rb") as file:

@@ -57,11 +57,11 @@ class Standstill:
         halted = {name: processes[name] for name, state in states.items() if state in HALTED}
         self._stopped_s = {pid: self._stopped_s.get(pid, 0.0) + passed for pid in halted.values()}
         fix = "it was process {}; the same command continues from the last checkpoint"
-        told = {name: f"{HALTED[states[name]]} for {self._stopped_s[pid]:.0f} s" for name, pid in halted.items()}
-        seen = {pid: Problem(RULE, name, told[name], fix.format(pid)) for name, pid in halted.items()}
+        described = {name: f"{HALTED[states[name]]} for {self._stopped_s[pid]:.0f} s" for name, pid in halted.items()}
+        seen = {pid: Problem(RULE, name, described[name], fix.format(pid)) for name, pid in halted.items()}
         self._seen = {pid: problem for pid, problem in self._seen.items() if not process_state(pid)} | seen
         late = [
-            Problem(RULE, name, f"{told[name]}, but only {self._allowed_s:.0f} s are allowed", fix.format(pid))
+            Problem(RULE, name, f"{described[name]}, but only {self._allowed_s:.0f} s are allowed", fix.format(pid))
             for name, pid in halted.items()
             if self._allowed_s and self._stopped_s[pid] > self._allowed_s + LATER_S
         ]

@@ -127,14 +127,14 @@ class Template:
             return None
         about = {"command": list(command), "env": dict(env), "numbers": list(descriptors)}
         request, pid = os.memfd_create("llmtrain-request"), b""
-        report, told = os.pipe()
+        report, reporter = os.pipe()
         try:
             os.write(request, json.dumps(about).encode())
             with suppress(OSError), _adopting():
                 try:
-                    socket.send_fds(self._channel, [b"w"], [request, told, *descriptors.values()])
+                    socket.send_fds(self._channel, [b"w"], [request, reporter, *descriptors.values()])
                 finally:
-                    os.close(told)
+                    os.close(reporter)
                 while not select.select([report], [], [], LOOK_S)[0]:
                     standstill.look(self.process)
                 pid = os.read(report, 32)  # empty once every process that could write is gone
@@ -219,7 +219,7 @@ def _take_place(descriptors: list[int]) -> list[str]:
         file.seek(0)
         about = json.load(file)
     numbers = about["numbers"]
-    told, *given = (fcntl(descriptor, F_DUPFD_CLOEXEC, 1 + max(numbers)) for descriptor in descriptors[1:])
+    reporter, *given = (fcntl(descriptor, F_DUPFD_CLOEXEC, 1 + max(numbers)) for descriptor in descriptors[1:])
     for descriptor in descriptors[1:]:
         os.close(descriptor)
     for descriptor, number in zip(given, numbers, strict=True):
@@ -233,8 +233,8 @@ def _take_place(descriptors: list[int]) -> list[str]:
     _show(command)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # seeded from the system, as in a process of its own
-    os.write(told, str(os.getpid()).encode())
-    os.close(told)
+    os.write(reporter, str(os.getpid()).encode())
+    os.close(reporter)
     return command
 
 

@@ -29,12 +29,12 @@ def main() -> None:
     folder, *arguments = sys.argv[1:]
     rank = os.environ.get("RANK", "0")
     tool = os.getppid()
-    told: list[int] = []
+    received: list[int] = []
     children: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         """Passes a signal on: the tool ends its workers with SIGTERM if another one has failed."""
-        told.append(number)
+        received.append(number)
         for child in children:
             child.send_signal(number)
 
@@ -44,11 +44,11 @@ def main() -> None:
     die_with(tool, prctl)
     child = subprocess.Popen([sys.executable, *arguments], preexec_fn=partial(_begin, os.getpid(), prctl))
     children.append(child)
-    for number in told:
+    for number in received:
         child.send_signal(number)
     write_atomically(Path(folder) / f"{rank}.pid", str(child.pid))
     code = child.wait()
-    ended = {"rank": int(rank), "code": code, "time": time.time(), "told": bool(told)}
+    ended = {"rank": int(rank), "code": code, "time": time.time(), "received": bool(received)}
     write_atomically(Path(folder) / f"{rank}.ended.json", json.dumps(ended))
     if code < 0:
         code = 128 - code

@@ -119,7 +119,7 @@ def wait(
     events: the numbers of signals, as they arrive. standstill: checks the tool and the workers that have begun.
     """
     stopped_by: int | None = None
-    told: set[str] = set()
+    reported: set[str] = set()
     while process.poll() is None:
         with suppress(Empty):
             event: int = events.get(timeout=LOOK_S)
@@ -129,7 +129,7 @@ def wait(
         if standstill is not None:
             standstill.look({"the launcher's process": process.pid, **_running(folder)})
         if stopped_by is not None:
-            _tell(folder, stopped_by, told)
+            _tell(folder, stopped_by, reported)
     return stopped_by, False
 
 
@@ -139,13 +139,13 @@ def _running(folder: Path) -> dict[str, int]:
     return {f"rank {file.stem}": int(file.read_text()) for file in begun}
 
 
-def _tell(folder: Path, number: int, told: set[str]) -> None:
+def _tell(folder: Path, number: int, reported: set[str]) -> None:
     """Sends a signal to the workers that have begun and have not received it yet."""
     for file in folder.glob("*.pid"):
-        if file.name not in told and not file.with_suffix(".ended.json").exists():
+        if file.name not in reported and not file.with_suffix(".ended.json").exists():
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), number)
-        told.add(file.name)
+        reported.add(file.name)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Ended:
     code: int
     """As in `subprocess`: negative after a signal."""
     time: float
-    told: bool
+    reported: bool
     """Whether the tool ended it because another worker had failed."""
 
     @classmethod
@@ -172,7 +172,7 @@ class Ended:
     @property
     def blame(self) -> tuple[int, float]:
         """Orders failures: a worker that was struck down cannot have been brought down by another."""
-        return (0 if -self.code in SUDDEN and not self.told else 1), self.time
+        return (0 if -self.code in SUDDEN and not self.reported else 1), self.time
 
     def __str__(self) -> str:
         if self.code >= 0:

@@ -168,8 +168,8 @@ def _swallowed(text: str) -> str:
         end = text.find("\n", word.end()) % (len(text) + 1)
         if any(bracket in text[word.end() : end] for bracket in "}]"):
             line = text.count("\n", 0, word.start(1)) + 1
-            told = "an unquoted text extends to the end of its line, including brackets and commas"
-            return f'line {line}: {told}; write "{word[1].strip()}"'
+            hint = "an unquoted text extends to the end of its line, including brackets and commas"
+            return f'line {line}: {hint}; write "{word[1].strip()}"'
     return ""
 
 

@@ -111,18 +111,18 @@ class BusyCores:
 
     def __init__(self, ranks: int, threads: int) -> None:
         """ranks: number of ranks on this host. threads: number of threads of each."""
-        self._threads, self._all_threads, self._is_told = threads, ranks * threads, False
+        self._threads, self._all_threads, self._is_reported = threads, ranks * threads, False
         self._meter = CoreMeter(of_launcher=True)
 
     def line(self) -> str | None:
         """Returns a line to print now, or None."""
-        if self._is_told or self._meter.seconds < LOOK_S:
+        if self._is_reported or self._meter.seconds < LOOK_S:
             return None
         others = self._meter.cores_of_others()
         self._meter = CoreMeter(of_launcher=True)
         if not are_lacking(others, self._all_threads):
             return None
-        self._is_told = True
+        self._is_reported = True
         used, threads = busy(others, own_cores()), self._all_threads
         said = f"{used}; this run computes with {threads} threads, so it is slower than on an idle machine"
         if self._threads == 1 or os.environ.get("GOMP_SPINCOUNT") != str(SPIN_COUNT):

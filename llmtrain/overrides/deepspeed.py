@@ -286,7 +286,7 @@ class PipelineTiedByName(PipelineModule):  # type: ignore[misc]
         return comms
 
 
-class Part(NamedTuple):
+class TrainedRange(NamedTuple):
     """The range of a parameter in a flat tensor that ZeRO trains."""
 
     parameter: nn.Parameter
@@ -297,7 +297,7 @@ class Part(NamedTuple):
     length: int
 
 
-Flat = tuple[Tensor, list[Part]]
+Flat = tuple[Tensor, list[TrainedRange]]
 
 
 def flat_tensors(optimizer: Any) -> Iterator[list[Flat]] | None:
@@ -323,7 +323,7 @@ def _flat_of_groups(groups: list[list[nn.Parameter]], flats: list[Tensor]) -> li
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None if no part of it is on this rank
             if mapping is not None:
                 place = mapping.get_hp_fragment_address()
-                parts.append(Part(parameter, mapping.lp_fragment_address.start, place.start, place.numel))
+                parts.append(TrainedRange(parameter, mapping.lp_fragment_address.start, place.start, place.numel))
         found.append((flat, parts))
     return found
 
@@ -337,7 +337,7 @@ def _flat_of_stage_3(optimizer: Any) -> Iterator[list[Flat]]:
             for parameter in parameters:
                 size = parameter.partition_numel()
                 start = min(rank * size, parameter.ds_numel)
-                parts.append(Part(parameter, start, offset, min(size, parameter.ds_numel - start)))
+                parts.append(TrainedRange(parameter, start, offset, min(size, parameter.ds_numel - start)))
                 offset += size
             yield [(optimizer.fp32_partitioned_groups_flat[index], parts)]
 

@@ -37,14 +37,14 @@ def kernel_lines(plan: Plan) -> list[str]:
         return kernel_choice_lines(plan.kernels)
     kernels = plan.recipe.kernels
     attention = plan.recipe.model.attention_kernel
-    told = {
+    labels = {
         f"attention {attention}": attention != "sdpa",
         "layers compiled": kernels.blocks == "compiled",
         "Liger's norms, rotary positions and gated activations": kernels.blocks == "liger",
         f"products of the layers in fp8, {kernels.fp8}": kernels.fp8 != "off",
         _loss(plan): chunks_loss(plan),
     }
-    return [f"kernels  {'; '.join(line for line, holds in told.items() if holds)}"] if any(told.values()) else []
+    return [f"kernels  {'; '.join(line for line, holds in labels.items() if holds)}"] if any(labels.values()) else []
 
 
 def _loss(plan: Plan) -> str:
@@ -94,10 +94,10 @@ def volume_lines(volumes: Sequence[dict[str, int]]) -> list[str]:
     lines = []
     for sent, alike in groupby(enumerate(volumes), key=lambda item: item[1]):
         numbers = [number for number, _ in alike]
-        told = ", ".join(f"{kind.replace('_', '-')} {size_of(size)}" for kind, size in _largest_first(sent))
+        labels = ", ".join(f"{kind.replace('_', '-')} {size_of(size)}" for kind, size in _largest_first(sent))
         named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
         where = f"on {named}: " if len(volumes) > 1 else ""
-        lines.append(f"{'sends':<9}{where}{told or 'nothing'}")
+        lines.append(f"{'sends':<9}{where}{labels or 'nothing'}")
     return lines
 
 

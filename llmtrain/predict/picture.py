@@ -29,10 +29,10 @@ def row_name(y: float, name: str) -> str:
     return text(8, y + 14, name)
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, told: str = "") -> str:
-    """Returns a rectangle; told: its tooltip in a browser."""
+def box(x: float, y: float, width: float, height: float, fill: str, tooltip: str = "") -> str:
+    """Returns a rectangle; tooltip: shown by a browser."""
     place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"'
-    return f"<rect {place}><title>{escape(told)}</title></rect>" if told else f"<rect {place}/>"
+    return f"<rect {place}><title>{escape(tooltip)}</title></rect>" if tooltip else f"<rect {place}/>"
 
 
 def text(x: float, y: float, content: str, *, fill: str = DARK, anchor: str = "start", size: int | None = None) -> str:

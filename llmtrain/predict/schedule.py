@@ -98,6 +98,6 @@ def schedule_svg(stages: int, batch: Batch) -> str:
 
 def _drawn(slot: Slot) -> Iterator[str]:
     x, y, width = LEFT + slot.start * UNIT, TOP + slot.stage * ROW, (slot.end - slot.start) * UNIT
-    told = f"stage {slot.stage}, {slot.kind} pass of micro-batch {slot.micro_batch}"
-    yield box(x, y, width - 0.6, ROW - 3, COLOURS[slot.kind], told)
+    title = f"stage {slot.stage}, {slot.kind} pass of micro-batch {slot.micro_batch}"
+    yield box(x, y, width - 0.6, ROW - 3, COLOURS[slot.kind], title)
     yield bar_label(x, y, width, str(slot.micro_batch), "white")

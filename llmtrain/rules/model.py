@@ -201,9 +201,9 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
     widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
     uneven = sorted(width for width in widths if width % step)
     if uneven:
-        told = " and ".join(str(width) for width in uneven)
+        text = " and ".join(str(width) for width in uneven)
         message = (
-            f"experts of width {told} are not a multiple of {step} {draft.weight_dtype} numbers "
+            f"experts of width {text} are not a multiple of {step} {draft.weight_dtype} numbers "
             f"({EXPERT_ROW_BYTES} bytes)"
         )
         yield Fault("model.config", message, f"use widths that are multiples of {step * ranks}")

@@ -75,7 +75,7 @@ class Heartbeat:
         """Set once the engine exists."""
         self._begun: float | None = None
         self._steps = 0
-        self._told = 0
+        self._reported = 0
         self._beat(Phase.LOADING)
 
     @classmethod
@@ -163,9 +163,9 @@ class Heartbeat:
     def straggler(self) -> tuple[int, float] | None:
         """Returns the same as `slowest`, once for each time that the watcher found it too slow, else None."""
         named = self._numbers[_NAMED]
-        if named == self._told:
+        if named == self._reported:
             return None
-        self._told = named
+        self._reported = named
         return self.slowest()
 
     def reader(self) -> HeartbeatReader:

@@ -100,11 +100,11 @@ def stop_by_exception() -> None:
     Signals during the interpreter's shutdown are ignored.
     """
     global _events
-    told = _events = SimpleQueue()
+    received = _events = SimpleQueue()
 
     def note(number: int, _: FrameType | None) -> None:
-        is_first = told.empty()
-        told.put(number)
+        is_first = received.empty()
+        received.put(number)
         if number == QUIT:
             _end_at_once()
         if is_first:

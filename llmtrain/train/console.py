@@ -53,19 +53,19 @@ class WorkerOutput:
             return Exit.INTERRUPTED
         failure = Failure.of(self.rank.rank, error)
         print(failure.traceback, file=sys.stderr, flush=True)
-        must_tell = self.rank.launcher != "local" and not self._told_by_another(failure)
+        must_tell = self.rank.launcher != "local" and not self._reported_by_another(failure)
         try:
             failure.write(self.run_dir.error_file(failure.rank))
         except OSError:  # the disk may be full, which may be the error itself
             must_tell = True
         if must_tell:
             message = failure.summary if failure.problems else f"rank {failure.rank}: {failure.summary}"
-            told = f"{message}\n    see {self.run_dir.log_file(failure.rank)}"
+            line = f"{message}\n    see {self.run_dir.log_file(failure.rank)}"
             # Rank 0 may show a spinner on this line.
-            print(f"{ERASE_LINE}{told}" if self.stderr.isatty() else told, file=self.stderr, flush=True)
+            print(f"{ERASE_LINE}{line}" if self.stderr.isatty() else line, file=self.stderr, flush=True)
         return failure.exit_code
 
-    def _told_by_another(self, failure: Failure) -> bool:
+    def _reported_by_another(self, failure: Failure) -> bool:
         others = (Failure.read(path) for path in self.run_dir.logs.glob("rank_*.error.json"))
         return any(other and other.time >= self.started and other.message == failure.message for other in others)
 

@@ -146,7 +146,7 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
     with run.heart.waiting():
         skipped = run.engine.guard.read()
     if skipped.total > run.skipped:
-        run.progress.note(skipped.told(run.state.step, skipped.total - run.skipped))
+        run.progress.note(skipped.describe(run.state.step, skipped.total - run.skipped))
         run.skipped = skipped.total
     with run.heart.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()

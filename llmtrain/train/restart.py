@@ -68,8 +68,8 @@ def train_with_restarts(
         folder.keep_failures(len(deaths))
         resume = next_resume(resume, deaths[-1])
         pause_s = pause_after(deaths)
-        told = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
-        console.print(told, highlight=False)
+        line = f"died {deaths[-1]}; restart {len(deaths)} of {max_restarts} in {pause_s:.0f} s"
+        console.print(line, highlight=False)
         if (stopped_by := wait_for_signal(pause_s)) is not None:
             if stopped_by == QUIT:
                 return Exit.INTERRUPTED

@@ -34,7 +34,7 @@ class Trouble:
         """The first of the skipped steps that are too many."""
         return self.state.step - self.skipped.recent[0].steps_ago
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Describes the skipped steps, their values and the rule."""
         guard, recent = self.plan.recipe.guard, self.skipped.recent
         first, last = recent[0], recent[-1]
@@ -83,7 +83,7 @@ def go_back(trouble: Trouble, engine: Engine, checkpoints: Path, run: str, stora
 
 def _problem(trouble: Trouble, choice: ResumeChoice | None) -> Problem:
     guard, state = trouble.plan.recipe.guard, trouble.state
-    message = trouble.told()
+    message = trouble.describe()
     if guard.then == "stop":
         kept = f"the same command continues from {choice.folder.name}" if choice else "no checkpoint was saved"
         fix = f"{kept}; --set guard.then=rollback skips the data as well; {WAYS_ON}"

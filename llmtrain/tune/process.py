@@ -21,15 +21,15 @@ from llmtrain.tune.request import Request
 def main() -> None:
     """Answers a request, which is a JSON file."""
     request = Request(**json.loads(Path(sys.argv[1]).read_text()))
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)  # output of libraries is not part of the answer
         try:
-            _answer(request, told)
+            _answer(request, output)
         except RecipeError as error:
-            _tell(told, problems=[asdict(problem) for problem in error.problems])
+            _tell(output, problems=[asdict(problem) for problem in error.problems])
 
 
-def _answer(request: Request, told: TextIO) -> None:
+def _answer(request: Request, output: TextIO) -> None:
     import torch
 
     from llmtrain.data import Schedule, prepare
@@ -43,15 +43,15 @@ def _answer(request: Request, told: TextIO) -> None:
         torch.cuda.set_device(device)
     batch = Schedule.of(plan, prepare(plan.recipe), dp_rank=0).train_batch(0).micro_batches[0]
     try:
-        choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(told, trying=one))
+        choice = tune(plan, batch, device, request.threads, request.always, lambda one: _tell(output, trying=one))
     except BusyError as error:
-        _tell(told, busy=str(error))
+        _tell(output, busy=str(error))
     else:
-        _tell(told, choice=choice.model_dump(mode="json"))
+        _tell(output, choice=choice.model_dump(mode="json"))
 
 
-def _tell(told: TextIO, **line: object) -> None:
-    print(json.dumps(line), file=told, flush=True)
+def _tell(output: TextIO, **line: object) -> None:
+    print(json.dumps(line), file=output, flush=True)
 
 
 if __name__ == "__main__":

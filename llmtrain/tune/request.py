@@ -81,13 +81,13 @@ def measure(plan: Plan, device: str, threads: int, always: bool, say: Callable[[
 
 def _listen(lines: IO[str], say: Callable[[str], None]) -> KernelChoice | None:
     for line in lines:
-        told = json.loads(line)
-        if "trying" in told:
-            say(f"measuring kernels: {told['trying']}")
-        elif "problems" in told:
-            raise RecipeError(Problem(**problem) for problem in told["problems"])
-        elif "busy" in told:
-            raise NotMeasuredError(told["busy"])
+        message = json.loads(line)
+        if "trying" in message:
+            say(f"measuring kernels: {message['trying']}")
+        elif "problems" in message:
+            raise RecipeError(Problem(**problem) for problem in message["problems"])
+        elif "busy" in message:
+            raise NotMeasuredError(message["busy"])
         else:
-            return KernelChoice.model_validate_json(json.dumps(told["choice"]))
+            return KernelChoice.model_validate_json(json.dumps(message["choice"]))
     return None

@@ -31,12 +31,12 @@ def summary(certificate: Certificate) -> list[str]:
     for probe in PROBES:
         loss, grad_norm, weights = _cells(certificate.reference[probe].tolerance.model_dump())
         lines.append(f"allowed ({probe}): loss {loss}, grad norm {grad_norm}, weights {weights}")
-    told = f"{certificate.steps} steps, {certificate.recipe.parallel.precision}, {certificate.seconds:.0f} s"
-    lines.append(f"{total - others} of {total} plans certified: {told}")
+    text = f"{certificate.steps} steps, {certificate.recipe.parallel.precision}, {certificate.seconds:.0f} s"
+    lines.append(f"{total - others} of {total} plans certified: {text}")
     rules = Counter(one["rule"] for one in certificate.refused)
     if rules:
-        told = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())
-        lines.append(f"{len(certificate.refused)} refused: {told}")
+        text = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())
+        lines.append(f"{len(certificate.refused)} refused: {text}")
     return lines
 
 

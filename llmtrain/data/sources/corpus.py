@@ -41,7 +41,7 @@ class Corpus(Protocol):
         """Yields the documents from the beginning. Raises DataError if they cannot be read."""
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """A document of a split, or the part of a single document that belongs to it."""
 
     text: str
@@ -78,7 +78,7 @@ def held_out(text: str, eval_fraction: float) -> bool:
 
 def split_documents(
     corpus: Corpus, eval_fraction: float, look: Callable[[str], None] = lambda _: None
-) -> Iterator[Part]:
+) -> Iterator[CorpusPart]:
     """Yields the documents with their split. A single document is cut, and its end held out.
 
     `look` is called with each document.
@@ -87,10 +87,10 @@ def split_documents(
         look(text)
         if _holds_out_the_end(corpus, eval_fraction):
             place = _cut_before_the_end(text, eval_fraction)
-            yield Part(text[:place], fraction * (1 - eval_fraction), is_held_out=False)
-            yield Part(text[place:], fraction, is_held_out=True)
+            yield CorpusPart(text[:place], fraction * (1 - eval_fraction), is_held_out=False)
+            yield CorpusPart(text[place:], fraction, is_held_out=True)
         else:
-            yield Part(text, fraction, held_out(text, eval_fraction))
+            yield CorpusPart(text, fraction, held_out(text, eval_fraction))
 
 
 def split_identity(corpus: Corpus, eval_fraction: float) -> str:

@@ -22,9 +22,9 @@ TAIL_LINES = 20
 def main() -> None:
     """Compiles one operator, and prints the result."""
     name, accelerator = sys.argv[1:]
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
-        print(json.dumps(build(name, accelerator)), file=told, flush=True)
+        print(json.dumps(build(name, accelerator)), file=output, flush=True)
 
 
 def build(name: str, accelerator: str) -> dict[str, object]:

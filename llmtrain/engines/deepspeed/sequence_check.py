@@ -61,12 +61,12 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
             reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
-    found = told(reasons)
+    found = describe(reasons)
     if found:
         raise SequenceRefused(config, found)
 
 
-def told(reasons: Sequence[str]) -> str:
+def describe(reasons: Sequence[str]) -> str:
     """Returns the reason of the last rank that has one, because the first slice has all tokens that it depends on."""
     return next(filter(None, reversed(reasons)), "")
 

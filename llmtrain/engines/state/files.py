@@ -82,8 +82,8 @@ def read_tensors(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 raise ValueError(f"has no tensor '{name}'")
             found = tensors[name]
             if (found.dtype, found.ndim, found.shape[1:]) != (expected.dtype, expected.ndim, expected.shape[1:]):
-                told = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
-                raise ValueError(f"'{name}' is {told}")
+                text = f"{found.dtype} {list(found.shape)}, not {expected.dtype} {list(expected.shape)}"
+                raise ValueError(f"'{name}' is {text}")
         return tensors
     except (*UNREADABLE, SafetensorError) as error:
         raise CheckpointError(Problem("checkpoint.content", str(path), why(error))) from None

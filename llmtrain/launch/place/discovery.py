@@ -108,12 +108,12 @@ def _read(launcher: Launcher, reader: RankReader) -> Rank:
 
 def _check_agreement(launcher: Launcher, rank: Rank, reader: RankReader) -> None:
     """Checks that torch's variables, if set, agree with the launcher's."""
-    told = (
+    text = (
         ("RANK", rank.rank, launcher.rank),
         ("LOCAL_RANK", rank.local_rank, launcher.local_rank),
         ("WORLD_SIZE", rank.world_size, launcher.world_size),
     )
-    for name, value, origin in told:
+    for name, value, origin in text:
         if reader.env.get(name, str(value)) != str(value):
             reader.refuse(name, f"{reader.env[name]} disagrees with {origin}={value}")
 

@@ -150,9 +150,9 @@ def _for_nccl(network: Network, env: Mapping[str, str]) -> tuple[str, dict[str, 
 
     They are excluded by name instead of choosing one interface, since NCCL can use several interfaces at once.
     """
-    told = nccl_setting(env)
-    if told:
-        return f"NCCL: {told[0]}, set by {told[1]}", {}
+    setting = nccl_setting(env)
+    if setting:
+        return f"NCCL: {setting[0]}, set by {setting[1]}", {}
     taken = nccl_order(network.interfaces)
     bridges = [one.name for one in taken if one.name.startswith(LOCAL_BRIDGES)]
     if bridges and len(bridges) < len(taken):

@@ -72,9 +72,9 @@ def read(mpi: Mpi, reader: RankReader) -> Rank:
 
 def _address(mpi: Mpi, reader: RankReader, is_alone: bool) -> str:
     """Returns the address of rank 0. is_alone: whether all ranks are on this machine."""
-    told = reader.env.get("MASTER_ADDR", "").strip()
-    if told or is_alone:
-        return told or "127.0.0.1"
+    address = reader.env.get("MASTER_ADDR", "").strip()
+    if address or is_alone:
+        return address or "127.0.0.1"
     head = reader.env.get(mpi.head or "", "")
     # `JOB.0;tcp://10.0.0.1,172.17.0.1:39399;tcp6://[fd00::1]:40000`
     listed = re.search(r";tcp://([0-9.,]+):[0-9]+", head)

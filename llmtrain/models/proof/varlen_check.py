@@ -55,7 +55,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
-        raise AttentionRefused(config, attention, _told(error)) from error
+        raise AttentionRefused(config, attention, _describe(error)) from error
     if reason:
         raise AttentionRefused(config, attention, reason)
 
@@ -182,7 +182,7 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max())
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Returns an attention function's reason for rejecting the model, or the error of the model's own code."""
     text = " ".join(str(error).split())[:200]
     return text if text.startswith("it ") else f"its tiny copy fails, {type(error).__name__}: {text}"
