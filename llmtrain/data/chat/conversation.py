@@ -1,0 +1,243 @@
+"""Conversations: found in the rows of a source, and brought to one validated form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llmtrain.errors import DataError, Problem, nearest, shown
+
+Format = Literal["messages", "prompt_completion", "instruction"]
+Message = dict[str, Any]
+"""As chat templates read it: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id` and `name` if
+there are any. The arguments of a tool call are an object."""
+
+ROLES = {
+    "system": ("system",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "model", "chatgpt", "bot"),
+    "tool": ("tool", "function", "observation", "function_response", "tool_response"),
+}
+_ROLE = {name: role for role, names in ROLES.items() for name in names}
+FUNCTION_CALL = ("function_call", "tool_call")
+"""ShareGPT's roles of a turn of the assistant that is a call."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
+    "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
+    "prompt_completion": {
+        "prompt": ("prompt", "question", "query"),
+        "completion": ("completion", "response", "answer"),
+    },
+    "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
+}
+"""What each format needs, with the columns in which it usually is, in order of preference."""
+OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
+    "messages": {"system": ("system", "system_prompt"), "tools": ("tools", "functions")},
+    "prompt_completion": {"system": ("system", "system_prompt"), "tools": ("tools",)},
+    "instruction": {"input": ("input", "context"), "system": ("system", "system_prompt")},
+}
+
+
+class RowError(Exception):
+    """What is wrong with one row; where it is, its reader knows."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order, and what may be trained on."""
+
+    messages: tuple[Message, ...]
+    trained: tuple[bool, ...]
+    """For each message, False if it says that it is not trained on (`train: false`, or `weight: 0`)."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas of the functions that may be called."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a source hold their conversations."""
+
+    format: Format
+    columns: Mapping[str, str]
+    """Column of each part that the rows have."""
+    system: str | None = None
+    """System text of conversations without one."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
+
+    def read(self, row: Mapping[str, Any]) -> Conversation:
+        """Returns the conversation of a row. Raises RowError."""
+        parts = {part: row.get(column) for part, column in self.columns.items()}
+        turns = _TURNS[self.format](parts)
+        if not any(_role(turn) == "system" for turn in turns) and (system := parts.get("system") or self.system):
+            turns = [{"role": "system", "content": system}, *turns]
+        return conversation(turns, parts.get("tools"))
+
+
+def find_layout(
+    columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
+) -> Layout:
+    """Finds the conversations among columns.
+
+    named: the column of a part that has none of the usual names. field: the recipe field of the source.
+    Raises DataError if they are not found, or could be in several ways.
+    """
+    known = list(columns)
+    for part, column in named.items():
+        if column not in known:
+            message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
+            raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
+    formats = [format] if format else list(NAMES)
+    for one in formats:
+        found = {part: _column(part, names, named, known) for part, names in (NAMES[one] | OPTIONAL[one]).items()}
+        if all(found[part] for part in NAMES[one]):
+            if unused := set(named) - set(found):
+                message = f"'{one}' has no part {', '.join(sorted(unused))}; its parts are {', '.join(found)}"
+                raise DataError(Problem("data.column", f"{field}.columns", message))
+            return Layout(one, {part: column for part, column in found.items() if column}, system)
+    parts = "; ".join(f"{one}: {', '.join(NAMES[one])}" for one in formats)
+    message = f"no conversations were found in the columns {', '.join(known) or '(none)'}"
+    fix = f'name the columns: columns={{"PART": "COLUMN"}} ({parts})'
+    raise DataError(Problem("data.column", f"{field}.columns", message, fix))
+
+
+def conversation(turns: Any, tools: Any = None) -> Conversation:
+    """Returns the validated form of messages, as OpenAI or ShareGPT write them. Raises RowError."""
+    if not isinstance(turns, (list, tuple)) or not turns:
+        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+    trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
+    roles = [message["role"] for message in messages]
+    if "system" in roles[1:]:
+        raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
+    if "assistant" not in roles:
+        raise RowError("the assistant says nothing")
+    for number, (role, before) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
+        if role == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
+            raise RowError(f"message {number} is the result of a tool that was not called")
+    return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
+
+
+def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: list[str]) -> str | None:
+    return named.get(part) or next((name for name in usual if name in known), None)
+
+
+def _message(number: int, turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise RowError(f"message {number} is {shown(turn)}, not an object")
+    role = _role(turn)
+    content = _text(number, turn.get("content", turn.get("value")))
+    message: Message = {"role": role, "content": content}
+    if turn.get("role", turn.get("from")) in FUNCTION_CALL:
+        message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
+    elif role is None:
+        raise RowError(f"message {number} has the unknown role {shown(turn.get('role', turn.get('from')))}")
+    elif calls := turn.get("tool_calls"):
+        if role != "assistant" or not isinstance(calls, (list, tuple)):
+            raise RowError(f"message {number} has tool_calls that are not a list of the assistant's calls")
+        message["tool_calls"] = [_call(number, call) for call in calls]
+    reasoning = next((turn[name] for name in REASONING if turn.get(name)), None)
+    if reasoning is not None:
+        message["reasoning_content"] = _text(number, reasoning)
+    message |= {name: turn[name] for name in ("name", "tool_call_id") if isinstance(turn.get(name), str)}
+    if not message["content"].strip() and "tool_calls" not in message and role != "tool":
+        raise RowError(f"message {number} ({role}) is empty")
+    return message
+
+
+def _role(turn: Any) -> str | None:
+    name = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    return "assistant" if name in FUNCTION_CALL else _ROLE.get(name) if isinstance(name, str) else None
+
+
+def _text(number: int, content: Any) -> str:
+    """Returns the text of a message's content, which may be a list of parts."""
+    if content is None:
+        return ""
+    if isinstance(content, (list, tuple)):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise RowError(f"message {number} has parts that are not text: {shown(content)}")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RowError(f"the content of message {number} is {shown(content)}, not text")
+    return content
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+        raise RowError(f"a tool call of message {number} names no function: {shown(call)}")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _json(arguments, f"the arguments of message {number} for {name}")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise RowError(f"the arguments of message {number} for {name} are {shown(arguments)}, not an object")
+    # A column of Arrow gives every row the keys of all rows, null where a row has none.
+    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **known, "function": {"name": name, "arguments": given}}
+
+
+def _is_trained(number: int, turn: Mapping[str, Any]) -> bool:
+    for name in ("train", "weight"):
+        value = turn.get(name)
+        if value is not None:
+            if value not in (0, 1):
+                raise RowError(f"message {number} has {name} {shown(value)}; only 0 and 1 (false, true) are known")
+            return bool(value)
+    return True
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if isinstance(tools, str):
+        tools = _json(tools, "the list of tools") if tools.strip() else None
+    if tools is None:
+        return []
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError(f"tools are {shown(tools)}, not a list of JSON schemas")
+    return [dict(tool) for tool in tools]
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what} are no JSON ({error}): {shown(text)}") from None
+
+
+def _from_messages(parts: dict[str, Any]) -> list[Any]:
+    turns = parts["messages"]
+    if isinstance(turns, str):
+        turns = _json(turns, "the messages")
+    if not isinstance(turns, (list, tuple)):
+        raise RowError(f"messages are {shown(turns)}, not a list of messages")
+    return list(turns)
+
+
+def _from_prompt(parts: dict[str, Any]) -> list[Any]:
+    return [*_turns(parts["prompt"], "user"), *_turns(parts["completion"], "assistant")]
+
+
+def _turns(value: Any, role: str) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
+
+
+def _from_instruction(parts: dict[str, Any]) -> list[Any]:
+    texts = [parts["instruction"], parts.get("input")]
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise RowError(f"the instruction is {shown(text)}, not text")
+    question = "\n\n".join(text for text in texts if text)
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
+
+
+_TURNS: dict[Format, Callable[[dict[str, Any]], list[Any]]] = {
+    "messages": _from_messages,
+    "prompt_completion": _from_prompt,
+    "instruction": _from_instruction,
+}

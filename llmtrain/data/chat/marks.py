@@ -1,0 +1,182 @@
+"""Marks in what a template renders: which text came from which message, and which special tokens the template wrote.
+
+A template is a program; where its text ends and that of a message begins is not to be found by searching. So messages
+are rendered with characters of Unicode's private planes in them: around each stretch of a message's text, and within
+each text of a special token that a message spells. Whoever removes them again gets what the template renders without,
+which is checked for each conversation, and knows where they were.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from llmtrain.data.chat.conversation import Message, RowError
+
+FIRST_SPECIAL = 0xF0000
+"""A special token that the template wrote becomes one character from here on."""
+FIRST_ADDED = 0xF8000
+"""The same for added tokens that are not special, such as `<tool_call>`."""
+BREAK = "\U000fffff"
+"""Stands within the text of a special token that a message spells, so that it is not one."""
+FIRST_MARK = 0x100000
+"""Message i's text begins with character 2 · i from here on, and ends with the next."""
+MOST_MESSAGES = 0x8000
+RESERVED = re.compile("[\U000f0000-\U0010ffff]")
+SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
+CONTROL = re.compile("[\U000f0000-\U000ffffe]")
+_MARK = re.compile("([\U000fffff-\U0010ffff])")
+_TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\])")
+"""Templates look for tags in messages, mostly of reasoning, and strip what is beside them: no mark touches one."""
+_NOT_MARKED = ("role", "type", "id", "tool_call_id")
+"""Templates compare these, and do not write them as they are."""
+
+
+class Controls:
+    """The tokens that structure a conversation: special ones, and added ones that the template itself writes."""
+
+    def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
+        first = {text: chr(FIRST_SPECIAL + number) for number, text in enumerate(special) if len(text) > 1}
+        more = {text: chr(FIRST_ADDED + number) for number, text in enumerate(added) if len(text) > 1}
+        self.aliases = more | first
+        """The character that stands for each."""
+        self._texts = {alias: text for text, alias in self.aliases.items()}
+        self._all = _any_of(self.aliases)
+        self._special = _any_of(first)
+
+    def break_up(self, text: str, role: str | None) -> str:
+        """Returns the text of a message with a `BREAK` in the text of each control token.
+
+        An assistant may write an added token that is not special, such as `<think>`: it is one of its words.
+        """
+        tokens = self._special if role == "assistant" else self._all
+        return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+
+    def alias(self, text: str) -> str:
+        """Returns a text with each control token replaced by its character."""
+        return self._all.sub(lambda found: self.aliases[found[0]], text)
+
+    def plain(self, text: str) -> str:
+        """Returns a text with the control tokens as they are."""
+        return CONTROL.sub(lambda found: self._texts[found[0]], text)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A stretch of a message's text in a rendering."""
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a template renders, with a character in place of each control token that the template wrote."""
+
+    text: str
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def of(cls, marked: str, controls: Controls) -> Rendered:
+        """Reads the marks. Raises RowError if the template has taken a stretch apart."""
+        parts = _MARK.split(controls.alias(marked))
+        text, stretches, opened = [parts[0]], [], None
+        length = len(parts[0])
+        for mark, part in zip(parts[1::2], parts[2::2], strict=True):
+            if mark != BREAK:
+                message, is_end = divmod(ord(mark) - FIRST_MARK, 2)
+                if (opened is not None) != bool(is_end) or (opened and opened[0] != message):
+                    raise RowError(f"the template takes the text of message {message + 1} apart")
+                if opened:
+                    stretches.append(Stretch(*opened, length))
+                opened = None if is_end else (message, length)
+            text.append(part)
+            length += len(part)
+        if opened:
+            raise RowError(f"the template cuts off the text of message {opened[0] + 1}")
+        return cls("".join(text), tuple(stretches))
+
+    @staticmethod
+    def partial(marked: str, controls: Controls) -> str:
+        """Returns the text of the beginning of a rendering."""
+        return _MARK.sub("", controls.alias(marked))
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, str], ...]:
+        """What the template wrote after each message's text, and before the first: its skeleton, without contents."""
+        owners = [-1, *(one.message for one in self.stretches)]
+        starts = [0, *(one.end for one in self.stretches)]
+        ends = [*(one.start for one in self.stretches), len(self.text)]
+        return tuple((owner, self.text[start:end]) for owner, start, end in zip(owners, starts, ends, strict=True))
+
+
+def reject_reserved(values: Any) -> None:
+    """Raises RowError for text with characters that serve as marks here."""
+    for text in _strings(values):
+        if found := RESERVED.search(text):
+            raise RowError(f"contains the private character U+{ord(found[0]):X}, which has a meaning here")
+
+
+def marked(messages: Sequence[Message], controls: Controls | None, offset: int = 0) -> list[Message]:
+    """Returns messages with marks. controls: to break up; None leaves texts of special tokens as the tokens."""
+    return [
+        _map(message, lambda key, text, number=number, role=message["role"]: _mark(key, text, number, role, controls))
+        for number, message in enumerate(messages, start=offset)
+    ]
+
+
+def broken_up(values: Any, controls: Controls | None) -> Any:
+    """Returns JSON data, such as the schemas of tools, without texts that are control tokens."""
+    return values if controls is None else _map(values, lambda _, text: controls.break_up(text, None))
+
+
+def _mark(key: str, text: str, number: int, role: str, controls: Controls | None) -> str:
+    if key in _NOT_MARKED or (key == "name" and role == "tool"):
+        return text
+    text = text if controls is None else controls.break_up(text, role)
+    parts = _TAG.split(text)
+    if not any(part.strip() for part in parts[::2]):  # nothing but tags
+        return _around(text, number)
+    parts[::2] = [_around(part, number) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _around(text: str, number: int) -> str:
+    """Puts marks around a text, within the white space around it, since templates strip that."""
+    core = text.strip()
+    if not core:
+        return text
+    start = text.index(core)
+    first = chr(FIRST_MARK + 2 * number)
+    return f"{text[:start]}{first}{core}{chr(ord(first) + 1)}{text[start + len(core) :]}"
+
+
+def _map(value: Any, change: Any, key: str = "") -> Any:
+    if isinstance(value, str):
+        return change(key, value)
+    if isinstance(value, dict):
+        return {name: _map(item, change, name) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map(item, change, key) for item in value]
+    return value
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

@@ -1,0 +1,148 @@
+"""The chat template of a recipe, rendered as `transformers` renders it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from llmtrain.data.chat.conversation import Message, RowError
+from llmtrain.errors import DataError, Problem, reason
+from llmtrain.system.untrusted import expanded, read_bytes
+
+FIELD = "data.chat_template"
+DEFAULT = "default"
+"""The one that a tokenizer with several templates uses, unless there are tools."""
+_CALL: Message = {"type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
+_PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "question"},
+    {"role": "assistant", "content": "", "tool_calls": [{**_CALL, "id": "abcdefghi"}]},
+)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template, with what the tokenizer gives it."""
+
+    source: str
+    special: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the tokenizer's special tokens by name (`bos_token`, `eos_token`, ...)."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompt: bool = False) -> str:
+        """Returns the text of messages. prompt: with the beginning of the assistant's next turn.
+
+        Raises RowError if the template refuses them.
+        """
+        return self._render(messages, tools, prompt, spans=False)[0]
+
+    def render_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of messages, and what it says to be generated (`{% generation %}`). Raises RowError."""
+        return self._render(messages, tools, prompt=False, spans=True)
+
+    @cached_property
+    def has_spans(self) -> bool:
+        """Whether the template says what is generated."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    @cached_property
+    def literal_text(self) -> str:
+        """All text that stands in the template itself."""
+        from transformers.utils.chat_template_utils import _get_template_literal_text
+
+        return str(_get_template_literal_text(self.source))
+
+    @cached_property
+    def arguments_as_text(self) -> bool:
+        """Whether the arguments of tool calls are given as JSON text, as DeepSeek-V3's template wants them.
+
+        Others write an object as JSON, and would write a text as a JSON string.
+        """
+        try:
+            return "{'key': 'value'}" in self._rendered(_PROBE, (), False, False)[0]
+        except Exception:
+            return True
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, spans: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        if any("tool_calls" in message for message in messages) and self.arguments_as_text:
+            messages = [_with_text_arguments(message) for message in messages]
+        try:
+            return self._rendered(messages, tools, prompt, spans)
+        except Exception as error:  # a template is a program: what it raises can be anything
+            raise RowError(f"the chat template refuses it: {reason(error)}") from error
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, spans: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, found = render_jinja_template(
+            [list(messages)],
+            tools=list(tools) or None,
+            chat_template=self.source,
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=spans,
+            **self.special,
+        )
+        return texts[0], list(found[0]) if found else []
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+    calls = [{**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
+    return {**message, "tool_calls": calls}
+
+
+def shipped_templates() -> dict[str, str]:
+    """Returns the templates that come with llmtrain, by name."""
+    folder = files("llmtrain.data.chat") / "templates"
+    return {
+        one.name.removesuffix(".jinja"): one.read_text(encoding="utf-8")
+        for one in sorted(folder.iterdir(), key=lambda one: one.name)
+        if one.name.endswith(".jinja")
+    }
+
+
+def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
+    """Returns the template that a recipe names (text, file, or name of a shipped one), or else the tokenizer's own.
+
+    Raises DataError if there is none, or it is no template.
+    """
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+    special = {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
+    source = _named(wanted) if wanted is not None else loaded.chat_template
+    if isinstance(source, dict):
+        source = source.get(DEFAULT)
+    if source is None:
+        message = "the tokenizer has no chat template"
+        raise DataError(Problem("data.chat_template", FIELD, message, f"--set {FIELD}=chatml, or name a file with one"))
+    template = ChatTemplate(source, special)
+    try:
+        _ = template.literal_text  # parses it
+    except Exception as error:
+        raise DataError(Problem("data.chat_template", FIELD, f"is no Jinja template: {reason(error)}")) from error
+    return template
+
+
+def _named(wanted: str) -> str:
+    shipped = shipped_templates()
+    if wanted in shipped:
+        return shipped[wanted]
+    if "{" in wanted:
+        return wanted
+    path = expanded(wanted)
+    if path.is_file():
+        return read_bytes(path).decode("utf-8")
+    message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
+    raise DataError(Problem("data.chat_template", FIELD, message))

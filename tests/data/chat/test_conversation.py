@@ -1,0 +1,106 @@
+"""Conversations in rows of several formats come to one form, and faulty rows to a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.data.chat.conversation import Conversation, Format, RowError, conversation, find_layout
+from llmtrain.errors import DataError
+
+ASKED = {"role": "user", "content": "a"}
+SAID = {"role": "assistant", "content": "b"}
+
+
+def read(row: dict[str, Any], system: str | None = None, **named: str) -> Conversation:
+    return find_layout(row, "data.sources.0", format=None, named=named, system=system).read(row)
+
+
+def test_formats_with_usual_columns_come_to_one_form() -> None:
+    chat = conversation([ASKED, SAID])
+    assert read({"id": 1, "messages": [ASKED, SAID]}) == chat
+    assert read({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}) == chat
+    assert read({"prompt": "a", "completion": "b"}) == chat
+    assert read({"prompt": [ASKED], "completion": [SAID]}) == chat
+    assert read({"question": "a", "answer": "b"}) == chat
+    assert read({"instruction": "a", "input": "", "output": "b"}) == chat
+    assert read({"mine": [ASKED, SAID]}, messages="mine") == chat
+    assert read({"instruction": "x", "input": "y", "output": "b"}).messages[0]["content"] == "x\n\ny"
+
+
+def test_a_system_text_comes_from_the_row_or_else_from_the_source() -> None:
+    row = {"messages": [ASKED, SAID]}
+    assert read({**row, "system": "s"}, "t").messages[0] == {"role": "system", "content": "s"}
+    assert read(row, "t").messages[0] == {"role": "system", "content": "t"}
+    own = [{"role": "system", "content": "u"}, ASKED, SAID]
+    assert read({"messages": own}, "t").messages[0]["content"] == "u"
+
+
+def test_calls_have_their_arguments_as_an_object() -> None:
+    expected = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calls: list[Any] = [
+        {"function": {"name": "f", "arguments": '{"x": 1}'}},
+        {"function": {"name": "f", "arguments": {"x": 1, "y": None}}},  # as Arrow fills rows
+        {"name": "f", "arguments": {"x": 1}},
+    ]
+    for call in calls:
+        assert conversation([ASKED, {"role": "assistant", "tool_calls": [call]}]).messages[1]["tool_calls"] == [
+            expected
+        ]
+    shared = conversation(
+        [ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}], '[{"a": 1}]'
+    )
+    assert (shared.messages[1]["tool_calls"], shared.tools) == ([expected], ({"a": 1},))
+
+
+def test_a_message_may_say_that_it_is_not_trained_on() -> None:
+    chat = conversation([ASKED, {**SAID, "weight": 0}, ASKED, {**SAID, "train": True}, ASKED, {**SAID, "train": False}])
+    assert chat.trained == (True, False, True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("turns", "fault"),
+    [
+        ("hello", "not a list of messages"),
+        ([], "not a list of messages"),
+        (["hello"], "message 1 is 'hello', not an object"),
+        ([{"role": "narrator", "content": "a"}, SAID], "message 1 has the unknown role 'narrator'"),
+        ([{"role": ["user"], "content": "a"}, SAID], "unknown role"),
+        ([ASKED], "the assistant says nothing"),
+        ([ASKED, {"role": "assistant", "content": " "}], "message 2 (assistant) is empty"),
+        ([{"role": "user", "content": None}, SAID], "message 1 (user) is empty"),
+        ([ASKED, {"role": "assistant", "content": 5}], "the content of message 2 is 5, not text"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, SAID], "parts that are not text"),
+        ([ASKED, {"role": "system", "content": "s"}, SAID], "message 2 is a system text that is not the first"),
+        ([ASKED, {"role": "tool", "content": "s"}, SAID], "message 2 is the result of a tool that was not called"),
+        ([ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}], "are no JSON"),
+        (
+            [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}],
+            "not an object",
+        ),
+        ([ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}], "names no function"),
+        ([{**ASKED, "tool_calls": [{"name": "f"}]}, SAID], "not a list of the assistant's calls"),
+        ([ASKED, {"from": "function_call", "value": "{x"}], "the call of message 2 are no JSON"),
+        ([ASKED, {**SAID, "weight": 0.5}], "message 2 has weight 0.5"),
+    ],
+)
+def test_faults_of_rows(turns: Any, fault: str) -> None:
+    with pytest.raises(RowError) as caught:
+        conversation(turns)
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "form", "named", "fault"),
+    [
+        (["text"], None, {}, "no conversations were found in the columns text"),
+        (["messages"], "instruction", {}, "no conversations were found"),
+        (["messages", "chat"], None, {"messages": "chats"}, "has no column 'chats'; did you mean 'chat'?"),
+        (["messages", "chat"], None, {"prompt": "chat"}, "'messages' has no part prompt"),
+    ],
+)
+def test_columns_that_are_not_found(columns: list[str], form: Format | None, named: dict[str, str], fault: str) -> None:
+    with pytest.raises(DataError) as caught:
+        find_layout(columns, "data.sources.0", format=form, named=named)
+    assert fault in str(caught.value)
