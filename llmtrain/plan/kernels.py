@@ -16,9 +16,6 @@ LARGE_LOSS = 2**30
 """Size in bytes of a micro-batch's logits from which on they are not held at once."""
 SMALL_HEAD = 0.03
 """Largest share of a token's parameters that the head may have for its product to be worth computing twice."""
-
-IN_CHUNKS = ("chunked", "compiled")
-"""Values of `kernels.loss` with which the loss is computed in chunks."""
 WHOLE_LOSS = {
     "data_parallel": "nn.DataParallel copies the model, but not a replacement of its forward method",
     "fsdp2": "FSDP2 has already freed the head's weights when its product is computed again (a segmentation fault)",
