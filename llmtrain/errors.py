@@ -99,6 +99,15 @@ class MachineError(RecipeError):
     """A machine lacks something that the plan needs; other machines may have it."""
 
 
+class FamilyError(RecipeError):
+    """A family of models computes something else under a split or with a kernel; handlers treat it as a result."""
+
+    def __init__(self, rule: str, field: str, working: object, refused: str, reason: str) -> None:
+        """working: the value of the field with which the family works; refused: what it does not do."""
+        self.reason = reason
+        super().__init__(Problem(rule, field, f"{refused}: {reason}", f"--set {field}={working}"))
+
+
 class DataError(UserError):
     """The corpus, the tokenizer or the token store cannot be used."""
 

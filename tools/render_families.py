@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from llmtrain.errors import FamilyError
 from llmtrain.models.loss import CHOOSERS
 from llmtrain.models.proof.cut import build_chain, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.stages import CannotCut, Cut
+from llmtrain.models.stages import Cut
 from llmtrain.plan.stages import StageBounds
 
 BOUNDS = (StageBounds(0, 2), StageBounds(2, 4))
@@ -89,7 +90,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         cut = find_cut(config, BOUNDS)
-    except CannotCut as refusal:
+    except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \S+$", "", one_line(refusal.reason)))
     wrong = wrong_gradients(whole, cut, inputs)

@@ -18,8 +18,9 @@ from render_families import Verdict, every_family, one_line, render, tiny_config
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.forward import documents_known
+from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import TOLERANCE, packed_input, reference
-from llmtrain.models.proof.varlen_check import AttentionRefused, check_attention
+from llmtrain.models.proof.varlen_check import check_attention
 
 HEAD = """# Model families and packed documents
 
@@ -47,7 +48,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         check_attention(config, "varlen")
-    except AttentionRefused as refusal:
+    except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         reason = re.sub(r" by \S+$", "", one_line(refusal.reason))
         return Verdict(family, "refused", "; ".join(filter(None, (reason, note))))

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
+from llmtrain.errors import FamilyError
 from llmtrain.models.proof.slices_check import VOCABULARY, compare
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import DeclaredSplit, SplitRefused
+from llmtrain.models.tensor import DeclaredSplit
 
 HEAD = """# Model families with tensor parallelism inside pipeline stages
 
@@ -43,7 +44,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         return Verdict(family, "works", f"{_share(model, compare(config)):.0%}")
-    except SplitRefused as refusal:
+    except FamilyError as refusal:
         # The size of the deviation depends on random weights and differs between machines, so the page leaves it out.
         return Verdict(family, "refused", re.sub(r" by \de[+-]\d+", "", one_line(refusal.reason)))
 

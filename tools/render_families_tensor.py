@@ -19,7 +19,8 @@ from deepspeed.utils import logger
 sys.path.insert(0, str(Path(__file__).parent))
 from render_families import Verdict, every_family, one_line, render, tiny_config, write
 
-from llmtrain.engines.deepspeed.tensor_check import CannotSplit, compare_split
+from llmtrain.engines.deepspeed.tensor_check import compare_split
+from llmtrain.errors import FamilyError
 from llmtrain.launch.place.rank import Rank
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.overrides.deepspeed import make_tensor_groups
@@ -52,7 +53,7 @@ def judge(family: str) -> Verdict:
         return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
     try:
         share = compare_split(config, BLOCK, "eager", torch.device("cpu"))
-    except CannotSplit as refusal:
+    except FamilyError as refusal:
         return Verdict(family, "refused", one_line(_in_short(refusal.reason)))
     return Verdict(family, "works", f"{share:.0%}")
 

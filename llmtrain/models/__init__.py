@@ -3,12 +3,11 @@
 from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum
-from llmtrain.models.stages import CannotCut, Stage
+from llmtrain.models.stages import Stage
 from llmtrain.models.varlen import takes_bounds
 
 __all__ = [
     "IGNORE",
-    "CannotCut",
     "ChunkedLoss",
     "Stage",
     "build_model",

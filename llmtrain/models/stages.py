@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
@@ -35,13 +35,10 @@ from llmtrain.plan.model_facts import decoder_lists
 from llmtrain.plan.stages import StageBounds
 
 
-class CannotCut(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
-    """The family cannot be cut into stages without changing what it computes."""
-
-    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
-        self.reason = reason
-        message = f"{config.model_type} cannot be cut into pipeline stages: {reason}"
-        super().__init__(Problem("pipeline.family", "parallel.pipeline", message, "--set parallel.pipeline=1"))
+def cannot_cut(config: PreTrainedConfig, reason: str) -> FamilyError:
+    """Returns the refusal of a family that cannot be cut into stages without changing what it computes."""
+    refused = f"{config.model_type} cannot be cut into pipeline stages"
+    return FamilyError("pipeline.family", "parallel.pipeline", 1, refused, reason)
 
 
 @dataclass(frozen=True)
@@ -230,7 +227,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(lists) != 1:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         found = " and ".join(lists) or "none"
-        raise CannotCut(model.config, f"it should have one list of {count} decoder layers and has {found}")
+        raise cannot_cut(model.config, f"it should have one list of {count} decoder layers and has {found}")
     (found_list,) = lists.items()
     return found_list
 

@@ -22,18 +22,15 @@ from torch import distributed as dist
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 
 Forward = Callable[..., Any]
 
 
-class SplitRefused(RecipeError):  # noqa: N818 - a verdict, which handlers treat as a result
-    """The family cannot be split among tensor parallel ranks without changing what it computes."""
-
-    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
-        self.reason = reason
-        message = f"{config.model_type} cannot be split among tensor parallel ranks: {reason}"
-        super().__init__(Problem("tensor.family", "parallel.tensor", message, "--set parallel.tensor=1"))
+def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
+    """Returns the refusal of a family that cannot be split by its own plan."""
+    refused = f"{config.model_type} cannot be split among tensor parallel ranks"
+    return FamilyError("tensor.family", "parallel.tensor", 1, refused, reason)
 
 
 class Ranks(Protocol):
@@ -345,11 +342,11 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
     A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
-    degree, or if it shares its weight with a module that is not sliced alike. Raises SplitRefused.
+    degree, or if it shares its weight with a module that is not sliced alike. Raises FamilyError.
     """
     plan, config = model.tp_plan, model.config
     if not plan:
-        raise SplitRefused(config, "it declares no tensor parallel plan (tp_plan)")
+        raise no_split(config, "it declares no tensor parallel plan (tp_plan)")
     styles = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
     by_parameter: dict[int, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -358,7 +355,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     asked = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
     unknown = sorted(asked - STYLES.keys())
     if unknown:
-        raise SplitRefused(config, f"its plan asks for the styles {', '.join(unknown)}")
+        raise no_split(config, f"its plan asks for the styles {', '.join(unknown)}")
     shards: dict[str, Shard] = {}
     for uses in by_parameter.values():
         shard = _shard(model, uses, degree)
@@ -368,7 +365,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
             elif STYLES[style].alone:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
-        raise SplitRefused(config, f"its plan splits nothing of the layers among {degree} ranks")
+        raise no_split(config, f"its plan splits nothing of the layers among {degree} ranks")
     return DeclaredSplit(styles, shards)
 
 
@@ -381,14 +378,14 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
         if shard is not None and shape[shard.dim] % (shard.blocks * degree):
             if not STYLES[style].alone:
                 reason = f"dimension {shard.dim} of {name} {list(shape)} does not divide by {degree}"
-                raise SplitRefused(model.config, reason)
+                raise no_split(model.config, reason)
             shard = None
         wanted[name] = shard
     if len(set(wanted.values())) == 1:
         return next(iter(wanted.values()))
     for name, shard in wanted.items():
         if shard is not None and not STYLES[uses[name]].alone:
-            raise SplitRefused(model.config, f"{name} is tied to a weight that is not split alike")
+            raise no_split(model.config, f"{name} is tied to a weight that is not split alike")
     return None
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.errors import RecipeError
-from llmtrain.models import CannotCut, find_stages
+from llmtrain.errors import FamilyError, RecipeError
+from llmtrain.models import find_stages
 from llmtrain.plan.model_facts import _without_gradient, model_facts
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import tiny_recipe
@@ -85,7 +85,7 @@ def test_own_code_that_cannot_be_cut_is_refused(tmp_path):
             "for layer in self.layers:", "for layer in self.layers:\n            layer.norm.weight"
         )
     )
-    with pytest.raises(CannotCut, match="own_of_the_tests"):
+    with pytest.raises(FamilyError, match="own_of_the_tests"):
         find_stages(_pipeline(folder), 2)
 
 

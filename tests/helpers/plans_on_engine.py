@@ -319,5 +319,5 @@ def _torch(run: Any) -> Trace:
 def _reason(error: BaseException) -> str:
     """What a rank raised, out of the traceback that came back; a verdict of our own has its fix in the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|CannotSplit)\b", line)]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Refused|FamilyError)\b", line)]
     return (raised or lines or [type(error).__name__])[-1][:200]

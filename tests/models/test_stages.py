@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmtrain.errors import RecipeError
-from llmtrain.models import IGNORE, CannotCut, ChunkedLoss, target_loss_sum
+from llmtrain.errors import FamilyError, RecipeError
+from llmtrain.models import IGNORE, ChunkedLoss, target_loss_sum
 from llmtrain.models.initial import initialise
 from llmtrain.models.proof.cut import build_chain, build_stage, check_cut, find_cut, packed_input, reference, run_chain
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
@@ -207,22 +207,22 @@ def test_rotary_frequencies_are_those_of_the_whole_model():
 
 class TestRefusal:
     def test_two_lists_of_layers_that_are_run_in_cycles(self):
-        with pytest.raises(CannotCut, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
+        with pytest.raises(FamilyError, match=r"hrm_text cannot be cut .* one list of 4 decoder layers"):
             find_cut(families.tiny_config("hrm_text"), HALVES)
 
     def test_layers_that_hand_on_more_than_a_hidden_state(self):
-        with pytest.raises(CannotCut, match="deviate from the whole model's"):
+        with pytest.raises(FamilyError, match="deviate from the whole model's"):
             find_cut(families.tiny_config("zaya"), HALVES)
 
     def test_layers_that_share_state_across_the_cut_but_not_within_a_stage(self):
         config = families.tiny_config("gemma3n_text")
-        with pytest.raises(CannotCut, match="its forward fails on a part of the layers"):
+        with pytest.raises(FamilyError, match="its forward fails on a part of the layers"):
             find_cut(config, HALVES)
         find_cut(config, [StageBounds(0, 4)])
 
     def test_a_wrong_cut_is_found(self, monkeypatch):
         monkeypatch.setattr(StageEntry, "exchange", lambda self, hidden: self.received * 1.001)
-        with pytest.raises(CannotCut, match=r"deviate from the whole model's by"):
+        with pytest.raises(FamilyError, match=r"deviate from the whole model's by"):
             find_cut(families.tiny_config("llama"), HALVES)
 
     def test_a_lost_gradient_is_found(self, monkeypatch):
@@ -232,7 +232,7 @@ class TestRefusal:
         assert "model.layers.0.mlp.up_proj.weight" in families.wrong_gradients(whole, cut, packed_input(config))
 
     def test_layers_skipped_at_random(self):
-        with pytest.raises(CannotCut, match=r"layerdrop = 0\.1"):
+        with pytest.raises(FamilyError, match=r"layerdrop = 0\.1"):
             check_cut(AutoConfig.for_model("opt", layerdrop=0.1), HALVES)
 
     def test_bounds_that_leave_a_layer_out(self):

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, tensor
 from llmtrain.models.build import stage_builder
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.slices_check import check_split, compare
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import GroupRanks, Shard, SplitRefused, TensorParallel, plan_split, shard_of
+from llmtrain.models.tensor import GroupRanks, Shard, TensorParallel, plan_split, shard_of
 from llmtrain.rules.tensor import SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -47,28 +48,28 @@ def test_padding_rows_get_no_gradient_on_any_rank(attention):
 
 class TestRefusal:
     def test_no_plan(self):
-        with pytest.raises(SplitRefused, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
+        with pytest.raises(FamilyError, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
             check_split(AutoConfig.for_model("gpt2"), 2)
 
     def test_a_style_that_is_not_known(self):
-        with pytest.raises(SplitRefused, match=r"the styles? '?all_reduce"):
+        with pytest.raises(FamilyError, match=r"the styles? '?all_reduce"):
             compare(tiny("inkling_text"))
 
     def test_a_plan_of_the_head_alone(self):
-        with pytest.raises(SplitRefused, match="splits nothing of the layers"):
+        with pytest.raises(FamilyError, match="splits nothing of the layers"):
             compare(tiny("bamba"))
 
     def test_a_plan_that_loses_a_gradient(self):
-        with pytest.raises(SplitRefused, match=r"its gradients deviate .*act_fn"):
+        with pytest.raises(FamilyError, match=r"its gradients deviate .*act_fn"):
             compare(tiny("apertus"))
 
     def test_a_forward_that_needs_all_heads(self):
-        with pytest.raises(SplitRefused, match="its forward fails when split"):
+        with pytest.raises(FamilyError, match="its forward fails when split"):
             compare(tiny("doge"))
 
     def test_sizes_that_do_not_divide(self):
         config = AutoConfig.for_model("llama", num_hidden_layers=1, intermediate_size=97)
-        with pytest.raises(SplitRefused, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
+        with pytest.raises(FamilyError, match=r"dimension 0 of .*mlp\.gate_proj\.weight \[97, 4096\] .* by 2"):
             check_split(config, 2)
 
 
@@ -95,13 +96,13 @@ class TestMistakes:
 
     def test_a_gradient_that_is_not_summed_over_ranks(self, monkeypatch):
         monkeypatch.setattr(tensor, "copy", lambda value, ranks: value)
-        with pytest.raises(SplitRefused, match="its gradients deviate"):
+        with pytest.raises(FamilyError, match="its gradients deviate"):
             compare(tiny("llama"))
 
     def test_a_norm_of_heads_that_each_rank_updates_alone(self, monkeypatch):
         alone = {**tensor.STYLES, "replicated_with_grad_allreduce": tensor.STYLES["replicate"]}
         monkeypatch.setattr(tensor, "STYLES", alone)
-        with pytest.raises(SplitRefused, match=r"its gradients deviate .*_norm"):
+        with pytest.raises(FamilyError, match=r"its gradients deviate .*_norm"):
             compare(tiny("qwen3"))
 
     def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
@@ -110,7 +111,7 @@ class TestMistakes:
 
         row = tensor.Style(tensor.STYLES["rowwise"].shard, tensor._wrapping(naive))
         monkeypatch.setattr(tensor, "STYLES", {**tensor.STYLES, "rowwise": row})
-        with pytest.raises(SplitRefused, match="its logits deviate"):
+        with pytest.raises(FamilyError, match="its logits deviate"):
             compare(tiny("starcoder2"))
 
 

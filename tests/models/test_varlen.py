@@ -13,8 +13,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data import Documents
+from llmtrain.errors import FamilyError
 from llmtrain.models import varlen
-from llmtrain.models.proof.varlen_check import AttentionRefused, check_attention
+from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.varlen import varlen_attention
 from llmtrain.rules.model import MIXES_DOCUMENTS
 from tests.helpers.small_plan import small_plan
@@ -160,7 +161,7 @@ def test_families_compute_the_same(family, fields):
     ],
 )
 def test_families_are_refused(family, attention, reason):
-    with pytest.raises(AttentionRefused, match=rf"(?s){reason}.*--set model\.attention=sdpa"):
+    with pytest.raises(FamilyError, match=rf"(?s){reason}.*--set model\.attention=sdpa"):
         check_attention(AutoConfig.for_model(family), attention)
 
 
@@ -172,7 +173,7 @@ def test_bounds_reach_a_flash_kernel(family):
 def test_a_family_whose_attention_computes_something_else_is_refused(monkeypatch):
     own = varlen._one_by_one
     monkeypatch.setattr(varlen, "_one_by_one", lambda *states: own(*states) * 1.001)
-    with pytest.raises(AttentionRefused, match="logits deviate from those of 'eager' by"):
+    with pytest.raises(FamilyError, match="logits deviate from those of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
 
@@ -188,7 +189,7 @@ def test_a_wrong_gradient_is_seen(monkeypatch):
 
     own = varlen._one_by_one
     monkeypatch.setattr(varlen, "_one_by_one", lambda *states: Wrong.apply(own(*states)))
-    with pytest.raises(AttentionRefused, match=r"the gradient of .* deviates from that of 'eager' by"):
+    with pytest.raises(FamilyError, match=r"the gradient of .* deviates from that of 'eager' by"):
         check_attention(AutoConfig.for_model("llama"), "varlen")
 
 

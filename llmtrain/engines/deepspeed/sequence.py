@@ -28,7 +28,7 @@ class SequenceAxis(EngineAxis):
     """Slices of sequences. While attention runs, the heads that a rank holds are divided among the sequence ranks."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Raises SequenceRefused for a model that computes something else on slices."""
+        """Raises FamilyError for a model that computes something else on slices."""
         recipe = self.plan.recipe
         check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
 from llmtrain.engines.forward import documents_known
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
@@ -36,20 +36,17 @@ WAIT = timedelta(seconds=60)
 """How long a rank waits for another rank whose model has failed."""
 
 
-class SequenceRefused(RecipeError):  # noqa: N818 - a verdict
-    """The family computes something else from slices of a sequence."""
-
-    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
-        self.reason = reason
-        message = f"sequences of {config.model_type} cannot be cut into slices: {reason}"
-        super().__init__(Problem("sequence.family", "parallel.sequence", message, "--set parallel.sequence=1"))
+def cannot_slice(config: PreTrainedConfig, reason: str) -> FamilyError:
+    """Returns the refusal of a family that computes something else from slices of a sequence."""
+    refused = f"sequences of {config.model_type} cannot be cut into slices"
+    return FamilyError("sequence.family", "parallel.sequence", 1, refused, reason)
 
 
 def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
 
     Two slices represent any number, because all boundaries between slices are treated alike. The check runs on the CPU,
-    in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises SequenceRefused, on
+    in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises FamilyError, on
     every rank, if logits, auxiliary loss or gradients differ.
     """
     if is_alone():
@@ -63,7 +60,7 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     dist.all_gather_object(reasons, reason)
     found = describe(reasons)
     if found:
-        raise SequenceRefused(config, found)
+        raise cannot_slice(config, found)
 
 
 def describe(reasons: Sequence[str]) -> str:

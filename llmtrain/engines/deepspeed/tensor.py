@@ -23,7 +23,7 @@ class TensorAxis(EngineAxis):
     """Consecutive ranks that share the layers of one replica."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Makes DeepSpeed's groups. Raises CannotSplit for a family that computes something else if it is split."""
+        """Makes DeepSpeed's groups. Raises FamilyError for a family that computes something else if it is split."""
         make_tensor_groups(self.plan.parallel.tensor)
         if not is_alone():  # a rank alone has no other to compare with, and computes nothing
             recipe = self.plan.recipe

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.engines.state.shards import gather_whole, split_of
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
 from llmtrain.overrides.deepspeed import tensor_group
@@ -42,20 +42,17 @@ _SHARED = (
 """Numbers that must be divisible among the ranks of a group."""
 
 
-class CannotSplit(RecipeError):  # noqa: N818 - a verdict
-    """The family cannot be split by AutoTP without computing something else."""
-
-    def __init__(self, config: PreTrainedConfig, reason: str) -> None:
-        self.reason = reason
-        message = f"{config.model_type} cannot be trained tensor parallel: {reason}"
-        super().__init__(Problem("tensor.family", "parallel.tensor", message, "--set parallel.tensor=1"))
+def cannot_split(config: PreTrainedConfig, reason: str) -> FamilyError:
+    """Returns the refusal of a family that AutoTP does not split correctly."""
+    refused = f"{config.model_type} cannot be trained tensor parallel"
+    return FamilyError("tensor.family", "parallel.tensor", 1, refused, reason)
 
 
 def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
     """Compares a tiny copy of the model of `config`, split over this rank's tensor parallel group, with a whole one.
 
     block: `tensor_parallel` of the DeepSpeed configuration. Called by all ranks, after their groups were made. Leaves
-    the random state unchanged. Raises CannotSplit, on every rank, if the copies differ or the split fails.
+    the random state unchanged. Raises FamilyError, on every rank, if the copies differ or the split fails.
     """
     degree = dist.get_world_size(tensor_group())
     try:
@@ -64,7 +61,7 @@ def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str,
         heads = {name: SIZES[name] * max(degree // 2, 1) for name in _SHARED if values.get(name)}
         tiny = shrink_configuration(config, **heads)
     except (*_MODEL_ERRORS, StrictDataclassError) as error:
-        raise CannotSplit(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
+        raise cannot_split(config, f"no tiny copy can be made to compare with ({_short(error)})") from error
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         compare_split(tiny, block, attention if attention in ("eager", "sdpa") else "eager", device)
 
@@ -78,9 +75,9 @@ def compare_split(config: PreTrainedConfig, block: dict[str, Any], attention: st
         expected, logits = (_forward_and_backward(model, inputs) for model in (whole, parts))
         reason = _agree(_first_difference(whole, parts, expected, logits))
     except _MODEL_ERRORS as error:
-        raise CannotSplit(config, f"AutoTP, or what it makes of the model, fails ({_short(error)})") from error
+        raise cannot_split(config, f"AutoTP, or what it makes of the model, fails ({_short(error)})") from error
     if reason:
-        raise CannotSplit(config, reason)
+        raise cannot_split(config, reason)
     return _share_cut(parts)
 
 

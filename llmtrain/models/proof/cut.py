@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.initial import initialise
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.stages import CannotCut, Cut, Stage, build_with_cut, decoder_layers
+from llmtrain.models.stages import Cut, Stage, build_with_cut, cannot_cut, decoder_layers
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.plan.stages import StageBounds
 
@@ -59,11 +59,11 @@ def check_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention
     with the reason if the logits differ or the family does not run in stages.
     """
     if getattr(config, "layerdrop", 0):
-        raise CannotCut(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
+        raise cannot_cut(config, f"layerdrop = {config.layerdrop} skips layers at random; set it to 0")
     try:
         tiny = shrink_configuration(config)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
-        raise CannotCut(config, f"no tiny copy can be made to compare with ({error})") from error
+        raise cannot_cut(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         return find_cut(tiny, bounds, attention if attention in ("eager", "sdpa") else "eager")
 
@@ -75,7 +75,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         inputs = packed_input(config)
         tuple_length, expected = _observe(whole, inputs)
     except MODEL_ERRORS as error:
-        raise CannotCut(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
+        raise cannot_cut(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     _require_all_layers(whole, bounds)
     everything = frozenset(name for name, _ in whole.named_parameters())
     reason = ""
@@ -93,7 +93,7 @@ def find_cut(config: PreTrainedConfig, bounds: Sequence[StageBounds], attention:
         if deviation <= TOLERANCE:
             return cut
         reason = reason or f"the logits of two parts deviate from the whole model's by {deviation:.0e}"
-    raise CannotCut(config, reason)
+    raise cannot_cut(config, reason)
 
 
 def _require_all_layers(model: PreTrainedModel, bounds: Sequence[StageBounds]) -> None:
@@ -163,7 +163,7 @@ def _observe(model: PreTrainedModel, inputs: tuple[Tensor, ...]) -> tuple[int | 
     for handle in handles:
         handle.remove()
     if len(lengths) != len(handles):
-        raise CannotCut(model.config, f"{len(handles)} layers are called {len(lengths)} times")
+        raise cannot_cut(model.config, f"{len(handles)} layers are called {len(lengths)} times")
     auxiliary = getattr(output, "aux_loss", None)
     return lengths[0], (output.logits,) if auxiliary is None else (output.logits, auxiliary)
 

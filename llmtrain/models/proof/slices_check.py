@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
-from llmtrain.models.tensor import DeclaredSplit, SplitRefused, TensorParallel, plan_split
+from llmtrain.models.tensor import DeclaredSplit, TensorParallel, no_split, plan_split
 
 TOLERANCE = 1e-5
 """Largest allowed deviation of a logit or of a gradient, relative to the largest one.
@@ -57,7 +57,7 @@ class ThreadRanks:
 def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager") -> DeclaredSplit:
     """Returns how `degree` ranks split the model of `config`, after comparing a tiny split model with a whole one.
 
-    Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises SplitRefused with the reason if
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises FamilyError with the reason if
     logits or gradients differ, or if the family declares no plan.
     """
     try:
@@ -67,27 +67,27 @@ def check_split(config: PreTrainedConfig, degree: int, attention: str = "eager")
         split = plan_split(model, degree)
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
-        raise SplitRefused(config, f"no tiny copy can be made to compare with ({error})") from error
+        raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
     with torch.random.fork_rng(devices=[]):
         compare(tiny, attention if attention in ("eager", "sdpa") else "eager")
     return split
 
 
 def compare(config: PreTrainedConfig, attention: str = "eager") -> DeclaredSplit:
-    """Splits the model of `config` itself between two ranks and returns how. Raises SplitRefused if results differ."""
+    """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
         whole = reference(config, attention)
         inputs = packed_input(config)
         weights = torch.randn(*inputs[0].shape, config.get_text_config().vocab_size)
         expected = _outcome(whole, inputs, weights)
     except MODEL_ERRORS as error:
-        raise SplitRefused(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
+        raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
     split = plan_split(whole, _RANKS)
     try:
         results = _run_split(whole, split, inputs, weights)
     except MODEL_ERRORS as error:
         # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
-        raise SplitRefused(config, f"its forward fails when split ({type(error).__name__}: {error})") from error
+        raise no_split(config, f"its forward fails when split ({type(error).__name__}: {error})") from error
     names = [name for name, _ in _trained(whole)]
     for rank, (logits, gradients) in enumerate(results):
         _require_equal(config, "its logits deviate", [logits], [expected[0]])
@@ -156,4 +156,4 @@ def _require_equal(
     for name, our, their in zip(names, ours, theirs, strict=True):
         deviation = float((our - their).abs().max()) / largest if our.shape == their.shape else float("inf")
         if not deviation <= TOLERANCE:
-            raise SplitRefused(config, f"{what} from the whole model's by {deviation:.0e} {name}".rstrip())
+            raise no_split(config, f"{what} from the whole model's by {deviation:.0e} {name}".rstrip())

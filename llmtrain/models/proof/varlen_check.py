@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.varlen import VARLEN, takes_bounds
@@ -33,13 +33,10 @@ Result = tuple[Tensor, dict[str, Tensor]]
 """Logits, and gradients by parameter name."""
 
 
-class AttentionRefused(RecipeError):  # noqa: N818 - a verdict
-    """The family's attention is not what the kernel computes."""
-
-    def __init__(self, config: PreTrainedConfig, attention: str, reason: str) -> None:
-        self.reason = reason
-        message = f"'{attention}' was given for {config.model_type}: {reason}"
-        super().__init__(Problem("model.attention", "model.attention", message, "--set model.attention=sdpa"))
+def wrong_attention(config: PreTrainedConfig, attention: str, reason: str) -> FamilyError:
+    """Returns the refusal of a family whose attention is not what the kernel computes."""
+    refused = f"'{attention}' was given for {config.model_type}"
+    return FamilyError("model.attention", "model.attention", "sdpa", refused, reason)
 
 
 def check_attention(config: PreTrainedConfig, attention: str) -> None:
@@ -47,7 +44,7 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
 
     For `varlen`, logits and gradients are compared. A flash kernel is not available on every machine and is trusted to
     compute what its authors say; the check is that the boundaries reach it. The random state is preserved. Raises
-    AttentionRefused if the check fails.
+    FamilyError if the check fails.
     """
     if not takes_bounds(attention):
         return
@@ -55,9 +52,9 @@ def check_attention(config: PreTrainedConfig, attention: str) -> None:
         with torch.random.fork_rng(devices=[]):
             reason = _try_tiny_copy(config, attention)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
-        raise AttentionRefused(config, attention, _describe(error)) from error
+        raise wrong_attention(config, attention, _describe(error)) from error
     if reason:
-        raise AttentionRefused(config, attention, reason)
+        raise wrong_attention(config, attention, reason)
 
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:

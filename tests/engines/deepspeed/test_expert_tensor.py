@@ -14,7 +14,8 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
+from llmtrain.engines.deepspeed.tensor_check import check_split
+from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
@@ -102,7 +103,7 @@ def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
         try:
             check_split(model_configuration(recipe), block, "eager", CPU)
             verdicts.append("")
-        except CannotSplit as refusal:
+        except FamilyError as refusal:
             verdicts.append(refusal.reason)
     return verdicts
 

@@ -13,8 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
-from llmtrain.engines.deepspeed.sequence_check import SequenceRefused, check_sequence
-from llmtrain.errors import RecipeError
+from llmtrain.engines.deepspeed.sequence_check import check_sequence
+from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import model_configuration
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.model_facts import model_facts
@@ -271,7 +271,7 @@ def _refusal(rank: int, recipes: list) -> list[str]:
         try:
             check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
             reasons.append("")
-        except SequenceRefused as refusal:
+        except FamilyError as refusal:
             reasons.append(refusal.reason)
     return reasons
 

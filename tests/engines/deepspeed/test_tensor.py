@@ -18,8 +18,9 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.engines.deepspeed.tensor_check import CannotSplit, check_split
+from llmtrain.engines.deepspeed.tensor_check import check_split
 from llmtrain.engines.state.shards import AutoTPSplit
+from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
 from llmtrain.overrides.deepspeed import make_tensor_groups
 from llmtrain.plan.families import FAMILIES
@@ -201,7 +202,7 @@ def _verdicts(rank: int, configs, degree: int) -> list[str]:
         try:
             check_split(AutoConfig.for_model(family, **fields), block, "eager", CPU)
             verdicts.append("")
-        except CannotSplit as refusal:
+        except FamilyError as refusal:
             verdicts.append(refusal.reason)
     return verdicts
 
