@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.launch.seal import Secret
+from llmtrain.run_dir import RunDir
 from llmtrain.verify.compare import FP32
 from tests.helpers.launching_doc import commands
 from tests.helpers.nasty import CANARY, words
@@ -70,9 +71,9 @@ STAGES = ("parallel.pipeline=2", "parallel.zero_stage=1")
 
 
 def _is_the_run_of(one: Path, two: Path) -> None:
-    plan = json.loads((two / "plan.json").read_text())
-    assert {key: plan["layout"][key] for key in ("dp", "pp", "zero_stage")} == {"dp": 2, "pp": 2, "zero_stage": 1}
-    assert plan["cluster"]["nodes"] == plan["cluster"]["devices_per_node"] == 2
+    plan = RunDir(two).read_plan()
+    assert plan.layout() == {"dp": 2, "pp": 2, "tp": 1, "sp": 1, "ep": 1, "zero_stage": 1}
+    assert plan.cluster.nodes == plan.cluster.devices_per_node == 2
     for key, entries in (("loss", STEPS), ("grad_norm", STEPS), ("eval_loss", STEPS // 3)):
         expected = _logged(one, key)
         assert len(expected) == entries
