@@ -100,8 +100,17 @@ class Source(Part):
     """Split of a hub dataset."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
+    format: Literal["auto", "text", "messages", "prompt_completion", "instruction"] = "auto"
+    """What a row holds: a text, or a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or
+    as an instruction, its input and the output. `auto`: a text if local files have `text_column`, else a conversation
+    if they have columns with the usual names; a text for a hub dataset."""
     text_column: str = "text"
     """Column that contains the document."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of the parts of a conversation that have none of the usual names: `{"messages": "dialogue"}`. Parts:
+    `messages`, `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `tools`."""
+    system: str | None = None
+    """System text of conversations that have none."""
     weight: PositiveFloat = 1.0
     """Share of the training samples drawn from this source, relative to the other sources."""
 
@@ -133,6 +142,16 @@ class DataConfig(Part):
     """What the text of a special token of the tokenizer, such as `<|im_start|>`, means within a document. `text`: its
     characters; `parse`: the token, as a chat template means it; `refuse`: `text` if there are few (10, or one per
     million characters), and an error otherwise."""
+    chat_template: str | None = None
+    """Jinja template that writes conversations: its text, a file, or `chatml`. Default: that of the tokenizer."""
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """What is trained on in a conversation: the turns of the assistant, only the last one, or every token. A message
+    with `train: false` or `weight: 0` never is."""
+    too_long: Literal["drop", "cut_turns"] = "drop"
+    """What happens to conversations of more than T + 1 tokens, which are never split. `cut_turns`: the last turns are
+    left out, if a turn of the assistant ends before."""
+    faulty_rows: Literal["refuse", "drop"] = "refuse"
+    """What happens to rows that hold no valid conversation, or one whose mask cannot be established."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""

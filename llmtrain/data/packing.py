@@ -50,9 +50,21 @@ def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any
                 offsets.append(starts.length + ends)
                 starts.append(pieces.starts[order])
                 lengths.append(pieces.lengths[order])
-                targets.append(np.add.reduceat(pieces.lengths[order], ends - sizes))
+                trained = trained_of(store.streams[split], pieces)[order]
+                targets.append(np.add.reduceat(trained, ends - sizes))
             meta[split] = {"sequences": targets.length, "pieces": starts.length}
     return meta
+
+
+def trained_of(stream: Stream, pieces: Pieces) -> NDArray[np.int64]:
+    """Returns the number of inputs of each piece that have a target."""
+    if stream.trained is None or not len(pieces.starts):
+        return pieces.lengths
+    first, last = pieces.starts[0], pieces.starts[-1] + pieces.lengths[-1]
+    before = np.concatenate([[0], np.cumsum(stream.trained[first : last + 1], dtype=np.int64)])
+    target = pieces.starts - first + 1
+    counts: NDArray[np.int64] = before[target + pieces.lengths] - before[target]
+    return counts
 
 
 def _chunks(stream: Stream, sequence_length: int) -> Iterator[Pieces]:

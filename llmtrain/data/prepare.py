@@ -12,10 +12,12 @@ import numpy as np
 
 from llmtrain.data import packing
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
+from llmtrain.data.chat.store import ChatReading
+from llmtrain.data.chat.template import load_template
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
-from llmtrain.data.sources.corpus import Corpus, open_corpora
+from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, open_corpora
 from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
@@ -152,7 +154,9 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     eval_corpora = open_corpora(recipe.evaluation.sources, cache, EVAL_FIELD)
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache)
     _check_vocabulary(recipe, tokenizer)
-    reading = Reading(tokenizer, data.special_tokens, held_out)
+    reading = Reading(
+        tokenizer, data.special_tokens, held_out, _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
+    )
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
     reading = replace(reading, eval_fraction=1.0)
     evaluation = _prepare_sources(data, EVAL_FIELD, recipe.evaluation.sources, eval_corpora, reading, cache)
@@ -160,6 +164,17 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, time.perf_counter() - started)
     _check_evaluation(recipe, prepared)
     return prepared
+
+
+def _chat_reading(data: DataConfig, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:
+    """Returns how conversations are read; None if there are none."""
+    if not any(isinstance(corpus, ConversationCorpus) for corpus in corpora):
+        return None
+    if data.packing == "concat":
+        message = "`concat` cuts sequences anywhere, but a conversation is never split"
+        raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=best_fit"))
+    template = load_template(data.chat_template, tokenizer.folder)
+    return ChatReading(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
 
 
 def _prepare_sources(

@@ -63,6 +63,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
         if epochs > 1:
             found.append(f"{source.name} repeats: {recipe.train.max_steps:,} steps are {epochs:.3g} epochs of it")
     for source in (*prepared.sources, *prepared.evaluation_sources):
+        if chats := source.store.meta.get("conversations"):
+            found.append(_conversations(source.name, chats, recipe))
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
@@ -71,6 +73,17 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     if unused:
         found.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
     return found
+
+
+def _conversations(name: str, chats: dict[str, Any], recipe: Recipe) -> str:
+    """Says what became of the rows of a source of conversations."""
+    cut = f"{chats['cut']:,} cut at a turn, {chats['dropped']:,} dropped, since longer than a sequence"
+    faulty = f"; {chats['faulty']:,} faulty rows left out, such as {chats['faults'][0]}" if chats["faulty"] else ""
+    where = " or ".join(chats["columns"])
+    return (
+        f"{name} has {chats['kept']:,} conversations ({where}) with {chats['trained_tokens']:,} trained tokens "
+        f"(data.train_on={recipe.data.train_on}); {cut}{faulty}"
+    )
 
 
 def _epochs(prepared: Prepared, recipe: Recipe) -> list[float]:

@@ -124,7 +124,7 @@ class PackedSamples:
         will_need(self.target_counts, index, index + 1)
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of inputs that are not padding; each has a target."""
+        """Returns the number of inputs with a target: all that are not padding, unless the stream says otherwise."""
         return self.target_counts[index].astype(np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
@@ -139,11 +139,15 @@ class PackedSamples:
         will_need(self.stream.tokens, starts, starts + lengths + 1)
         token = _runs(starts, lengths)
         # The pieces fill a row from the left.
-        filled = np.arange(self.sequence_length) < self.targets(index)[:, None]
+        inputs_of = np.add.reduceat(lengths, np.cumsum(end - first) - (end - first)) if len(index) else lengths
+        filled = np.arange(self.sequence_length) < inputs_of[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)
         inputs[filled] = self.stream.tokens[token]
         labels[filled] = self.stream.tokens[token + 1]
+        if self.stream.trained is not None:
+            will_need(self.stream.trained, starts, starts + lengths + 1)
+            labels[filled] = np.where(self.stream.trained[token + 1], labels[filled], NO_TARGET)
         positions = np.tile(np.arange(self.sequence_length), (len(index), 1))
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)

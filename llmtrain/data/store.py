@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from llmtrain.data.arrays import ArrayWriter, open_array
 from llmtrain.data.cache import Cache, Entry, key_of
+from llmtrain.data.chat.encode import ChatEncoder
+from llmtrain.data.chat.store import ChatReading, tokenize_conversations
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
-from llmtrain.data.sources.corpus import Corpus, split_documents, split_identity
+from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, split_documents, split_identity
 from llmtrain.data.sources.special import Finder, Found, check_handful
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer, cut
 from llmtrain.errors import DataError, Problem
@@ -45,6 +47,8 @@ class Stream:
     """[tokens], uint16 or uint32."""
     documents: NDArray[np.uint64]
     """[documents + 1]: the start of each document, and the end of the last one."""
+    trained: NDArray[np.bool_] | None = None
+    """[tokens]: whether the loss includes the prediction of a token; None: of all."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -79,7 +83,9 @@ class TokenStore:
         length = self.meta["splits"][split]
         tokens = open_array(self.path, f"{split}_tokens", self.meta["dtype"], length["tokens"])
         documents = open_array(self.path, f"{split}_documents", np.uint64, length["documents"] + 1)
-        return Stream(tokens, documents)
+        of_chats = "conversations" in self.meta
+        trained = open_array(self.path, f"{split}_trained", np.bool_, length["tokens"]) if of_chats else None
+        return Stream(tokens, documents, trained)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class Reading:
     """As in `DataConfig`."""
     eval_fraction: float
     """Fraction of the documents held out; 1 for an evaluation corpus."""
+    chat: ChatReading | None = None
+    """How conversations are read, if there are any."""
 
     @property
     def parses(self) -> bool:
@@ -100,7 +108,8 @@ class Reading:
     def key(self, corpus: Corpus) -> str:
         """Identifies the tokens of a corpus that is read in this way."""
         parts = [split_identity(corpus, self.eval_fraction), self.tokenizer.identity, self.eval_fraction]
-        return key_of("tokens", FORMAT, *parts, *(["parse"] if self.parses else []))
+        chat = self.chat.key() if self.chat and isinstance(corpus, ConversationCorpus) else []
+        return key_of("tokens", FORMAT, *parts, *(["parse"] if self.parses else []), *chat)
 
     def check(self, found: Found, corpus: Corpus, field: str, encoder: Encoder) -> None:
         """Raises DataError if there are more texts of special tokens than may be read without asking."""
@@ -117,7 +126,10 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
 
     def build(folder: Path) -> dict[str, Any]:
         with cache.progress.task(f"Tokenizing {corpus.name}") as task:
-            meta = _tokenize(folder, corpus, field, reading, task)
+            if isinstance(corpus, ConversationCorpus):
+                meta = _tokenize_conversations(folder, corpus, field, reading, task)
+            else:
+                meta = _tokenize(folder, corpus, field, reading, task)
         train, held = (meta["splits"][split]["documents"] for split in SPLITS)
         if not train + held:
             raise DataError(Problem("data.empty", field, f"'{corpus.name}' contains no text"))
@@ -140,7 +152,7 @@ def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
     def build(_: Path) -> dict[str, Any]:
         finder = Finder(reading.tokenizer.encoder().special_tokens())
         with cache.progress.task(f"Looking for special tokens in {corpus.name}") as task:
-            for text, fraction in corpus.documents():
+            for text, fraction, _place in corpus.documents():
                 finder.look(text)
                 task.update(fraction)
         return asdict(finder.found())
@@ -244,6 +256,21 @@ def _tokenize(folder: Path, corpus: Corpus, field: str, reading: Reading, task: 
         "special_tokens": asdict(finder.found()),
         "seconds": time.perf_counter() - started,
     }
+
+
+def _tokenize_conversations(
+    folder: Path, corpus: ConversationCorpus, field: str, reading: Reading, task: Task
+) -> dict[str, Any]:
+    """As `_tokenize`, for conversations."""
+    assert reading.chat is not None, "conversations are read with a template"
+    tokenizer, chat = reading.tokenizer, reading.chat
+    plain = tokenizer.encoder()
+    finder = Finder(plain.special_tokens())
+    encoder = ChatEncoder(tokenizer.folder, chat.template, train_on=chat.train_on, parse_special=reading.parses)
+    sizes = {"eval_fraction": reading.eval_fraction, "vocab_size": tokenizer.vocab_size}
+    meta = tokenize_conversations(folder, corpus, corpus.chat, field, chat, encoder, finder, **sizes, task=task)  # type: ignore[arg-type]
+    reading.check(finder.found(), corpus, field, plain)
+    return meta
 
 
 def _batches(corpus: Corpus, eval_fraction: float, finder: Finder) -> Iterator[tuple[list[_Piece], Found]]:

@@ -110,7 +110,9 @@ def prepare_tokenizer(
         source = expanded(wanted)
         # A hub name keeps the meaning that it had when this folder first used it, as in `hub_corpus`.
         content = _files_hash(source) if source.is_dir() else wanted
-        key = key_of("imported", FORMAT, source.is_dir(), content)
+        template = source / "chat_template.jinja"
+        chat = [xxhash.xxh3_128_hexdigest(read_bytes(template))] if template.is_file() else []
+        key = key_of("imported", FORMAT, source.is_dir(), content, *chat)
 
         def build(folder: Path) -> dict[str, Any]:
             return _import(folder, str(source) if source.is_dir() else wanted)

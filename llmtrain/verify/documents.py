@@ -28,7 +28,10 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
         inside = samples.stream.documents[first:last].tolist()
         for first, last in zip([begin, *inside], [*inside, end], strict=True):
             tokens = torch.from_numpy(np.asarray(samples.stream.tokens[first : last + 1], dtype=np.int64))
-            found.append(ReferenceDocument(tokens[:-1], tokens[1:]))
+            targets = tokens[1:].clone()
+            if samples.stream.trained is not None:
+                targets[torch.from_numpy(~samples.stream.trained[first + 1 : last + 1])] = NO_TARGET
+            found.append(ReferenceDocument(tokens[:-1], targets))
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))

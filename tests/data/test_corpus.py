@@ -127,25 +127,25 @@ def test_a_dataset_that_datasets_loads(cache: Cache, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     write_jsonl(folder / "train.jsonl", TEXTS)
     write_jsonl(folder / "test.jsonl", ["held"])
-    corpus = hub_corpus(Source(str(folder)), "data.sources.0", cache)
+    corpus = hub_corpus(Source(str(folder)), "data.sources.0", cache, "text")
     assert [document.text for document in corpus.documents()] == TEXTS
-    test = hub_corpus(Source(str(folder), split="test"), "data.sources.0", cache)
+    test = hub_corpus(Source(str(folder), split="test"), "data.sources.0", cache, "text")
     assert [document.text for document in test.documents()] == ["held"]
     assert corpus.identity != test.identity
-    missing = hub_corpus(Source(str(folder), text_column="txt"), "data.sources.0", cache)
+    missing = hub_corpus(Source(str(folder), text_column="txt"), "data.sources.0", cache, "txt")
     with pytest.raises(DataError, match=r"no column 'txt'; did you mean 'text'\? \(columns: id, text\)"):
         list(missing.documents())
     with pytest.raises(DataError, match="nosplit"):
-        list(hub_corpus(Source(str(folder), split="nosplit"), "data.sources.0", cache).documents())
+        list(hub_corpus(Source(str(folder), split="nosplit"), "data.sources.0", cache, "text").documents())
 
 
 def test_a_dataset_that_moved_since_it_was_first_used_is_refused(cache: Cache, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     path = write_jsonl(folder / "train.jsonl", TEXTS)
-    hub_corpus(Source(str(folder)), "data.sources.0", cache)
+    hub_corpus(Source(str(folder)), "data.sources.0", cache, "text")
     write_jsonl(path, TEXTS[:5])
     with pytest.raises(DataError, match=r"when it was first prepared(.|\n)*set data.sources.0.revision"):
-        list(hub_corpus(Source(str(folder)), "data.sources.0", cache).documents())
+        list(hub_corpus(Source(str(folder)), "data.sources.0", cache, "text").documents())
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_byte(cache: Cache, tmp_path: Path) -> None:

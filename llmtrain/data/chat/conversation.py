@@ -78,6 +78,21 @@ class Layout:
         return conversation(turns, parts.get("tools"))
 
 
+@dataclass(frozen=True)
+class ChatSource:
+    """What a recipe says of a source of conversations."""
+
+    format: Format | None = None
+    """None: found by the columns."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Parts, and their columns, that have none of the usual names."""
+    system: str | None = None
+
+    def layout(self, columns: Iterable[str], field: str) -> Layout:
+        """Finds the conversations among columns, as `find_layout` does."""
+        return find_layout(columns, field, format=self.format, named=dict(self.columns), system=self.system)
+
+
 def find_layout(
     columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
 ) -> Layout:

@@ -13,11 +13,12 @@ from typing import Any
 
 from llmtrain.data.chat.conversation import Message, RowError
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.system.untrusted import expanded, read_bytes
+from llmtrain.system.untrusted import expanded, read_bytes, read_json
 
 FIELD = "data.chat_template"
 DEFAULT = "default"
 """The one that a tokenizer with several templates uses, unless there are tools."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CALL: Message = {"type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
 _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "question"},
@@ -117,13 +118,11 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
 
     Raises DataError if there is none, or it is no template.
     """
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
-    special = {name: text for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
-    source = _named(wanted) if wanted is not None else loaded.chat_template
-    if isinstance(source, dict):
-        source = source.get(DEFAULT)
+    config = read_json(tokenizer / "tokenizer_config.json", dict[str, Any])
+    values = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    special = {name: text for name, text in texts.items() if isinstance(text, str)}
+    source = _named(wanted) if wanted is not None else _own(tokenizer, config)
     if source is None:
         message = "the tokenizer has no chat template"
         raise DataError(Problem("data.chat_template", FIELD, message, f"--set {FIELD}=chatml, or name a file with one"))
@@ -133,6 +132,15 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
     except Exception as error:
         raise DataError(Problem("data.chat_template", FIELD, f"is no Jinja template: {reason(error)}")) from error
     return template
+
+
+def _own(tokenizer: Path, config: dict[str, Any]) -> str | None:
+    """Returns the template in a tokenizer's folder; of several, the default one."""
+    path = tokenizer / "chat_template.jinja"
+    found = read_bytes(path).decode("utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}.get(DEFAULT)
+    return found
 
 
 def _named(wanted: str) -> str:

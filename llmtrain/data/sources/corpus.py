@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.sources.files import STDLIB, file_corpus, find_files, stdlib_corpus
-from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document
+from llmtrain.data.chat.conversation import ChatSource, find_layout
+from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
+from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_text
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
@@ -39,6 +44,29 @@ class Corpus(Protocol):
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents from the beginning. Raises DataError if they cannot be read."""
+
+
+@dataclass(frozen=True)
+class ConversationCorpus:
+    """A corpus whose documents are rows that hold conversations, as JSON objects."""
+
+    rows: Corpus
+    chat: ChatSource
+    is_one_document: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in the recipe."""
+        return self.rows.name
+
+    @property
+    def identity(self) -> str:
+        """Identifies the content, and where the conversations are in it."""
+        return key_of("conversations", self.rows.identity, self.chat.format, self.chat.columns, self.chat.system)
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the rows."""
+        yield from self.rows.documents()
 
 
 class CorpusPart(NamedTuple):
@@ -83,7 +111,7 @@ def split_documents(
 
     `look` is called with each document.
     """
-    for text, fraction in corpus.documents():
+    for text, fraction, _ in corpus.documents():
         look(text)
         if _holds_out_the_end(corpus, eval_fraction):
             place = _cut_before_the_end(text, eval_fraction)
@@ -104,6 +132,24 @@ def first_break(text: str, lowest: int, highest: int) -> int | None:
     return found.end() if found else None
 
 
+def _holds_conversations(source: Source, corpus: FileCorpus, cache: Cache) -> bool:
+    """Whether the first row of files has no text, but a conversation; read once."""
+    reader = READERS.get(corpus.kind, read_text)
+    if reader is read_text:
+        return False
+
+    def build(_: Path) -> dict[str, Any]:
+        with closing(reader(corpus.files[0], None)) as rows:  # type: ignore[type-var]
+            return {"columns": list(json.loads(first.text)) if (first := next(rows, None)) else []}
+
+    columns = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
+    try:
+        find_layout(columns, "", format=None, named=source.columns)
+    except DataError:
+        return False
+    return source.text_column not in columns
+
+
 def _holds_out_the_end(corpus: Corpus, eval_fraction: float) -> bool:
     return corpus.is_one_document and 0 < eval_fraction < 1
 
@@ -118,13 +164,26 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if source.name == STDLIB:
         return stdlib_corpus(cache)
     files = find_files(source.name, source.split, field)
+    form = None if source.format in ("auto", "text") else source.format
+    column = source.text_column if form is None else None
     if files:
-        return file_corpus(source, files, cache)
-    if HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
-        return hub_corpus(source, field, cache)
+        found = file_corpus(source, files, cache, column)
+        if source.format == "auto" and _holds_conversations(source, found, cache):
+            column = None
+        opened: Corpus = replace(found, column=column)
+    elif HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
+        opened = hub_corpus(source, field, cache, column)
+    else:
+        raise DataError(_missing(source, field))
+    if column is not None:
+        return opened
+    return ConversationCorpus(opened, ChatSource(form, tuple(source.columns.items()), source.system))  # type: ignore[arg-type]
+
+
+def _missing(source: Source, field: str) -> Problem:
     here = expanded(source.name).absolute()
     message = (
         f"'{source.name}' was not found: no file, folder or glob matches {here}, and it is not the "
         "name of a hub dataset"
     )
-    raise DataError(Problem("data.missing", f"{field}.name", message))
+    return Problem("data.missing", f"{field}.name", message)

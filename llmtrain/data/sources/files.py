@@ -43,7 +43,8 @@ class FileCorpus:
     name: str
     kind: str
     """Suffix that determines how the files are read."""
-    column: str
+    column: str | None
+    """Column of the text; None for whole rows."""
     files: tuple[Path, ...]
     prints: tuple[Fingerprint, ...]
     """The fingerprint of each file when it was hashed."""
@@ -68,8 +69,8 @@ class FileCorpus:
         done = 0
         for path, known in zip(self.files, self.prints, strict=True):
             try:
-                for text, fraction in reader(path, self.column):
-                    yield Document(text, (done + fraction * known.size) / total)
+                for document in reader(path, self.column):
+                    yield document._replace(fraction=(done + document.fraction * known.size) / total)
             except DataError as error:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise
@@ -98,12 +99,12 @@ def find_files(name: str, split: str, field: str) -> list[Path]:
     return []
 
 
-def file_corpus(source: Source, files: Sequence[Path], cache: Cache) -> FileCorpus:
+def file_corpus(source: Source, files: Sequence[Path], cache: Cache, column: str | None) -> FileCorpus:
     """Returns the corpus of files that `find_files` found. Raises DataError for an unreadable file."""
     kind = kind_of(files[0])
     assert kind is not None  # find_files returns no other files
     prints = Fingerprints(cache, source.name).of(files)
-    return FileCorpus(source.name, kind, source.text_column, tuple(files), prints)
+    return FileCorpus(source.name, kind, column, tuple(files), prints)
 
 
 def stdlib_corpus(cache: Cache) -> FileCorpus:

@@ -31,18 +31,21 @@ class Document(NamedTuple):
     text: str
     fraction: float
     """Fraction of the whole that has been read, 0 to 1."""
+    place: str = ""
+    """Where it is, for messages; empty for a whole file."""
 
 
-Reader = Callable[[Path, str], Iterator[Document]]
+Reader = Callable[[Path, str | None], Iterator[Document]]
+"""Reads the documents of a file from a column; with None, each row as a JSON object."""
 
 
-def read_text(path: Path, column: str) -> Iterator[Document]:
+def read_text(path: Path, column: str | None) -> Iterator[Document]:
     """Reads the file as one document; removes a byte order mark, keeps line ends. `column` is not used."""
     with opened(path) as (file, _):
         yield Document(decode(file.read(), path).removeprefix(BYTE_ORDER_MARK), 1.0)
 
 
-def read_json_lines(path: Path, column: str) -> Iterator[Document]:
+def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per line, from the field `column`; skips blank lines and null texts."""
     size = max(1, path.stat().st_size)
     offset = 0
@@ -53,24 +56,25 @@ def read_json_lines(path: Path, column: str) -> Iterator[Document]:
             row = _json_row(text.removeprefix(BYTE_ORDER_MARK), path, number)
             if row is None:
                 continue
-            if column not in row:
-                raise DataError(column_problem(f"{path}, line {number}", column, row))
-            yield from _document(row[column], f"{path}, line {number}", column, min(1.0, raw.tell() / size))
+            place = f"{path}, line {number}"
+            if column is not None and column not in row:
+                raise DataError(column_problem(place, column, row))
+            yield from _document(row if column is None else row[column], place, column, min(1.0, raw.tell() / size))
 
 
-def read_parquet(path: Path, column: str) -> Iterator[Document]:
+def read_parquet(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per row."""
     import pyarrow
     import pyarrow.parquet
 
     with _arrow_errors(path), path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-        if column not in file.schema_arrow.names:
+        if column is not None and column not in file.schema_arrow.names:
             raise DataError(column_problem(str(path), column, file.schema_arrow.names))
-        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=[column])
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=None if column is None else [column])
         yield from read_batches(with_fraction(batches, file.metadata.num_rows), column, str(path))
 
 
-def read_arrow(path: Path, column: str) -> Iterator[Document]:
+def read_arrow(path: Path, column: str | None) -> Iterator[Document]:
     """Yields a document per row of an Arrow IPC file or stream (`datasets` writes streams)."""
     import pyarrow
 
@@ -78,7 +82,7 @@ def read_arrow(path: Path, column: str) -> Iterator[Document]:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        if column not in reader.schema.names:
+        if column is not None and column not in reader.schema.names:
             raise DataError(column_problem(str(path), column, reader.schema.names))
         yield from read_batches(
             _file_batches(reader) if is_file else _stream_batches(reader, source), column, str(path)
@@ -93,11 +97,14 @@ def with_fraction(batches: Iterable[pyarrow.RecordBatch], rows: int) -> Iterator
         yield batch, done / max(1, rows)
 
 
-def read_batches(batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str, place: str) -> Iterator[Document]:
+def read_batches(
+    batches: Iterable[tuple[pyarrow.RecordBatch, float]], column: str | None, place: str
+) -> Iterator[Document]:
     """Yields the documents of Arrow record batches, each with the fraction read; `place` names them in errors."""
     row = 0
     for batch, fraction in batches:
-        for value in batch.column(batch.schema.get_field_index(column)):
+        values = batch.to_struct_array() if column is None else batch.column(batch.schema.get_field_index(column))
+        for value in values:
             row += 1
             try:
                 text = value.as_py()
@@ -195,17 +202,19 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
     raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
 
 
-def _document(value: Any, place: str, column: str, fraction: float) -> Iterator[Document]:
+def _document(value: Any, place: str, column: str | None, fraction: float) -> Iterator[Document]:
     """Yields the document of a cell; nothing for null."""
     if value is None:
         return
+    if column is None:
+        value = json.dumps(value, ensure_ascii=False, default=str)
     if not isinstance(value, str):
         message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
     if not value.isascii() and not is_unicode(value):
         # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
         raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
-    yield Document(value, fraction)
+    yield Document(value, fraction, place)
 
 
 def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:

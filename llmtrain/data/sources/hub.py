@@ -20,6 +20,8 @@ class HubCorpus:
     source: Source
     field: str
     """Recipe field of the source, for error messages."""
+    column: str | None
+    """Column of the text; None for whole rows."""
     version: str
     """The version that the name referred to when it was first used; for a hub dataset, the commit."""
 
@@ -37,7 +39,7 @@ class HubCorpus:
     def identity(self) -> str:
         """Identifies the content."""
         source = self.source
-        return key_of("hub", source.name, source.subset, source.split, source.text_column, self.version)
+        return key_of("hub", source.name, source.subset, source.split, self.column, self.version)
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents, which are downloaded if necessary. Raises DataError as `hub_corpus` does."""
@@ -54,14 +56,16 @@ class HubCorpus:
             dataset = builder.as_dataset(split=source.split)
         except (datasets.exceptions.DatasetsError, ConnectionError, ValueError) as error:
             raise DataError(_problem(source, self.field, error)) from error
-        if source.text_column not in dataset.column_names:
-            raise DataError(column_problem(f"{self.field}.text_column", source.text_column, dataset.column_names))
-        tables = dataset.select_columns([source.text_column]).with_format("arrow").iter(batch_size=BATCH_ROWS)
+        if self.column is not None:
+            if self.column not in dataset.column_names:
+                raise DataError(column_problem(f"{self.field}.text_column", self.column, dataset.column_names))
+            dataset = dataset.select_columns([self.column])
+        tables = dataset.with_format("arrow").iter(batch_size=BATCH_ROWS)
         batches = with_fraction((batch for table in tables for batch in table.to_batches()), len(dataset))
-        yield from read_batches(batches, source.text_column, f"{source.name} ({source.split})")
+        yield from read_batches(batches, self.column, f"{source.name} ({source.split})")
 
 
-def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:
+def hub_corpus(source: Source, field: str, cache: Cache, column: str | None) -> HubCorpus:
     """Returns a dataset by name.
 
     The version of a name without a revision is looked up once per cache folder and stored there, so that a later run
@@ -71,7 +75,7 @@ def hub_corpus(source: Source, field: str, cache: Cache) -> HubCorpus:
     """
     key = key_of(source.name, source.subset, source.revision)
     pin = cache.entry("pins", key, lambda _: {"name": source.name, "version": _builder(source, field).hash})
-    return HubCorpus(source, field, pin.meta["version"])
+    return HubCorpus(source, field, column, pin.meta["version"])
 
 
 def _builder(source: Source, field: str) -> Any:

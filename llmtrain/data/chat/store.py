@@ -1,0 +1,176 @@
+"""The tokens of conversations on disk, with the mask of what is trained on; in the layout of `llmtrain.data.store`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from llmtrain.data.arrays import ArrayWriter
+from llmtrain.data.chat.conversation import ChatSource, Conversation, Layout, RowError
+from llmtrain.data.chat.encode import ChatEncoder, Encoded, TrainOn
+from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.data.prefetch import prefetched
+from llmtrain.data.progress import Task
+from llmtrain.data.sources.corpus import Corpus, held_out
+from llmtrain.data.sources.formats import Document
+from llmtrain.data.sources.special import Finder
+from llmtrain.errors import DataError, Problem
+
+FORMAT = 1
+"""Version of how conversations become tokens; part of a store's key."""
+BATCH_CONVERSATIONS = 1000
+SHOWN = 5
+"""Number of faulty rows that a message shows."""
+SPLITS = ("train", "eval")
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """How conversations become tokens."""
+
+    template: ChatTemplate
+    train_on: TrainOn
+    too_long: Literal["drop", "cut_turns"]
+    faulty_rows: Literal["refuse", "drop"]
+    sequence_length: int
+
+    def key(self) -> list[Any]:
+        """Identifies the reading."""
+        return ["chat", FORMAT, *asdict(self).values()]
+
+
+@dataclass
+class _Counts:
+    """What became of the rows."""
+
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    cut: int = 0
+    trained_tokens: int = 0
+    faulty: int = 0
+    faults: list[str] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)
+
+    def fault(self, place: str, error: Exception) -> None:
+        self.faulty += 1
+        if len(self.faults) < SHOWN:
+            self.faults.append(f"{place}: {error}")
+
+
+class _Writer:
+    """Writes the conversations of one split."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, stack: ExitStack) -> None:
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self._tokens = stack.enter_context(ArrayWriter(folder, f"{split}_tokens", self.dtype))
+        self._trained = stack.enter_context(ArrayWriter(folder, f"{split}_trained", np.bool_))
+        self._documents = stack.enter_context(ArrayWriter(folder, f"{split}_documents", np.uint64))
+        self._documents.append(np.zeros(1, np.uint64))
+        self.counts = np.zeros(vocab_size, np.int64)
+
+    def add(self, one: Encoded, size: int) -> None:
+        """Appends the first `size` tokens of a conversation."""
+        self._tokens.append(one.ids[:size])
+        self._trained.append(one.trained[:size])
+        self._documents.append(np.array([self._tokens.length]))
+        self.counts += np.bincount(one.ids[:size], minlength=len(self.counts))
+
+    def summary(self) -> dict[str, int]:
+        return {"documents": self._documents.length - 1, "tokens": self._tokens.length}
+
+
+def tokenize_conversations(
+    folder: Path,
+    corpus: Corpus,
+    source: ChatSource,
+    place: str,
+    reading: ChatReading,
+    encoder: ChatEncoder,
+    finder: Finder,
+    *,
+    eval_fraction: float,
+    vocab_size: int,
+    task: Task,
+) -> dict[str, Any]:
+    """Writes both splits of a store in one pass over the corpus; returns its metadata.
+
+    place: the recipe field of the source. Raises DataError for rows that are no conversation, unless they are left out.
+    """
+    started, counts, characters = time.perf_counter(), _Counts(), 0
+    layouts: dict[tuple[str, ...], Layout] = {}
+    most = reading.sequence_length + 1
+    with ExitStack() as stack:
+        writers = {split: _Writer(folder, split, vocab_size, stack) for split in SPLITS}
+        batches = prefetched(_batches(corpus))
+        stack.callback(batches.close)
+        for batch in batches:
+            chats: list[tuple[Document, Conversation]] = []
+            for document in batch:
+                counts.rows += 1
+                finder.look(document.text)
+                characters += len(document.text)
+                row = json.loads(document.text)
+                columns = tuple(row)
+                try:
+                    if columns not in layouts:
+                        layouts[columns] = source.layout(columns, place)
+                    chats.append((document, layouts[columns].read(row)))
+                    where = str(layouts[columns])
+                    counts.columns[where] = counts.columns.get(where, 0) + 1
+                except (RowError, DataError) as error:
+                    counts.fault(document.place, error)
+            for (document, _), one in zip(chats, encoder.encode([chat for _, chat in chats]), strict=True):
+                if isinstance(one, RowError):
+                    counts.fault(document.place, one)
+                elif size := _size(one, most, reading.too_long):
+                    counts.kept += 1
+                    counts.cut += size < len(one.ids)
+                    counts.trained_tokens += int(one.trained[1:size].sum())
+                    writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
+                else:
+                    counts.dropped += 1
+            task.update(batch[-1].fraction, f"{counts.rows:,} conversations")
+        stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
+    if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
+        message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
+        lines = "".join(f"\n    {fault}" for fault in counts.faults)
+        more = f"\n    and {counts.faulty - SHOWN:,} more" if counts.faulty > SHOWN else ""
+        fix = "--set data.faulty_rows=drop leaves such rows out"
+        raise DataError(Problem("data.conversations", place, message + lines + more, fix))
+    return {
+        "corpus": corpus.name,
+        "dtype": writers["train"].dtype.name,
+        "vocab_size": vocab_size,
+        "splits": {split: writer.summary() for split, writer in writers.items()},
+        "characters": characters,
+        "special_tokens": asdict(finder.found()),
+        "conversations": asdict(counts),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _size(one: Encoded, most: int, too_long: str) -> int:
+    """Returns how many tokens of a conversation are kept: all, up to the end of a turn that fits, or 0."""
+    if len(one.ids) <= most:
+        return len(one.ids)
+    fitting = [end for end in one.turns if end <= most and one.trained[1:end].any()]
+    return fitting[-1] if fitting and too_long == "cut_turns" else 0
+
+
+def _batches(corpus: Corpus) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    for document in corpus.documents():
+        batch.append(document)
+        if len(batch) >= BATCH_CONVERSATIONS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

@@ -1,0 +1,145 @@
+"""Conversations from files to batches: found, proven, packed whole, with labels where the loss is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmtrain.data import Prepared, Schedule, notes, prepare
+from llmtrain.data.samples import NO_TARGET
+from llmtrain.errors import DataError
+from llmtrain.recipe import Recipe, parse_recipe
+from llmtrain.verify.documents import read_documents
+from tests.helpers.chat_tokenizers import Case, case
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Case:
+    return case("chatml", tmp_path / "tokenizer")
+
+
+def chat(number: int, turns: int = 2) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[turn % 2], "content": f"{roles[turn % 2]} {number} " + "a" * turn} for turn in range(turns)]
+
+
+def recipe(one: Case, rows: list[Any], **data: Any) -> Recipe:
+    path = one.folder.parent / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"tokenizer": str(one.folder), "sequence_length": 256, "cache_dir": str(one.folder.parent / "cache")}
+    return parse_recipe(
+        {
+            "name": "test",
+            "model": {"architecture": "llama", "config": {"vocab_size": 400}},
+            "data": {"sources": [{"name": str(path)}], "eval_fraction": 0.0, **fields, **data},
+            "optim": {"lr": 1e-3},
+            "batch": {"global_batch_size": 4, "micro_batch_size": 2},
+            "train": {"max_steps": 10},
+        }
+    )
+
+
+ROWS = [{"messages": chat(number, 2 + 2 * (number % 3))} for number in range(60)]
+
+
+def test_sequences_hold_whole_conversations_with_labels_on_the_assistants_tokens(chatml: Case) -> None:
+    made = recipe(chatml, ROWS)
+    prepared = prepare(made)
+    samples, stream = prepared.sources[0].train, prepared.sources[0].store.streams["train"]
+    rows = samples.read(np.arange(len(samples)))
+    assert stream.trained is not None
+    assert np.array_equal((rows.labels != NO_TARGET).sum(axis=1), samples.targets(np.arange(len(samples))))
+    assert (rows.labels != NO_TARGET).sum() == stream.trained.sum()
+    end = chatml.encoder()._plain.token_to_id("<|im_end|>")
+    answers = sum(len(row["messages"]) // 2 for row in ROWS)
+    assert (rows.labels == end).sum() == answers
+    assert (rows.position_ids == 0).sum() == len(ROWS) + _paddings(prepared)
+    said = "\n".join(notes(prepared, made))
+    assert "60 conversations (messages from 'messages')" in said
+    assert f"{stream.trained.sum():,} trained tokens" in said
+
+
+def _paddings(prepared: Prepared) -> int:
+    """How many sequences end in padding, whose positions begin at 0 again."""
+    samples: Any = prepared.sources[0].train
+    filled = np.add.reduceat(samples.lengths.astype(int), samples.offsets[:-1].astype(int))
+    return int((filled < samples.sequence_length).sum())
+
+
+def test_the_reference_reads_the_same_labels_one_document_at_a_time(chatml: Case) -> None:
+    made = recipe(chatml, ROWS)
+    prepared = prepare(made)
+    samples = prepared.sources[0].train
+    rows = samples.read(np.arange(len(samples)))
+    for number in range(len(samples)):
+        documents = read_documents(samples, number, made.data, prepared.eos_id)
+        assert np.concatenate([one.inputs.numpy() for one in documents]).tolist() == rows.input_ids[number].tolist()
+        assert np.concatenate([one.targets.numpy() for one in documents]).tolist() == rows.labels[number].tolist()
+
+
+def test_the_targets_of_a_batch_are_those_of_all_ranks(chatml: Case) -> None:
+    prepared = prepare(recipe(chatml, ROWS))
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1, "dp_size": 2}
+    ranks = [Schedule(prepared, seed=1, dp_rank=rank, **sizes).train_batch(8) for rank in (0, 1)]
+    seen = sum(int((one.labels != NO_TARGET).sum()) for batch in ranks for one in batch.micro_batches)
+    assert [batch.target_tokens for batch in ranks] == [seen, seen]
+
+
+def test_long_conversations_are_dropped_or_cut_at_a_turn(chatml: Case) -> None:
+    rows = [*ROWS, {"messages": chat(99, 60)}]
+    dropped, cut = (prepare(recipe(chatml, rows, too_long=how)) for how in ("drop", "cut_turns"))
+    for prepared, kept in ((dropped, 60), (cut, 61)):
+        found = prepared.sources[0].store.meta["conversations"]
+        assert (found["kept"], found["dropped"], found["cut"]) == (kept, 61 - kept, kept - 60)
+    stream = cut.sources[0].store.streams["train"]
+    last = stream.tokens[int(stream.documents[-2]) :]
+    assert 1 < len(last) <= 257
+    assert stream.trained is not None
+    assert stream.trained[-1]
+
+
+def test_faulty_rows_are_refused_with_their_line_or_left_out(chatml: Case) -> None:
+    rows = [*ROWS[:2], {"messages": [{"role": "narrator", "content": "a"}]}, {"other": 1}, *ROWS[2:]]
+    with pytest.raises(DataError) as caught:
+        prepare(recipe(chatml, rows))
+    assert "2 of 62 rows" in str(caught.value)
+    assert "rows.jsonl, line 3: message 1 has the unknown role 'narrator'" in str(caught.value)
+    assert "rows.jsonl, line 4: " in str(caught.value)
+    made = recipe(chatml, rows, faulty_rows="drop")
+    prepared = prepare(made)
+    assert "60 conversations" in "".join(notes(prepared, made))
+    assert "2 faulty rows left out, such as " in "".join(notes(prepared, made))
+
+
+def test_each_choice_has_tokens_of_its_own(chatml: Case) -> None:
+    plain = prepare(recipe(chatml, ROWS))
+    again = prepare(recipe(chatml, ROWS))
+    assert (again.made, again.key) == (False, plain.key)
+    other = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    options: list[dict[str, Any]] = [{"train_on": "all"}, {"chat_template": other}, {"too_long": "cut_turns"}]
+    assert len({plain.key, *(prepare(recipe(chatml, ROWS, **one)).key for one in options)}) == 4
+
+
+def test_parquet_and_text_beside_conversations(chatml: Case) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = chatml.folder.parent
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "rows.parquet")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(200)))
+    sources = [{"name": str(folder / name)} for name in ("rows.parquet", "text.jsonl")]
+    prepared = prepare(recipe(chatml, ROWS, sources=sources))
+    streams = [source.store.streams["train"] for source in prepared.sources]
+    assert streams[0].trained is not None
+    assert streams[1].trained is None
+    alone = prepare(recipe(chatml, ROWS)).sources[0].store.streams["train"]
+    assert alone.tokens.tolist() == streams[0].tokens.tolist()
+
+
+def test_conversations_are_not_cut_into_a_stream(chatml: Case) -> None:
+    with pytest.raises(DataError, match="a conversation is never split"):
+        prepare(recipe(chatml, ROWS, packing="concat"))
