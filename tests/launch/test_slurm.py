@@ -268,7 +268,6 @@ def test_requeued_by_hand_and_then_robbed_of_a_node_it_finishes_on_others(cluste
     assert logged(job.run_dir) == uninterrupted
 
 
-@pytest.mark.breadth
 def test_preempted_it_saves_waits_and_finishes(cluster, submit, uninterrupted, tmp_path):
     job = submit()
     job.hold(after=3)

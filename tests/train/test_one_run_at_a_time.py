@@ -13,7 +13,7 @@ from tests.helpers.small_runs import start
 LONG = ("--set", "train.max_steps=100000", "--set", "checkpoint.every_steps=4")
 
 
-@pytest.mark.breadth
+@pytest.mark.slow
 def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
     run_dir = tmp_path / "run"
     first = start(small_recipe, run_dir, *LONG)
@@ -23,16 +23,23 @@ def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
     assert "Data made" not in second.stdout
     assert llmtrain("checkpoint", "list", run_dir).returncode == Exit.DONE
 
-    os.kill(workers(first.pid)[0], signal.SIGSTOP)  # so that there is a checkpoint to go on from, and no other one
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    by_torchrun = run(*torchrun, small_recipe, "--run-dir", run_dir, *LONG)
-    assert by_torchrun.returncode != Exit.DONE
-    assert f"in use: process {first.pid}" in by_torchrun.stderr
-
+    os.kill(workers(first.pid)[0], signal.SIGSTOP)  # rank 0, which logs
     first.kill()
     first.wait()
-    taken = llmtrain("train", small_recipe, "--run-dir", run_dir, "--max-steps", 4, *LONG[2:])
-    assert f"taking over from process {first.pid}" in taken.stderr, taken.stderr
+    further = metrics(run_dir)[-1]["step"] + 4
+    taken = llmtrain("train", small_recipe, "--run-dir", run_dir, "--max-steps", further, *LONG)
+    assert f"taking over from process {first.pid}" in taken.stderr, taken.stdout
     assert taken.returncode == Exit.DONE, taken.stderr
-    assert metrics(run_dir)[-1]["step"] >= 4
+    assert metrics(run_dir)[-1]["step"] == further
     assert not (run_dir / ".lock").exists()
+
+
+@pytest.mark.breadth
+def test_workers_of_torchrun_are_refused_as_well(small_recipe, tmp_path):
+    first = start(small_recipe, tmp_path / "run", *LONG)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    by_torchrun = run(*torchrun, small_recipe, "--run-dir", tmp_path / "run", *LONG)
+    first.kill()
+    first.communicate()
+    assert by_torchrun.returncode != Exit.DONE
+    assert f"in use: process {first.pid}" in by_torchrun.stderr

@@ -21,28 +21,26 @@ def _exported_step(run_dir) -> int:
     return step
 
 
-@pytest.mark.breadth
-def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recipe, tmp_path):
-    run_dir = tmp_path / "run"
+def _train(small_recipe, run_dir, *arguments: object, **env: str) -> str:
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments, **env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
-    def train(*arguments: object) -> str:
-        result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments)
-        assert result.returncode == 0, result.stderr
-        return result.stdout
 
-    def worker(*arguments: object) -> str:
-        """As another launcher than ours starts it."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments, **ALONE, MASTER_PORT=str(port))
-        assert result.returncode == 0, result.stderr
-        return result.stdout
+@pytest.fixture(scope="module")
+def prolonged(small_recipe, tmp_path_factory):
+    """The run directory, the export of step 6, and what the longer run said."""
+    run_dir = tmp_path_factory.mktemp("prolonged") / "run"
+    _train(small_recipe, run_dir, *SIX)
+    before = shutil.copytree(run_dir / "export", run_dir.parent / "of step 6")
+    return run_dir, before, _train(small_recipe, run_dir, *EIGHT)
 
-    train(*SIX)
-    assert _exported_step(run_dir) == 6
-    shutil.copytree(run_dir / "export", tmp_path / "of step 6")
 
-    output = train(*EIGHT)
+@pytest.mark.slow
+def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(prolonged):
+    run_dir, before, output = prolonged
+    assert json.loads((before / "llmtrain.json").read_text())["step"] == 6
+    assert _exported_step(run_dir) == 8
     assert "changed since the start: batch.global_batch_size 8 → 4, train.max_steps 6 → 8\n" in output
     rate = next(line["lr"] for line in metrics(run_dir) if line["step"] == 7)
     assert f"learning rate of step 7: {rate:.2e}, which train.max_steps=6 made" in output
@@ -55,16 +53,22 @@ def test_a_prolonged_run_says_what_changed_and_exports_its_last_step(small_recip
     assert history == [(0, 0), (6, 48)]
     assert history == [(one.step, one.samples) for one in read_state(checkpoint).history]
 
-    # As if it had been killed before its export.
+
+@pytest.mark.breadth
+def test_a_prolonged_run_makes_an_export_that_is_missing_and_then_has_nothing_left(small_recipe, prolonged):
+    run_dir, before, _ = prolonged
+    card = (run_dir / "export" / "README.md").read_text()
     shutil.rmtree(run_dir / "export")
-    (tmp_path / "of step 6").rename(run_dir / "export")
-    assert "is finished" not in train(*EIGHT)
+    shutil.copytree(before, run_dir / "export")  # as if it had been killed before its export
+    assert "is finished" not in _train(small_recipe, run_dir, *EIGHT)
     assert _exported_step(run_dir) == 8
     assert (run_dir / "export" / "README.md").read_text() == card
 
-    assert f"{run_dir} is finished: 8 steps" in train(*EIGHT)
-    assert f"{run_dir} is finished: 8 steps" in train("--set", "train.max_steps=6", *EIGHT[2:])
+    assert f"{run_dir} is finished: 8 steps" in _train(small_recipe, run_dir, *EIGHT)
+    assert f"{run_dir} is finished: 8 steps" in _train(small_recipe, run_dir, *SIX, *EIGHT[2:])
     more = ("--set", "train.max_steps=20", "--max-steps", 7, *EIGHT[2:])
     nothing_left = f"{run_dir} has already taken 8 steps, and --max-steps is 7"
-    assert nothing_left in train(*more)
-    assert nothing_left in worker(*more)
+    assert nothing_left in _train(small_recipe, run_dir, *more)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert nothing_left in _train(small_recipe, run_dir, *more, **ALONE, MASTER_PORT=str(port))

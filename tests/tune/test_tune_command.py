@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmtrain.tune.choice import KERNELS
-from tests.helpers.commands import llmtrain, losses, metrics
+from tests.helpers.commands import llmtrain, metrics
 from tests.helpers.small_runs import write_small_recipe
 
 
@@ -42,27 +42,27 @@ def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch)
     assert not (tmp_path / "cache").exists()  # not even data were prepared
 
 
+def _attention(run_dir) -> str:
+    return json.loads((run_dir / "plan.json").read_text())["kernels"]["values"]["model.attention"]
+
+
 @pytest.mark.breadth
 def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0)
-    recipe = write_small_recipe(tmp_path)
-    named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
+    recipe, run_dir = write_small_recipe(tmp_path), tmp_path / "run"
+    named = ("--set", "kernels.blocks=eager", "--set", "kernels.threads=1", "--set", "kernels.loss=whole")
     done = llmtrain("tune", recipe, *named, "--json")
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
-    assert set(measured["milliseconds"]["kernels.loss"]) == {"whole", "chunked", "compiled"}
+    assert set(measured["milliseconds"]["model.attention"]) == {"sdpa", "varlen", "eager"}
 
     file = next((tmp_path / "cache" / "kernels").glob("*.json"))
-    other = "chunked" if measured["values"]["kernels.loss"] != "chunked" else "whole"
-    measured["values"]["kernels.loss"] = other
+    other = "eager" if measured["values"]["model.attention"] != "eager" else "varlen"
+    measured["values"]["model.attention"] = other
     file.write_text(json.dumps(measured))  # so that the choice is not the rules' own
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert llmtrain("train", recipe, *named, "--run-dir", whole).returncode == 0
-    assert json.loads((whole / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
-    assert llmtrain("train", recipe, *named, "--run-dir", cut, "--max-steps", 4).returncode == 0
+    assert llmtrain("train", recipe, *named, "--run-dir", run_dir, "--max-steps", 4).returncode == 0
+    assert _attention(run_dir) == other
     file.unlink()
-    again = llmtrain("train", recipe, *named, "--run-dir", cut)
-    assert again.returncode == 0
-    assert json.loads((cut / "plan.json").read_text())["kernels"]["values"]["kernels.loss"] == other
-    assert losses(cut) == losses(whole)
-    assert metrics(cut)
+    assert llmtrain("train", recipe, *named, "--run-dir", run_dir).returncode == 0
+    assert _attention(run_dir) == other
+    assert metrics(run_dir)[-1]["step"] == 12
