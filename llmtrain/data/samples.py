@@ -139,7 +139,9 @@ class PackedSamples:
         will_need(self.stream.tokens, starts, starts + lengths + 1)
         token = _runs(starts, lengths)
         # The pieces fill a row from the left.
-        inputs_of = np.add.reduceat(lengths, np.cumsum(end - first) - (end - first)) if len(index) else lengths
+        inputs_of = self.targets(index)
+        if self.stream.trained is not None and len(index):  # then not every input has a target
+            inputs_of = np.add.reduceat(lengths, np.cumsum(end - first) - (end - first))
         filled = np.arange(self.sequence_length) < inputs_of[:, None]
         inputs = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, NO_TARGET, np.int64)

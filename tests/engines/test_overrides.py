@@ -75,6 +75,7 @@ NOT_THEIRS = {
     "_exit",  # of os and of C's library, where it is public
     "_NamedFuncPointer",  # a type in typeshed
     "_fields_",  # of ctypes, where it is public
+    "_replace",  # of named tuples, where it is public
     "_redirect_stdout",  # of rich
     "_redirect_stderr",
 }

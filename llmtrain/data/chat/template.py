@@ -52,10 +52,13 @@ class ChatTemplate:
 
     @cached_property
     def literal_text(self) -> str:
-        """All text that stands in the template itself."""
-        from transformers.utils.chat_template_utils import _get_template_literal_text
+        """All text that stands in the template itself. Raises jinja2.TemplateSyntaxError."""
+        from jinja2 import Environment, nodes
 
-        return str(_get_template_literal_text(self.source))
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", self.source)  # a tag of `transformers` alone
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        data = [node.data for node in tree.find_all(nodes.TemplateData)]
+        return "\n".join([*data, *(str(node.value) for node in tree.find_all(nodes.Const))])
 
     @cached_property
     def arguments_as_text(self) -> bool:
