@@ -48,7 +48,7 @@ def main() -> None:
         child.send_signal(number)
     write_atomically(Path(folder) / f"{rank}.pid", str(child.pid))
     code = child.wait()
-    ended = {"rank": int(rank), "code": code, "time": time.time(), "received": bool(received)}
+    ended = {"rank": int(rank), "code": code, "time": time.time(), "signalled": bool(received)}
     write_atomically(Path(folder) / f"{rank}.ended.json", json.dumps(ended))
     if code < 0:
         code = 128 - code

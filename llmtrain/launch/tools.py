@@ -156,7 +156,7 @@ class Ended:
     code: int
     """As in `subprocess`: negative after a signal."""
     time: float
-    reported: bool
+    signalled: bool
     """Whether the tool ended it because another worker had failed."""
 
     @classmethod
@@ -172,7 +172,7 @@ class Ended:
     @property
     def blame(self) -> tuple[int, float]:
         """Orders failures: a worker that was struck down cannot have been brought down by another."""
-        return (0 if -self.code in SUDDEN and not self.reported else 1), self.time
+        return (0 if -self.code in SUDDEN and not self.signalled else 1), self.time
 
     def __str__(self) -> str:
         if self.code >= 0:
