@@ -409,9 +409,8 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
             auxiliary = getattr(output, "aux_loss", None)
             total = output.logits.sum() if auxiliary is None else output.logits.sum() + auxiliary
             gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
-        except (
-            Exception
-        ):  # a foreign forward method may raise anything without values; a worker will show whether it runs
+        except Exception:
+            # A forward method of others may raise anything without values; a worker will show whether it runs.
             continue
         return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()

@@ -52,7 +52,8 @@ def _trace(plan: Plan) -> Trace:
 
 def _look(model: PreTrainedModel, plan: Plan) -> None:
     """Whether the kernels are Liger's."""
-    own = {type(module).__name__ for module in model.modules() if "Liger" in module._get_name()}
+    modules = [one for one in model.modules() if one.forward.__module__.startswith("liger_kernel")]
+    own = {type(one).__name__.removeprefix("FSDP") for one in modules}  # FSDP2 derives a class for each unit
     family = {"llama": {"LlamaRMSNorm", "LlamaMLP"}, "mixtral": {"MixtralRMSNorm"}}[model.config.model_type]
     assert own == (family if plan.recipe.kernels.blocks == "liger" else set())
     loss = chunked_loss(model)
