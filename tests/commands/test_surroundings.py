@@ -141,7 +141,7 @@ def test_a_run_outlives_all_of_it_at_once(tmp_path):
     assert json.loads((folder / "recipe.json").read_text())["name"] == "small"
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_outlives_the_reader_of_its_output(tmp_path):
     recipe = write_small_recipe(tmp_path)
     result = _shell(f"$L train {recipe} --run-dir {tmp_path}/run | head -n 1; exit ${{PIPESTATUS[0]}}")

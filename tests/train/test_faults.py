@@ -75,7 +75,7 @@ TORCHRUN = ("--launcher", "torchrun")
     ("arguments", "allowed"),
     [
         pytest.param(("--nproc", "1", *HANGS), ", but only 8 s are allowed", marks=pytest.mark.slow),
-        pytest.param((), "", marks=pytest.mark.slow),
+        pytest.param((), "", marks=pytest.mark.breadth),
         pytest.param(TORCHRUN, "", marks=pytest.mark.breadth),
     ],
     ids=["alone", "two ranks", "torchrun"],

@@ -14,14 +14,25 @@ LONG = ("--set", "train.max_steps=100000", "--set", "checkpoint.every_steps=4")
 
 
 @pytest.mark.slow
-def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    first = start(small_recipe, run_dir, *LONG)
-    second = llmtrain("train", small_recipe, "--run-dir", run_dir, *LONG)
+def test_a_second_run_in_a_run_directory_is_refused(small_recipe, tmp_path):
+    first = start(small_recipe, tmp_path / "run", *LONG, "--nproc", "1")
+    second = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *LONG)
+    first.kill()
+    first.communicate()
     assert second.returncode == Exit.USAGE
     assert f"in use: process {first.pid} on {os.uname().nodename}" in second.stderr
     assert "Data made" not in second.stdout
+
+
+@pytest.mark.breadth
+def test_it_is_read_meanwhile_closed_to_other_launchers_and_taken_over_once_the_first_is_dead(small_recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    first = start(small_recipe, run_dir, *LONG)
     assert llmtrain("checkpoint", "list", run_dir).returncode == Exit.DONE
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    by_torchrun = run(*torchrun, small_recipe, "--run-dir", run_dir, *LONG)
+    assert by_torchrun.returncode != Exit.DONE
+    assert f"in use: process {first.pid}" in by_torchrun.stderr
 
     os.kill(workers(first.pid)[0], signal.SIGSTOP)  # rank 0, which logs
     first.kill()
@@ -32,14 +43,3 @@ def test_a_run_directory_has_one_run_at_a_time(small_recipe, tmp_path):
     assert taken.returncode == Exit.DONE, taken.stderr
     assert metrics(run_dir)[-1]["step"] == further
     assert not (run_dir / ".lock").exists()
-
-
-@pytest.mark.breadth
-def test_workers_of_torchrun_are_refused_as_well(small_recipe, tmp_path):
-    first = start(small_recipe, tmp_path / "run", *LONG)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    by_torchrun = run(*torchrun, small_recipe, "--run-dir", tmp_path / "run", *LONG)
-    first.kill()
-    first.communicate()
-    assert by_torchrun.returncode != Exit.DONE
-    assert f"in use: process {first.pid}" in by_torchrun.stderr

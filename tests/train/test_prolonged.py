@@ -11,8 +11,6 @@ from llmtrain.checkpoint.folder import newest
 from tests.helpers.commands import llmtrain, metrics
 
 SIX = ("--set", "train.max_steps=6")
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-"""What a launcher tells its only worker."""
 EIGHT = ("--set", "train.max_steps=8", "--set", "batch.global_batch_size=4")
 
 
@@ -21,8 +19,18 @@ def _exported_step(run_dir) -> int:
     return step
 
 
-def _train(small_recipe, run_dir, *arguments: object, **env: str) -> str:
-    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments, **env)
+def _train(small_recipe, run_dir, *arguments: object) -> str:
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _work(small_recipe, run_dir, *arguments: object) -> str:
+    """As another launcher than ours starts its only worker."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = llmtrain("train", small_recipe, "--run-dir", run_dir, *arguments, **alone, MASTER_PORT=str(port))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -31,7 +39,7 @@ def _train(small_recipe, run_dir, *arguments: object, **env: str) -> str:
 def prolonged(small_recipe, tmp_path_factory):
     """The run directory, the export of step 6, and what the longer run said."""
     run_dir = tmp_path_factory.mktemp("prolonged") / "run"
-    _train(small_recipe, run_dir, *SIX)
+    _work(small_recipe, run_dir, *SIX)
     before = shutil.copytree(run_dir / "export", run_dir.parent / "of step 6")
     return run_dir, before, _train(small_recipe, run_dir, *EIGHT)
 
@@ -69,6 +77,4 @@ def test_a_prolonged_run_makes_an_export_that_is_missing_and_then_has_nothing_le
     more = ("--set", "train.max_steps=20", "--max-steps", 7, *EIGHT[2:])
     nothing_left = f"{run_dir} has already taken 8 steps, and --max-steps is 7"
     assert nothing_left in _train(small_recipe, run_dir, *more)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert nothing_left in _train(small_recipe, run_dir, *more, **ALONE, MASTER_PORT=str(port))
+    assert nothing_left in _work(small_recipe, run_dir, *more)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmtrain.tune.choice import KERNELS
-from tests.helpers.commands import llmtrain, metrics
+from tests.helpers.commands import llmtrain, losses, metrics
 from tests.helpers.small_runs import write_small_recipe
 
 
@@ -20,10 +20,14 @@ def test_nothing_is_left_to_be_measured(tmp_path):
 
 
 BESIDE = """
+import sys
 from llmtrain.system import host
 host.CoreMeter.cores_of_others = lambda meter: {cores}
+if "llmtrain.tune.process" in sys.orig_argv:
+    from llmtrain.tune import trial
+    trial.COMPARE_S = trial.TURN_S = 0.01
 """
-"""For a `sitecustomize`: others are the tests beside this one."""
+"""For a `sitecustomize`: others are the tests beside this one, and comparisons are short."""
 
 
 def _beside(folder, monkeypatch, cores):
@@ -42,27 +46,44 @@ def test_on_a_busy_machine_nothing_is_measured_or_started(tmp_path, monkeypatch)
     assert not (tmp_path / "cache").exists()  # not even data were prepared
 
 
-def _attention(run_dir) -> str:
-    return json.loads((run_dir / "plan.json").read_text())["kernels"]["values"]["model.attention"]
+NAMED = ("--set", "kernels.blocks=eager", "--set", "kernels.threads=1", "--set", "kernels.loss=whole")
+
+
+def _measured(recipe) -> dict:
+    done = llmtrain("tune", recipe, *NAMED, "--json")
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    assert set(measured["milliseconds"]["model.attention"]) == {"sdpa", "varlen", "eager"}
+    return measured
+
+
+@pytest.mark.slow
+def test_what_the_recipe_leaves_open_is_measured_and_kept(tmp_path, monkeypatch):
+    _beside(tmp_path, monkeypatch, cores=0)
+    measured = _measured(write_small_recipe(tmp_path))
+    [file] = (tmp_path / "cache" / "kernels").glob("*.json")
+    assert json.loads(file.read_text())["values"] == measured["values"]
 
 
 @pytest.mark.breadth
 def test_a_measurement_is_taken_by_later_runs_and_kept_by_each(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0)
-    recipe, run_dir = write_small_recipe(tmp_path), tmp_path / "run"
-    named = ("--set", "kernels.blocks=eager", "--set", "kernels.threads=1", "--set", "kernels.loss=whole")
-    done = llmtrain("tune", recipe, *named, "--json")
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
-    assert set(measured["milliseconds"]["model.attention"]) == {"sdpa", "varlen", "eager"}
-
-    file = next((tmp_path / "cache" / "kernels").glob("*.json"))
+    recipe = write_small_recipe(tmp_path)
+    measured = _measured(recipe)
+    [file] = (tmp_path / "cache" / "kernels").glob("*.json")
     other = "eager" if measured["values"]["model.attention"] != "eager" else "varlen"
     measured["values"]["model.attention"] = other
     file.write_text(json.dumps(measured))  # so that the choice is not the rules' own
-    assert llmtrain("train", recipe, *named, "--run-dir", run_dir, "--max-steps", 4).returncode == 0
-    assert _attention(run_dir) == other
+
+    def attention(run_dir) -> str:
+        return json.loads((run_dir / "plan.json").read_text())["kernels"]["values"]["model.attention"]
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert llmtrain("train", recipe, *NAMED, "--run-dir", whole).returncode == 0
+    assert attention(whole) == other
+    assert llmtrain("train", recipe, *NAMED, "--run-dir", cut, "--max-steps", 4).returncode == 0
     file.unlink()
-    assert llmtrain("train", recipe, *named, "--run-dir", run_dir).returncode == 0
-    assert _attention(run_dir) == other
-    assert metrics(run_dir)[-1]["step"] == 12
+    assert llmtrain("train", recipe, *NAMED, "--run-dir", cut).returncode == 0
+    assert attention(cut) == other
+    assert losses(cut) == losses(whole)
+    assert metrics(cut)
