@@ -30,6 +30,7 @@ class Groups:
     tensor: RankGroup
     sequence: RankGroup
     expert: RankGroup
+    """Ranks that share the experts: adjacent ones, whichever replica and tensor group they belong to."""
     replicas: RankGroup
     """Ranks that hold the same weights, all those between tensor and pipeline groups."""
     expert_replicas: RankGroup
@@ -43,13 +44,13 @@ class Groups:
             RankGroup(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
         )
         replicas = RankGroup(plan.holders, tensor.size)
-        experts = plan.degree(EXPERT)
+        experts, ranks = plan.degree(EXPERT), replicas.size * tensor.size
         return cls(
             tensor=tensor,
             sequence=sequence,
-            expert=RankGroup(experts, replicas.stride),
+            expert=RankGroup(experts, 1),
             replicas=replicas,
-            expert_replicas=RankGroup(max(replicas.size // experts, 1), replicas.stride * experts),
+            expert_replicas=RankGroup(max(ranks // experts, 1), experts) if experts > 1 else replicas,
             pipeline=pipeline,
         )
 

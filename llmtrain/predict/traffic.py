@@ -26,6 +26,9 @@ feed-forward."""
 COLUMN_PRODUCTS = 5
 """Products of a layer whose input gradients are summed in the backward pass, one by one: query, key, value, gate and
 up. A family that fuses some of them sends less."""
+BESIDE_EXPERTS = 1, 4
+"""The same two numbers if the experts of a layer are distributed: only attention is split. The fourth gradient is that
+of the input of the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class CommunicationGroups:
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats those of the forward pass."""
-        sums = held.layers * (ROW_PRODUCTS * (2 if self.share.checkpointing else 1) + COLUMN_PRODUCTS)
+        rows, columns = BESIDE_EXPERTS if self.plan.parallel.expert > 1 else (ROW_PRODUCTS, COLUMN_PRODUCTS)
+        sums = held.layers * (rows * (2 if self.share.checkpointing else 1) + columns)
         hidden_states = ((self.hidden_states, self.groups.tensor),)
         yield Transfer("all_reduce", hidden_states, sums)
         if held.head and not self.plan.model.tied_embeddings:
@@ -137,9 +141,15 @@ class CommunicationGroups:
         yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(held))
 
     def expert(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the ways of the tokens to their experts and back."""
-        dispatched = self.hidden_states * max(self.plan.model.experts_per_token, 1)
-        yield Transfer("all_to_all", ((dispatched, self.groups.expert),), 2 * self._passes(held))
+        """Yields the ways of the tokens to their experts and back.
+
+        Ranks of a tensor group send a part of its tokens each, and gather the results.
+        """
+        dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
+        passes = self._passes(held)
+        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * passes)
+        yield Transfer("all_gather", ((dispatched, tensor),), passes - held.layers)
+        yield Transfer("all_reduce", ((dispatched, tensor),), held.layers)
 
     def _passes(self, held: StageParameters) -> int:
         return held.layers * (3 if self.share.checkpointing else 2)
@@ -164,6 +174,10 @@ class CommunicationGroups:
             (found.waited if stage == 2 else found.step).append(self._gradients("all_reduce", held))
             if stage:
                 found.step.append(self._weights(held))
+        if parallel.expert > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
+            found.step.append(
+                Transfer("all_reduce", ((share.unsplit(held) * share.gradient_bytes, self.groups.tensor),))
+            )
         shard = share.own(held) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
             # Gradients are sent to the host as soon as they are reduced; updated weights come back.

@@ -92,14 +92,21 @@ class DeviceShare:
         return sum(self.shares(held))
 
     def shares(self, held: StageParameters) -> tuple[float, float]:
-        """Returns the part of `own` that all replicas hold, and the part of experts.
-
-        AutoTP does not split a tied table.
-        """
-        facts = self.facts
-        whole = head_parameters(facts) if self.plan.parallel.pipeline == 1 and facts.tied_embeddings else 0
+        """Returns the part of `own` that all replicas hold, and the part of experts."""
+        whole, experts = self.unsplit(held), self.plan.parallel.expert
         dense = (held.parameters - held.experts - whole) / self.plan.parts("matrices") + whole
-        return dense, held.experts / self.plan.parts("experts")
+        return dense, held.experts / (experts if experts > 1 else self.plan.parts("matrices"))
+
+    def unsplit(self, held: StageParameters) -> int:
+        """Returns the parameters, experts excepted, that each tensor parallel rank holds whole.
+
+        AutoTP does not split a tied table. If the experts are distributed, it splits attention only.
+        """
+        facts, parallel = self.facts, self.plan.parallel
+        if parallel.expert > 1:
+            attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
+            return held.parameters - held.experts - held.layers * attention
+        return head_parameters(facts) if parallel.pipeline == 1 and facts.tied_embeddings else 0
 
 
 class Worker(DeviceShare):

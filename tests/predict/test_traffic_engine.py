@@ -8,11 +8,12 @@ import pytest
 
 from llmtrain.predict.traffic import volumes
 from llmtrain.predict.work import DeviceShare, held_by
-from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of
 
 ZERO = {"parallel.precision": "bf16", "batch.micro_batch_size": GLOBAL_BATCH // 4}
+EXPERTS = MIXTRAL | {"parallel.zero_stage": 1, "parallel.expert": 2, "batch.micro_batch_size": 2}
 PLANS = {
     "zero0": ZERO | {"parallel.zero_stage": 0, "parallel.precision": "fp32"},
     "zero1": ZERO | {"parallel.zero_stage": 1},
@@ -21,11 +22,15 @@ PLANS = {
     "pipeline": {"parallel.zero_stage": 1, "parallel.pipeline": 2, "batch.micro_batch_size": 2},
     "tensor": {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2},
     "sequence": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2},
+    "expert": EXPERTS,
+    "expert, tensor": EXPERTS | {"parallel.tensor": 2},
 }
+RANKS = {"expert, tensor": 4}
 KINDS = {
     # In a ring of two ranks, each sends half of the bytes of a gather, and all of those of an all-reduce.
     "all_reduce": ("all_reduce", 1.0),
-    "all_gather_into_tensor": ("all_gather", 1.0),  # the engine notes the shard
+    "all_gather": ("all_gather", 1.0),  # the engine notes the shard
+    "all_gather_into_tensor": ("all_gather", 1.0),
     "reduce_scatter_tensor": ("reduce_scatter", 0.5),
     "all_to_all_single": ("all_to_all", 0.5),
     "send": ("p2p", 1.0),
@@ -36,17 +41,15 @@ SMALL = 1024
 """Bytes of a message that is no part of the model: norms, overflow flags, positions, padding, single norm weights."""
 
 
-def _sent(rank: int, fields: dict) -> dict[str, float]:
+def _sent(rank: int, fields: dict, ranks: int) -> Counter:
     """Bytes by kind of the second step."""
     from deepspeed.comm import comm
 
-    plan = plan_of(tiny_recipe(**fields), 2)
-    engine = engine_of(plan)
-    replica = rank if plan.data_parallel_size == 2 else 0
+    plan = plan_of(tiny_recipe(**fields), ranks)
+    engine, batches = engine_of(plan), plan.batch
+    own = engine.data_parallel_rank, plan.data_parallel_size
     for step in range(2):
-        batch = step_batch(
-            step, plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps, replica, plan.data_parallel_size
-        )
+        batch = step_batch(step, batches.micro_batch_size, batches.gradient_accumulation_steps, *own)
         comm.comms_logger.comms_dict.clear()
         engine.train_step(batch)
         comm.configure(enabled=True, prof_all=True, verbose=False)
@@ -55,12 +58,7 @@ def _sent(rank: int, fields: dict) -> dict[str, float]:
         if call in KINDS:
             kind, part = KINDS[call]
             found[kind] += sum(size * noted[0] * part for size, noted in sizes.items() if size > SMALL)
-    return {kind: size for kind, size in found.items() if size}
-
-
-def _counted(fields: dict) -> dict[str, int]:
-    """The same by the model."""
-    return volumes(plan_of(tiny_recipe(**fields), 2))[0]
+    return +found
 
 
 IN_SHORT = ("zero2", "zero3")
@@ -71,17 +69,17 @@ IN_SHORT = ("zero2", "zero3")
     "name", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.breadth) for name in PLANS]
 )
 def test_the_engine_sends_what_is_counted(name):
-    sent, counted = run_ranks(2, _sent, PLANS[name])[0], _counted(PLANS[name])
-    if name in ("pipeline", "tensor"):
-        # Groups of one rank are noted too: all gradients, in two groups of parameters.
-        sent["all_reduce"] -= _alone(PLANS[name])
-    assert set(sent) == {kind for kind, size in counted.items() if size}
+    ranks = RANKS.get(name, 2)
+    plan = plan_of(tiny_recipe(**PLANS[name]), ranks)
+    dense, experts = DeviceShare(plan).shares(held_by(plan.model, plan.stages)[0])
+    counted = volumes(plan)[0]
+    each = run_ranks(ranks, _sent, PLANS[name], ranks)
+    # Experts receive different numbers of tokens, but together all that are sent. Stages send different tensors.
+    each = each if "expert" in name else each[:1]
+    sent = {kind: sum(one[kind] for one in each) / len(each) for kind in each[0]}
+    alone = {"pipeline": dense, "tensor": dense, "expert": experts}  # reductions among one rank are noted too
+    sent["all_reduce"] = sent.get("all_reduce", 0) - 4 * alone.get(name, 0)
+    assert {kind for kind, size in sent.items() if size} == {kind for kind, size in counted.items() if size}
     # Padding, and weights of norms, which are small messages.
     for kind, size in counted.items():
         assert sent[kind] == pytest.approx(size, rel=0.01), kind
-
-
-def _alone(fields: dict) -> float:
-    """Bytes of the gradients of the first rank."""
-    plan = plan_of(tiny_recipe(**fields), 2)
-    return DeviceShare(plan).own(held_by(plan.model, plan.stages)[0]) * 4
