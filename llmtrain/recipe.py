@@ -508,7 +508,7 @@ def _problem(details: Any, place: str) -> Problem:
         return _unknown_field(field)
     if details["type"] == "missing":
         return Problem("recipe.missing", field, "is required")
-    message = details["msg"].removeprefix("Value error, ")
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return Problem("recipe.value", field, f"{shown(details['input'])} was given: {message}")
 
 

@@ -53,7 +53,7 @@ def _divides(axis: Axis) -> Rule:
         degree = axis.degree(draft.parallel)
         for what, number in axis.limits(draft) if degree > 1 else ():
             if number % degree:
-                message = f"{degree} was given: it does not divide {what}"
+                message = f"{degree} does not divide {what}"
                 yield Fault(axis.field, message, f"use {_nearest(number, degree)}")
 
     return divides

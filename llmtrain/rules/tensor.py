@@ -57,7 +57,7 @@ def divides(draft: Draft) -> Iterator[Fault]:
     uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
     if uneven:
         widths = " and ".join(str(width) for width in uneven)
-        message = f"{parallel.tensor} was given: it does not divide the width {widths} of feed-forward layers"
+        message = f"{parallel.tensor} does not divide the width {widths} of feed-forward layers"
         yield Fault(
             "parallel.tensor", message, f"{assignment(parallel__tensor=1)}, or {assignment(parallel__pipeline=1)}"
         )
