@@ -8,14 +8,13 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,19 +24,23 @@ from llmtrain.checkpoint.manifest import File, Manifest
 from llmtrain.checkpoint.state import layout_of, save_random_state
 from llmtrain.checkpoint.storage import Storage, probe
 from llmtrain.engines import Engine
-from llmtrain.engines.state.writer import DiskWriter, Part, Writer, size_of
+from llmtrain.engines.state.writer import DiskWriter, Late, Part, Writer, size_of
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.plan import Plan
 from llmtrain.recipe import CheckpointConfig
 from llmtrain.run_dir import identity_of, versions
 from llmtrain.runtime.agree import attempt, broadcast, failed, gather, group_of_threads, raise_together, world_size
 
+CHUNK = 2**26
+"""Bytes of host memory that are allocated at once. Torch rounds pinned allocations up to powers of two, which would
+nearly double a large one."""
+
 
 @dataclass(frozen=True)
 class _Copied:
     name: str
-    content: Tensor
-    """The file's bytes, in host memory."""
+    parts: list[Part]
+    """Bytes, and tensors in host memory."""
     private: bool
 
 
@@ -49,26 +52,29 @@ class HostCopies(Writer):
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._memory: dict[str, list[Tensor]] = {}
         self._files: list[_Copied] = []
         self._copied: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
 
     def file(self, name: str, parts: Sequence[Part], private: bool = False) -> None:
         """Copies a file; from a device in the order of its stream, without waiting."""
-        on_device = any(isinstance(part, Tensor) and part.is_cuda for part in parts)
-        content = self._buffer(name, sum(map(size_of, parts)), on_device)
-        offset = 0
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        device = next((one.device for one in tensors if one.is_cuda), None)
+        memory, offset = self._chunks(name, sum(map(size_of, tensors)), pinned=device is not None), 0
+        copied: list[Part] = []
         for part in parts:
-            target = content[offset : offset + size_of(part)]
-            if isinstance(part, bytes):
-                target.numpy()[:] = np.frombuffer(part, dtype=np.uint8)
+            if isinstance(part, Tensor):
+                copied += _copy(part.detach().view(torch.uint8), memory, offset)
+                offset += size_of(part)
+            elif isinstance(part, Late):
+                copied.append(replace(part, numbers=part.numbers.to("cpu", non_blocking=True, copy=True)))
             else:
-                target.copy_(part.detach().view(torch.uint8), non_blocking=True)
-            offset += size_of(part)
-        if on_device:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.append(part)
+        if device is not None:
+            self._device, self._copied = device, torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        self._files.append(_Copied(name, content, private))
+        self._files.append(_Copied(name, copied, private))
 
     def start_anew(self) -> None:
         """Forgets the files of the previous save; their memory is reused."""
@@ -77,15 +83,30 @@ class HostCopies(Writer):
     def write(self, writer: Writer) -> None:
         """Passes the copies on; waits for the device that they come from, if any."""
         if self._copied is not None:
+            # A thread begins with device 0, and would open a context on another rank's GPU.
+            torch.cuda.set_device(self._device)
             self._copied.synchronize()
         for file in self._files:
-            writer.file(file.name, [file.content], file.private)
+            writer.file(file.name, file.parts, file.private)
 
-    def _buffer(self, name: str, size: int, pinned: bool) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.is_pinned() < pinned:
-            self._buffers[name] = buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        return buffer[:size]
+    def _chunks(self, name: str, size: int, pinned: bool) -> list[Tensor]:
+        """Returns the memory of a file: chunks of `CHUNK` bytes, and what is left."""
+        chunks = self._memory.get(name, [])
+        if sum(chunk.numel() for chunk in chunks) < size or any(chunk.is_pinned() < pinned for chunk in chunks[:1]):
+            sizes = [CHUNK] * (size // CHUNK) + [size % CHUNK]
+            chunks = [torch.empty(one, dtype=torch.uint8, pin_memory=pinned) for one in sizes]
+            self._memory[name] = chunks
+        return chunks
+
+
+def _copy(content: Tensor, memory: Sequence[Tensor], offset: int) -> Iterator[Tensor]:
+    """Copies bytes to an offset of some chunks; yields the parts of the copy."""
+    while content.numel():
+        index, first = divmod(offset, CHUNK)
+        target = memory[index][first : first + content.numel()]
+        target.copy_(content[: target.numel()], non_blocking=True)
+        yield target
+        content, offset = content[target.numel() :], offset + target.numel()
 
 
 Files = dict[str, File]

@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmtrain.engines.state.writer import DiskWriter
+from llmtrain.checkpoint import save
+from llmtrain.checkpoint.save import HostCopies
+from llmtrain.engines.state.writer import DiskWriter, Late
 from llmtrain.system.durable import create, fingerprint
 
 
@@ -67,3 +69,18 @@ def test_a_file_is_never_written_over(tmp_path):
     with pytest.raises(FileExistsError), create(tmp_path / "a"):
         pass
     assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_copies_are_the_files_at_the_time_of_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "CHUNK", 16)
+    copies = HostCopies()
+    for size in (30, 9, 41):  # memory is used again, and allocated where it does not suffice
+        large, count = torch.arange(size, dtype=torch.float32), torch.tensor([size])
+        late = Late(count, lambda numbers: f"{numbers[0]} updates".encode())
+        copies.start_anew()
+        copies.file("a", [late, b"head", large, b"between", torch.ones(3, dtype=torch.bfloat16)])
+        expected = f"{size} updates".encode() + b"head" + large.numpy().tobytes() + b"between" + b"\x80\x3f" * 3
+        large.zero_()
+        count.zero_()
+        copies.write(DiskWriter(tmp_path / str(size)))
+        assert (tmp_path / str(size) / "a").read_bytes() == expected

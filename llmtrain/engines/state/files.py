@@ -19,40 +19,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from llmtrain.engines.state.pieces import Piece, Region
-from llmtrain.engines.state.writer import Part, Writer, on_host, size_of
+from llmtrain.engines.state.writer import Late, Part, Writer, head, on_host
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.system.piece_heads import read_head
 from llmtrain.system.untrusted import UNREADABLE, read_bytes, utf8_name, why
-
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The format's names (https://github.com/huggingface/safetensors) for the dtypes that a model may have."""
-
-
-def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file, which the tensors follow in their order.
-
-    tensors: only their shapes and dtypes are used, so they may be on the meta device.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, tensor in tensors.items():
-        size = size_of(tensor)
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def stream_tensors(stream: BinaryIO, like: Mapping[str, Tensor], tensor: Callable[[str], Tensor]) -> None:
@@ -163,15 +133,24 @@ def _content(pieces: list[Piece]) -> list[Part]:
         for index, piece in enumerate(pieces)
         for kind, tensor in piece.tensors.items()
     }
-    return [head(tensors, {"pieces": json.dumps([_described(piece) for piece in pieces])}), *tensors.values()]
+    counted = [piece.steps.reshape(()) for piece in pieces if piece.steps is not None]
+
+    def beginning(numbers: list[float]) -> bytes:
+        steps = iter(numbers)
+        described = [_described(piece, None if piece.steps is None else next(steps)) for piece in pieces]
+        return head(tensors, {"pieces": json.dumps(described)})
+
+    # An optimizer counts on its device, which is not waited for here.
+    first = Late(torch.stack(counted), beginning) if counted else beginning([])
+    return [first, *tensors.values()]
 
 
-def _described(piece: Piece) -> dict[str, Any]:
+def _described(piece: Piece, steps: float | None) -> dict[str, Any]:
     return {
         "name": piece.name,
         "region": piece.region.to_json(),
         "start": piece.start,
         "numel": piece.numel,
         "kinds": list(piece.tensors),
-        "steps": None if piece.steps is None else piece.steps.item(),
+        "steps": steps,
     }

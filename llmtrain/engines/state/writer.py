@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from llmtrain.system.durable import FileHash, create
 
-Part = bytes | Tensor
+
+@dataclass(frozen=True)
+class Late:
+    """Bytes that depend on numbers on a device. They are made once the numbers are on the host."""
+
+    numbers: Tensor
+    """One-dimensional."""
+    make: Callable[[list[float]], bytes]
+
+
+Part = bytes | Tensor | Late
 """A part of a file's content: bytes, or those of a contiguous tensor on any device."""
+
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The format's names (https://github.com/huggingface/safetensors) for the dtypes that a model may have."""
+
+
+def head(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Returns the beginning of a file, which the tensors follow in their order.
+
+    tensors: only their shapes and dtypes are used, so they may be on the meta device.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, tensor in tensors.items():
+        size = size_of(tensor)
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class Writer(ABC):
@@ -28,8 +70,8 @@ class Writer(ABC):
         """
 
     def tensors(self, name: str, value: Mapping[str, Tensor], private: bool = False) -> None:
-        """Receives small tensors, which are serialized in memory as safetensors."""
-        self.file(name, [safetensors_bytes(dict(value))], private)
+        """Receives the tensors of a safetensors file."""
+        self.file(name, [head(value, {}), *(tensor.detach().reshape(-1) for tensor in value.values())], private)
 
     def text(self, name: str, value: str) -> None:
         """Receives a text, as UTF-8."""
@@ -71,14 +113,16 @@ class DiskWriter(Writer):
             self.files[name] = Written(file.fingerprint, private)
 
 
-def size_of(part: Part) -> int:
-    """Returns the size of a part in bytes."""
-    return len(part) if isinstance(part, bytes) else part.numel() * part.element_size()
+def size_of(tensor: Tensor) -> int:
+    """Returns the size of a tensor in bytes."""
+    return tensor.numel() * tensor.element_size()
 
 
 def on_host(part: Part) -> bytes | memoryview:
-    """Returns the bytes of a part."""
+    """Returns the bytes of a part; waits for the device that it is on, if any."""
     if isinstance(part, bytes):
         return part
+    if isinstance(part, Late):
+        return part.make(part.numbers.tolist())
     content: memoryview = part.detach().cpu().view(torch.uint8).numpy().data
     return content
