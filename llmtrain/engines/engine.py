@@ -56,5 +56,8 @@ class Engine(Protocol):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
 
+    def close(self) -> None:
+        """Ends the use of the engine, so that its memory is freed with it."""
+
     def describe(self) -> dict[str, Any]:
         """Returns what the engine actually runs with, for the run's record."""

@@ -228,6 +228,9 @@ class PlainLoop:
         self._round_masters()
         resume_schedule(self.scheduler, progress["schedule"])
 
+    def close(self) -> None:
+        """Does nothing: no hook refers to the loop."""
+
     def describe(self) -> dict[str, Any]:
         """Returns what distributes the loop, the optimizer's class and the device."""
         own = {"optimizer": type(self.optimizer).__name__, "device": str(self.device)}

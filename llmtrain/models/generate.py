@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.run_dir import RunDir
@@ -33,12 +33,20 @@ def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: f
     with utf8_name(folder) as named:
         tokenizer = AutoTokenizer.from_pretrained(named)
         model = AutoModelForCausalLM.from_pretrained(named)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device_for(model)
     model = model.to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[device] if device == "cuda" else []):
         torch.manual_seed(seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
     continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return continuation
+
+
+def _device_for(model: PreTrainedModel) -> str:
+    """Returns `cuda` if the free memory of the GPU suffices for the model and half as much again."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return "cuda" if 1.5 * size < torch.cuda.mem_get_info()[0] else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 from typing import TYPE_CHECKING
@@ -35,6 +36,13 @@ def device_index(rank: Rank, visible: int) -> int:
     if rank.local_rank >= visible:
         raise RecipeError(Problem(RULE, FIELD, who, _FIX))
     return rank.local_rank
+
+
+def free_device_memory() -> None:
+    """Returns the memory of objects that nothing refers to to the device, for other models."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def gpu_identity(index: int) -> str:

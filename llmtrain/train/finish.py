@@ -36,6 +36,10 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
     console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
     prompt = recipe.export.sample_prompt
     if prompt is not None:
-        continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens)
+        try:
+            continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens)
+        except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
+            console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+            return
         text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
         console.print(Panel(text, title="sample", title_align="left"))

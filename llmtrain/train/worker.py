@@ -149,6 +149,7 @@ class _Worker:
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure
         from llmtrain.overrides import untried_versions
+        from llmtrain.runtime.devices import free_device_memory
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed"):
@@ -173,6 +174,7 @@ class _Worker:
         stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         stopped = self._fit(engine, data, saver, state, stop_step)
+        engine.close()
         dist.destroy_process_group()
         self.heart.done()
         if stopped:
@@ -180,6 +182,9 @@ class _Worker:
         if self.rank.is_main:
             self.signals.leave_at_once(state.step)
             from llmtrain.train.finish import finish
+
+            del engine, data, saver  # the sample is generated on the same GPU
+            free_device_memory()
 
             finish(run_dir, plan, state, prepared, self.output.console)
         return Exit.DONE

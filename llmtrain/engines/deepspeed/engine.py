@@ -307,6 +307,10 @@ class DeepSpeedEngine:
         for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
             yield name, weight.cpu()
 
+    def close(self) -> None:
+        """Removes DeepSpeed's hooks, which autograd holds and which refer to the optimizer."""
+        self.engine.destroy()
+
     def describe(self) -> dict[str, Any]:
         """Returns the classes that DeepSpeed has chosen, this rank's pipeline stage, the device and the backend."""
         stage = {"stage": self.module.stage_id} if self.pipeline else {}
