@@ -123,6 +123,11 @@ OVERRIDES = (
         "tests/engines/deepspeed/test_tensor.py",
     ),
     Override(
+        ("deepspeed.runtime.engine:.first_dataloader_check",),
+        "Tensor parallel ranks open a context on each other's GPU to compare their first inputs.",
+        "tests/engines/deepspeed/test_tensor.py",
+    ),
+    Override(
         (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
         "A rank cannot tell which experts it holds, to save and gather them.",
         "tests/engines/deepspeed/test_expert.py",

@@ -52,6 +52,17 @@ def make_tensor_groups(degree: int) -> None:
     groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
 
 
+def check_no_inputs(engine: DeepSpeedEngine) -> None:
+    """Removes the comparison of the first inputs among tensor parallel ranks, which the sampler makes equal.
+
+    It pickles tensors of the device, and a rank that receives another rank's opens a context on that rank's GPU: half a
+    gibibyte each, or an error in exclusive mode.
+    """
+    if engine.first_dataloader_check is not None:
+        engine.first_dataloader_check.remove()
+        engine.first_dataloader_check = None
+
+
 def tensor_group() -> dist.ProcessGroup:
     """Returns the ranks that hold one replica together with this one."""
     return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())

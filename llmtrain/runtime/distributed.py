@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.place.discovery import HOROVODRUN, TORCHRUN
@@ -58,7 +59,7 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
         use_no_compiled_collective()
     else:
         torch.cuda.set_device(device)
-    _join(rank, "gloo" if on_cpu else "nccl")
+    _join(rank, None if on_cpu else gpu_identity(index))
     if (dist.get_rank(), dist.get_world_size()) != (rank.rank, rank.world_size):
         raise RecipeError(
             Problem(
@@ -69,19 +70,27 @@ def init_process_group(rank: Rank, on_cpu: bool) -> torch.device:
                 "start the recipe with `llmtrain train`, torchrun or deepspeed",
             )
         )
-    if not on_cpu and rank.world_size > 1:
-        check_distinct(rank.rank, rank.world_size, gpu_identity(index), store("devices"))
     return device
 
 
-def _join(rank: Rank, backend: str) -> None:
-    """Initializes torch's process group. Raises RecipeError if another program uses the rendezvous port."""
+def _join(rank: Rank, gpu: str | None) -> None:
+    """Initializes torch's process group. gpu: the identity of this rank's GPU; None on a CPU.
+
+    The group is bound to no device, as DeepSpeed would bind it. NCCL would then connect at once, before GPUs have been
+    compared, and split later groups off the first one: their point-to-point messages would share its communicator, and
+    a group of another backend would hang (pytorch/pytorch#145376).
+
+    Raises RecipeError if several ranks would use one GPU, or if another program uses the rendezvous port.
+    """
     import deepspeed
 
+    backend = "gloo" if gpu is None else "nccl"
     try:
-        if _has_own_store(rank) and not dist.is_initialized():
-            own, world_size = _loopback_store(rank), rank.world_size
-            dist.init_process_group(backend, store=own, rank=rank.rank, world_size=world_size, timeout=TIMEOUT)
+        if not dist.is_initialized():
+            own: Store = _loopback_store(rank) if _has_own_store(rank) else _launchers_store()
+            if gpu is not None and rank.world_size > 1:
+                check_distinct(rank.rank, rank.world_size, gpu, PrefixStore("llmtrain/devices", own))
+            dist.init_process_group(backend, store=own, rank=rank.rank, world_size=rank.world_size, timeout=TIMEOUT)
         deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=TIMEOUT)
     except (OSError, dist.DistNetworkError) as error:
         if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -94,6 +103,13 @@ def _join(rank: Rank, backend: str) -> None:
 def _has_own_store(rank: Rank) -> bool:
     """Returns whether rank 0 opens the rendezvous store for this machine alone. torchrun opens a store itself."""
     return rank.on_one_machine and rank.launcher != TORCHRUN
+
+
+def _launchers_store() -> Store:
+    """Returns the rendezvous store that the environment describes; rank 0 opens it unless torchrun has."""
+    found: Store = next(iter(rendezvous("env://", timeout=TIMEOUT)))[0]
+    found.set_timeout(TIMEOUT)
+    return found
 
 
 def _loopback_store(rank: Rank) -> TCPStore:

@@ -1,12 +1,15 @@
 """Which GPU a rank takes. Only the last lines of `init_process_group` need one."""
 
+import socket
 from threading import Thread
 
 import pytest
+from torch import distributed as dist
 from torch.distributed import HashStore
 
 from llmtrain.errors import RecipeError
 from llmtrain.launch import Rank
+from llmtrain.runtime import distributed
 from llmtrain.runtime.devices import check_distinct, device_index
 
 
@@ -65,3 +68,24 @@ def test_every_rank_learns_who_shares():
     answers = ask(["a GPU-1", "a GPU-2", "a GPU-1", "b GPU-3"])
     assert len(set(answers)) == 1
     assert "ranks 0, 2 would share a GPU-1" in answers[0]
+
+
+def test_gpus_are_compared_before_nccl_connects(monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **named: pytest.fail("too early"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    told = {}
+
+    def one(rank):
+        try:
+            distributed._join(Rank(rank, rank, 2, 2, "127.0.0.1", port, "slurm"), "a GPU-1")
+        except RecipeError as error:
+            told[rank] = str(error)
+
+    threads = [Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told[0] == told[1]
+    assert "ranks 0, 1 would share a GPU-1" in told[0]

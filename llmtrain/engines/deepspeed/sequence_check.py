@@ -52,10 +52,9 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     if is_alone():
         return  # no other rank to compare with, and nothing is computed
     reason = ""
-    group = pair()
     if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
-            reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", group)
+            reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", _pair())
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     found = describe(reasons)
@@ -69,9 +68,13 @@ def describe(reasons: Sequence[str]) -> str:
 
 
 @cache
-def pair() -> Group:
-    """Returns the group of ranks 0 and 1, over gloo, because tiny copies are compared on the CPU."""
-    return dist.new_group([0, 1], timeout=WAIT, backend="gloo")
+def _pair() -> Group:
+    """Returns the group of ranks 0 and 1, which call this, over gloo, because tiny copies are compared on the CPU.
+
+    Only its members make it. If all ranks did, the others would split NCCL's communicator, as for a group of NCCL's,
+    and wait for the members, which do not (pytorch/pytorch#145376).
+    """
+    return dist.new_group([0, 1], timeout=WAIT, backend="gloo", use_local_synchronization=True)
 
 
 def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from llmtrain.engines.deepspeed.tensor_check import check_split
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.overrides.deepspeed import data_group, make_tensor_groups, tensor_group
+from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
 from llmtrain.runtime.alone import is_alone
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 
 
 class TensorAxis(EngineAxis):
@@ -41,6 +44,10 @@ class TensorAxis(EngineAxis):
         dtype = weight_dtype(recipe.parallel.precision)
         model: nn.Module = build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
         return model
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Removes a check of DeepSpeed that would use other ranks' GPUs."""
+        check_no_inputs(engine.engine)
 
     @contextmanager
     def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:

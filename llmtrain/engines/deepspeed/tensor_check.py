@@ -21,7 +21,7 @@ from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.errors import FamilyError
 from llmtrain.models.proof.cut import packed_input, reference
 from llmtrain.models.proof.tiny import SIZES, shrink_configuration
-from llmtrain.overrides.deepspeed import tensor_group
+from llmtrain.overrides.deepspeed import check_no_inputs, tensor_group
 
 TOLERANCE = 1e-4
 """Largest deviation of a logit or a gradient, relative to the largest entry of its tensor.
@@ -89,7 +89,7 @@ def _split(model: PreTrainedModel, block: dict[str, Any]) -> PreTrainedModel:
         "zero_optimization": {"stage": 0},
         "tensor_parallel": dict(block),
     }
-    deepspeed.initialize(model=model, config=config)
+    check_no_inputs(deepspeed.initialize(model=model, config=config)[0])
     return model
 
 

@@ -18,11 +18,12 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
+from llmtrain.engines.deepspeed import tensor
 from llmtrain.engines.deepspeed.tensor_check import check_split
 from llmtrain.engines.state.shards import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
-from llmtrain.overrides.deepspeed import make_tensor_groups
+from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups
 from llmtrain.plan.families import FAMILIES
 from llmtrain.rules.tensor import TENSOR_FAMILIES
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
@@ -127,6 +128,25 @@ def test_initial_weights_are_those_of_the_whole_model_bit_for_bit():
         whole = {name: value.detach().numpy() for name, value in _whole(recipe).named_parameters()}
         assert weights.keys() == whole.keys()
         assert all(np.array_equal(weights[name], whole[name]) for name in whole)
+
+
+def test_ranks_compare_no_inputs():
+    """DeepSpeed would pickle tensors of the device for this, and open a context on another rank's GPU."""
+    before, after = run_ranks(2, _compares_inputs)[1]
+    assert before
+    assert not after
+
+
+def _compares_inputs(rank: int) -> tuple[bool, bool]:
+    plan, found = plan_of(_recipe(2, 1, 1, 1), 2), []
+
+    def look(engine):
+        found.append(engine.first_dataloader_check is not None)
+        check_no_inputs(engine)
+
+    tensor.check_no_inputs = look  # this process belongs to the test
+    engine = engine_of(plan)
+    return found[0], engine.engine.first_dataloader_check is not None
 
 
 def _whole(recipe):
