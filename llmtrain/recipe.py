@@ -57,6 +57,45 @@ class Part(BaseModel):
         return value
 
 
+class LoraConfig(Part):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), as PEFT has them; all other weights are frozen."""
+
+    rank: PositiveInt | None = None
+    """Rank r of the update B·A of a matrix. Required, unless `pretrained` decides it."""
+    alpha: PositiveFloat | None = None
+    """Numerator of the update's scale, alpha / r. Default: r, for a scale of 1."""
+    dropout: Fraction = 0.0
+    """Dropout of the input of A."""
+    targets: Literal["all-linear"] | Many[str] = "all-linear"
+    """Linear layers to adapt: all within the decoder, or those whose names, or ends of names after a dot, match one of
+    these patterns: `q_proj`, `model.layers.1?.mlp.*`."""
+    dora: bool = False
+    """Also train the norm of each row of a matrix (DoRA, arXiv 2402.09353)."""
+    rslora: bool = False
+    """Scale by alpha / √r (arXiv 2312.03732)."""
+    modules_to_save: Many[str] = ()
+    """Modules that are trained as a whole, and saved with the adapter: `lm_head`. Patterns as in `targets`."""
+    pretrained: str | None = None
+    """Folder or hub name of a LoRA adapter to start from. Its own configuration takes the place of the other
+    fields."""
+    revision: str | None = None
+    """Branch, tag or commit of `pretrained` on the hub."""
+
+    @model_validator(mode="after")
+    def _one_configuration(self) -> Self:
+        if self.pretrained is None:
+            if self.rank is None:
+                raise ValueError("give `rank`, or the `pretrained` adapter to start from")
+            if self.revision is not None:
+                raise ValueError("`revision` is that of a `pretrained` adapter")
+            return self
+        own = {"pretrained", "revision"}
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if others := [name for name in given if name not in own]:
+            raise ValueError(f"`pretrained` has a configuration of its own; leave out {', '.join(others)}")
+        return self
+
+
 class ModelConfig(Part):
     """A `transformers` causal LM: a new one of an architecture, or pretrained weights."""
 
@@ -76,6 +115,11 @@ class ModelConfig(Part):
     the fastest one measured on the device (`kernels`), else `sdpa`."""
     trust_remote_code: bool = False
     """Run the model code in a hub repository."""
+    adapter: LoraConfig | None = None
+    """Trains adapters instead of the weights."""
+    trainable: Many[str] = ()
+    """Patterns of the names of the parameters to train, `model.layers.3?.*`; all others are frozen. Default: all are
+    trained."""
 
     @property
     def attention_kernel(self) -> str:
@@ -86,7 +130,14 @@ class ModelConfig(Part):
     def _one_origin(self) -> Self:
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("give exactly one of `architecture` (a new model) and `pretrained` (its weights)")
+        if self.adapter is not None and self.trainable:
+            raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         return self
+
+    @property
+    def is_frozen_in_part(self) -> bool:
+        """Whether the recipe freezes weights."""
+        return self.adapter is not None or bool(self.trainable)
 
 
 class Source(Part):
@@ -485,7 +536,7 @@ def _json_or_text(text: str) -> tuple[Any, str | None]:
 
 
 # A part that a recipe file creates on its own does not know its place in the recipe, but its class does.
-_PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer"}
+_PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer", "LoraConfig": "model.adapter"}
 
 
 def recipe_problems(error: ValidationError) -> list[Problem]:
@@ -575,6 +626,8 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
         if isinstance(target, list):
             target = target[index] if (index := _index(parent, target)) is not None else None
         elif isinstance(target, dict):
+            if target.get(parent, 0) is None and _fields_of(".".join(parents[: depth + 1])):
+                target[parent] = {}  # an optional part, of which this is the first field
             target = target.get(parent)
         if not isinstance(target, (dict, list)):
             return _unknown_field(".".join(parents[: depth + 1]))
@@ -585,7 +638,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
         target[index] = value
         return None
     open_part = parents[:2] == ["model", "config"]
-    if not open_part and name not in target:
+    if not open_part and name not in target and name not in _fields_of(".".join(parents)):
         return _unknown_field(path)
     target[name] = value
     return None

@@ -41,7 +41,7 @@ MAY_CHANGE = re.compile(
 )
 
 PACKAGES = (
-    *("llmtrain", "torch", "deepspeed", "transformers", "accelerate", "datasets", "tokenizers", "safetensors"),
+    *("llmtrain", "torch", "deepspeed", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors"),
     *("numpy", "pydantic", "tensorboard", "wandb", "mlflow", "horovod"),
 )
 

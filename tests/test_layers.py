@@ -37,7 +37,7 @@ LAYERS = (
     {"cli"},
     {"script", "__init__", "__main__"},
 )
-HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
 PURE = set().union(*LAYERS[:8]) | {"doctor", "commands", "cli", "script"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 

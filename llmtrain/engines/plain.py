@@ -22,6 +22,7 @@ from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
+from llmtrain.models.adapter import weight_name
 from llmtrain.models.precision import autocast
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe
@@ -198,7 +199,7 @@ class PlainLoop:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
         for name, parameter in self.model.named_parameters():
-            yield name, self.distribution.whole(parameter.detach())
+            yield weight_name(name), self.distribution.whole(parameter.detach())
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""
@@ -210,14 +211,14 @@ class PlainLoop:
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all trained tensors, then of the untrained ones."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        names = {parameter: weight_name(name) for name, parameter in self.model.named_parameters()}
         copy = (0, 1) if self.distribution.is_sharded else self.distribution.place  # shards are not copies
 
         def place(parameter: nn.Parameter) -> Place:
             return names[parameter], Region.whole(parameter.shape), copy
 
         yield from pieces_of(held(self.optimizer, self.masters), place)
-        yield untrained_pieces(self.model, self.distribution.place)
+        yield untrained_pieces(self.model, self.distribution.place, weight_name)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""

@@ -17,6 +17,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import adapter
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
@@ -64,8 +65,11 @@ def build_model(
     them, no rank ever holds the whole model, and ranks with `is_reader` read pretrained weights one tensor at a time.
     """
     config = model_configuration(recipe)
+    trained = adapter.trained_part(recipe, config)
     if recipe.model.pretrained is not None and partitioned is None:
-        return freeze_choosers(_load_whole(recipe.model, config, dtype, device))
+        loaded = freeze_choosers(_load_whole(recipe.model, config, dtype, device))
+        adapter.apply(loaded, trained, recipe)
+        return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -81,7 +85,8 @@ def build_model(
     if recipe.model.pretrained is not None and gather is not None:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather, is_reader)
-    return freeze_choosers(model)
+    adapter.apply(freeze_choosers(model), trained, recipe, gather)
+    return model
 
 
 def _load_whole(
@@ -136,6 +141,7 @@ def stage_builder(
     RecipeError like `find_stages`.
     """
     config, cut, split = find_stages(recipe, stages, tensor)
+    trained = adapter.trained_part(recipe, config)
     attention, bounds = recipe.model.attention_kernel, cut.bounds
 
     def build(index: int, ranks: Ranks | None = None) -> Stage:
@@ -150,6 +156,7 @@ def stage_builder(
             }
             own |= persistent_buffers(stage.model)
             _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+        adapter.apply_to_stage(stage, trained, recipe, slices)
         return stage
 
     return build

@@ -39,9 +39,9 @@ def initialise(model: PreTrainedModel, seed: int, gather: Gather | None = None) 
             elsewhere = [parameter for key, parameter in reached if names[id(parameter)] != key]
             with gather(parameters) if gather and parameters else nullcontext(), _in_fp32(parameters), _kept(elsewhere):
                 if isinstance(module, Conv1D):
-                    torch.manual_seed(_key(seed, name))
+                    torch.manual_seed(key(seed, name))
                     _draw_by_constructor(module)
-                torch.manual_seed(_key(seed, name))
+                torch.manual_seed(key(seed, name))
                 draw_weights(owner, module)
 
 
@@ -100,5 +100,6 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _key(seed: int, name: str) -> int:
+def key(seed: int, name: str) -> int:
+    """Returns the seed of what is drawn under a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

@@ -163,6 +163,10 @@ class Stage(nn.Module):
         """
         return self._names
 
+    def rename(self, names: dict[str, str]) -> None:
+        """Sets what `hf_names` returns, after modules of the stage's model were replaced."""
+        self._names = names
+
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Runs the layers of this stage.
 

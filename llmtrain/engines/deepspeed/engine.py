@@ -40,6 +40,7 @@ from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import take_step
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
+from llmtrain.models.adapter import weight_name
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
@@ -305,7 +306,7 @@ class DeepSpeedEngine:
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
         for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
-            yield name, weight.cpu()
+            yield weight_name(name), weight.cpu()
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks, which autograd holds and which refer to the optimizer."""
@@ -422,7 +423,7 @@ class DeepSpeedEngine:
     def _hugging_face_name(self, name: str) -> str:
         for axis in self.axes:
             name = axis.hugging_face_name(name)
-        return name
+        return weight_name(name)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """Returns a copy of a whole weight, of which this rank may hold a portion or a ZeRO-3 shard.

@@ -1,0 +1,389 @@
+"""What of a model is trained: all of it, parameters by name, or low-rank adapters, for which PEFT's modules are used.
+
+PEFT puts a module in the place of a linear layer, which becomes its child `base_layer`. Everything that names a weight
+for others (checkpoints, exports, `verify`) uses `weight_name`, so that weights keep their Hugging Face names, and
+adapters have those of PEFT's files.
+
+`modules_to_save` are trained in place. PEFT would train a copy and keep the original, which serves switching an
+adapter off; the computed gradients are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.hub_names import aliases, empty_model
+from llmtrain.models.initial import Gather, key
+from llmtrain.models.loss import freeze_choosers, target_loss_sum
+from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import Stage
+from llmtrain.models.tensor import TensorParallel
+from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
+
+if TYPE_CHECKING:  # it takes seconds to import, so functions do that when there is an adapter
+    import peft
+
+ADAPTER = "default"
+"""PEFT's name of a model's only adapter."""
+FILE_PREFIX = "base_model.model."
+"""What the names of all weights begin with in the file of an adapter."""
+MOST = 5
+"""Largest number of names that an error message lists."""
+CHANGES_MORE = (
+    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
+    *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
+    *("monteclora_config", "ensure_weight_tying"),
+)
+"""Fields of PEFT's configuration with which an adapter is more than two matrices beside each linear layer."""
+LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Ways of drawing initial adapters that leave the weights of the base unchanged."""
+
+
+def weight_name(name: str) -> str:
+    """Returns the name of a parameter without what PEFT adds: a Hugging Face name, or that in an adapter's file."""
+    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a recipe trains of the whole model."""
+
+    weights: frozenset[str]
+    """Names of the parameters that are trained themselves; a tied one is listed under its first name."""
+    modules: tuple[str, ...] = ()
+    """Names of the linear layers with an adapter, in the model's order."""
+    saved: tuple[str, ...] = ()
+    """Names of the modules that are trained as a whole and saved with the adapter."""
+    config: peft.LoraConfig | None = None
+    """The adapter's configuration, if there is one."""
+
+
+def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
+    """Returns what a recipe trains; None if it freezes nothing. Nothing is allocated.
+
+    Raises RecipeError with all patterns that match nothing, and for layers that cannot have an adapter.
+    """
+    model = recipe.model
+    if not model.is_frozen_in_part:
+        return None
+    whole = freeze_choosers(empty_model(config, torch.float32, model.trust_remote_code))
+    if model.adapter is None:
+        return _by_name(model, whole)
+    lora = adapter_configuration(model.adapter)
+    adapted, problems = _adapted_modules(whole, model.adapter, lora)
+    saved, others = _saved_modules(whole, lora)
+    if problems or others:
+        raise RecipeError([*problems, *others])
+    weights = (f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
+    found = Trained(frozenset(weights), adapted, saved, lora)
+    _check_used(config, found)
+    return found
+
+
+def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
+    """Returns PEFT's configuration of an adapter; the names of its targets are not resolved.
+
+    Raises RecipeError for a pretrained adapter of another kind.
+    """
+    if adapter.pretrained is not None:
+        return _pretrained_configuration(adapter)
+    assert adapter.rank is not None, "the recipe requires it"
+    import peft
+
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=adapter.rank,
+        lora_alpha=adapter.rank if adapter.alpha is None else adapter.alpha,
+        lora_dropout=adapter.dropout,
+        use_dora=adapter.dora,
+        use_rslora=adapter.rslora,
+        modules_to_save=list(adapter.modules_to_save) or None,
+    )
+
+
+def apply(
+    model: PreTrainedModel,
+    trained: Trained | None,
+    recipe: Recipe,
+    gather: Gather | None = None,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Freezes what is not trained, and adds the adapters with their initial or pretrained weights.
+
+    model: whole, or a part of it with the same names of modules. gather: as for `initialise`. names: of the part's
+    parameters in the whole model, if any differ.
+    """
+    if trained is None:
+        return
+    for name, parameter in model.named_parameters():
+        is_trained = (names or {}).get(name, name) in trained.weights
+        parameter.requires_grad_(is_trained and parameter.requires_grad)
+    if trained.config is None:
+        return
+    own = [name for name in trained.modules if _has(model, name)]
+    if own:
+        _inject(model, trained.config, own)
+    values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
+    _fill(model, trained, recipe.train.seed, gather, values, names or {})
+
+
+def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
+    """Does what `apply` does for a pipeline stage. slices: those of its weights, which tensor parallel ranks share."""
+    names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
+    apply(stage.model, trained, recipe, slices.whole if slices else None, names)
+    own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
+    stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields PEFT's modules that stand for linear layers, with the names of these."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+
+
+def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
+    groups = aliases(whole)
+    parameters = dict(whole.named_parameters())
+    unmatched = [one for one in model.trainable if not any(fnmatchcase(name, one) for name in groups)]
+    if unmatched:
+        message = f"{', '.join(unmatched)} matches no parameter of {_type(whole)}, whose last one is '{[*groups][-1]}'"
+        raise RecipeError(
+            Problem("model.trainable", "model.trainable", message, "name parameters, such as 'lm_head.*'")
+        )
+    weights = frozenset(
+        name
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and any(fnmatchcase(one, p) for one in groups[name] for p in model.trainable)
+    )
+    if not weights:
+        message = "names only parameters that no loss depends on"
+        raise RecipeError(Problem("model.trainable", "model.trainable", message, "name others"))
+    return Trained(weights)
+
+
+def _adapted_modules(
+    whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig
+) -> tuple[tuple[str, ...], list[Problem]]:
+    """Returns the names of the linear layers that an adapter is for, and problems with them."""
+    linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
+    names = [name for name, _ in whole.named_modules() if name]
+    field = "model.adapter.targets"
+    if adapter.pretrained is not None:
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        field = "model.adapter.pretrained"
+        found = [name for name in names if check_target_module_exists(lora, name)]
+        unmatched = [] if found else [str(lora.target_modules)]
+    elif adapter.targets == "all-linear":
+        found, unmatched = [name for name in names if name in linear - ends], []
+    else:
+        found = [name for name in names if matches(name, adapter.targets)]
+        unmatched = [one for one in adapter.targets if not any(matches(name, [one]) for name in found)]
+    problems = []
+    if unmatched or not found:
+        message = f"{', '.join(unmatched) or 'all-linear'} matches no module of {_type(whole)}"
+        layers = sorted({name.rpartition(".")[2] for name in linear - ends})
+        problems.append(Problem("adapter.targets", field, message, f"its linear layers are {_some(layers)}"))
+    if others := [name for name in found if name not in linear]:
+        message = f"{_some(others)} of {_type(whole)} is no linear layer, and has no product to add an adapter to"
+        fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
+        problems.append(Problem("adapter.linear", field, message, fix))
+    if heads := [name for name in found if name in ends]:
+        message = f"{_some(heads)} is the head, whose weight is read directly where its loss is computed in chunks"
+        fix = "train it as a whole, with model.adapter.modules_to_save"
+        problems.append(Problem("adapter.head", field, message, fix))
+    return tuple(found), problems
+
+
+def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[str, ...], list[Problem]]:
+    """Returns the names of the modules that are trained as a whole, and problems with them."""
+    patterns = lora.modules_to_save or []
+    found = [name for name, _ in whole.named_modules() if name and matches(name, patterns)]
+    field, problems = "model.adapter.modules_to_save", []
+    if unmatched := [one for one in patterns if not any(matches(name, [one]) for name in found)]:
+        message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
+        problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
+    groups = aliases(whole)
+    tied = [name for name in found if any(len(groups[own]) > 1 for own in _weights(whole, name))]
+    if tied:
+        message = f"{_some(tied)} is tied to another module, which PEFT would leave behind when it loads the adapter"
+        problems.append(
+            Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
+        )
+    return tuple(found), problems
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether the name of a module, or its end after a dot, matches one of the patterns."""
+    return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
+
+
+def _weights(whole: nn.Module, module: str) -> list[str]:
+    return [f"{module}.{own}" for own, _ in whole.get_submodule(module).named_parameters(remove_duplicate=False)]
+
+
+def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
+    """Tries the adapters on a tiny copy of the model. Raises RecipeError if the loss does not depend on one.
+
+    Some forwards read the weight of a linear layer instead of calling it. An adapter would then do nothing, and
+    strategies would disagree on whether weight decay applies to it.
+    """
+    try:
+        tiny_config = shrink_configuration(config)
+        with torch.random.fork_rng(devices=[]):
+            tiny = reference(tiny_config, "eager").train()
+            tiny.requires_grad_(False)
+            own = [name for name in trained.modules if _has(tiny, name)]
+            assert trained.config is not None
+            _inject(tiny, trained.config, own)
+            tokens, positions = packed_input(tiny_config)
+            loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
+        message = f"no adapter can be added to a tiny copy of {config.model_type} ({type(error).__name__}: {error})"
+        raise RecipeError(Problem("adapter.family", "model.adapter", message, "name other targets")) from error
+    idle = [name for name, module in adapters(tiny) if module.lora_B[ADAPTER].weight.grad is None]
+    if idle:
+        message = f"the loss of {config.model_type} does not depend on an adapter of {_some(idle)}"
+        fix = "name the other linear layers in model.adapter.targets"
+        raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
+
+
+def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> None:
+    """Puts PEFT's modules in the place of linear layers. Leaves the random state as it is."""
+    import peft
+
+    own = copy(lora)
+    own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
+    own.layers_to_transform = own.layers_pattern = None
+    own.init_lora_weights, own.inference_mode = True, False
+    frozen = {id(one): one.requires_grad for one in model.parameters()}
+    devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        peft.inject_adapter_in_model(own, model, ADAPTER)
+    for parameter in model.parameters():
+        parameter.requires_grad_(frozen.get(id(parameter), True))
+    for _, module in adapters(model):
+        # PEFT keeps adapters in fp32. Here they have fp32 masters as every weight, and the model's own data type.
+        dtype = module.get_base_layer().weight.dtype
+        if dtype.is_floating_point:
+            for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
+                part.to(dtype)
+
+
+@torch.no_grad()
+def _fill(
+    model: PreTrainedModel,
+    trained: Trained,
+    seed: int,
+    gather: Gather | None,
+    values: Mapping[str, Tensor] | None,
+    names: Mapping[str, str],
+) -> None:
+    """Writes the initial values: A as `nn.Linear` draws it, from the seed and its name, and zeros for B.
+
+    values: those of a pretrained adapter, including the modules that it trains as a whole.
+    """
+    for name, parameter in model.named_parameters():
+        own = weight_name(names.get(name, name))
+        is_adapter = ".lora_" in own
+        if not parameter.requires_grad or not (is_adapter or values is not None):
+            continue
+        with nullcontext() if gather is None or is_adapter else gather([parameter]):
+            if values is not None:
+                parameter.copy_(_value(values, own, parameter))
+            elif ".lora_A." in own:
+                parameter.copy_(_drawn(parameter, key(seed, own)))
+    if values is not None and names == {}:
+        known = {weight_name(name) for name, one in model.named_parameters() if one.requires_grad}
+        if extra := sorted(values.keys() - known):
+            message = f"holds weights that the model has no place for: {_some(extra)}"
+            raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
+
+
+def _drawn(like: Tensor, seed: int) -> Tensor:
+    """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, whose numbers all ranks share."""
+    drawn = torch.empty(like.shape, dtype=torch.float32)
+    return nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+
+
+def _value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    found = values.get(name)
+    if found is None or found.shape != like.shape:
+        message = (
+            f"has no weight '{name}'" if found is None else f"'{name}' is {list(found.shape)}, not {list(like.shape)}"
+        )
+        raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
+    return found.to(like)
+
+
+def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
+    """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError."""
+    from peft.utils.save_and_load import load_peft_weights
+
+    try:
+        stored = load_peft_weights(adapter.pretrained, device="cpu", revision=adapter.revision, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(adapter, error) from error
+    # PEFT's files name DoRA's vector as a parameter, and not as a module with one.
+    return {
+        name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith("lora_magnitude_vector") else ""): value
+        for name, value in stored.items()
+    }
+
+
+def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
+    import peft
+
+    try:
+        found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
+    except (OSError, ValueError, TypeError) as error:
+        raise _unreadable(adapter, error) from error
+    field = "model.adapter.pretrained"
+    if not isinstance(found, peft.LoraConfig):
+        message = f"{adapter.pretrained} is an adapter of the kind {found.peft_type}, and only LoRA is supported"
+        raise RecipeError(Problem("adapter.kind", field, message))
+    more = [name for name in CHANGES_MORE if getattr(found, name, None) not in (None, False)]
+    more += ["bias"] * (found.bias != "none")
+    more += ["init_lora_weights"] * (found.init_lora_weights not in LEAVES_BASE)
+    if more:
+        values = ", ".join(f"{name} = {getattr(found, name)}" for name in more)
+        raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {values}, which is not supported"))
+    return found
+
+
+def _unreadable(adapter: LoraConfig, error: Exception) -> RecipeError:
+    message = f"{adapter.pretrained} is no adapter that can be read: {str(error).strip().splitlines()[0]}"
+    return RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message, "name a folder of PEFT's"))
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Returns whether a part of a model holds a linear layer."""
+    parent: Any = model
+    for part in name.split("."):
+        parent = parent._modules.get(part)
+        if parent is None:
+            return False
+    return isinstance(parent, nn.Linear | Conv1D)
+
+
+def _type(model: PreTrainedModel) -> str:
+    return str(model.config.model_type)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
