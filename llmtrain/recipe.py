@@ -76,8 +76,8 @@ class LoraConfig(Part):
     modules_to_save: Many[str] = ()
     """Modules that are trained as a whole, and saved with the adapter: `lm_head`. Patterns as in `targets`."""
     pretrained: str | None = None
-    """Folder or hub name of a LoRA adapter to start from. Its own configuration takes the place of the other
-    fields."""
+    """Folder or hub name of a LoRA adapter to start from. Its own configuration takes the place of the other fields,
+    except for `dropout`."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
 
@@ -89,7 +89,7 @@ class LoraConfig(Part):
             if self.revision is not None:
                 raise ValueError("`revision` is that of a `pretrained` adapter")
             return self
-        own = {"pretrained", "revision"}
+        own = {"pretrained", "revision", "dropout"}
         given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if others := [name for name in given if name not in own]:
             raise ValueError(f"`pretrained` has a configuration of its own; leave out {', '.join(others)}")

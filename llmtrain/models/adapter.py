@@ -58,6 +58,11 @@ def weight_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
 
+def is_adapter(name: str) -> bool:
+    """Returns whether a parameter belongs to an adapter."""
+    return ".lora_" in name
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a recipe trains of the whole model."""
@@ -137,6 +142,7 @@ def apply(
     own = [name for name in trained.modules if _has(model, name)]
     if own:
         _inject(model, trained.config, own)
+        _extend_plan(model)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
     _fill(model, trained, recipe.train.seed, gather, values, names or {})
 
@@ -145,6 +151,12 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
     """Does what `apply` does for a pipeline stage. slices: those of its weights, which tensor parallel ranks share."""
     names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
     apply(stage.model, trained, recipe, slices.whole if slices else None, names)
+    if slices is not None:
+        for name, module in adapters(stage.model):
+            inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
+            slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
+    if not any(one.requires_grad for one in stage.parameters()):
+        stage.idle = nn.Parameter(torch.zeros_like(next(stage.parameters()).view(-1)[:1]))
     own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
 
@@ -285,6 +297,18 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
                 part.to(dtype)
 
 
+def _extend_plan(model: PreTrainedModel) -> None:
+    """Adds to the family's tensor parallel plan, which AutoTP reads, the modules that now compute a linear layer.
+
+    Of a layer whose outputs are split, A is whole and B is split like the layer; of one whose inputs are split, A is.
+    """
+    added: dict[str, str] = {}
+    for pattern, style in (model.tp_plan or {}).items():
+        split = "lora_A" if style.startswith("rowwise") else "lora_B"
+        added |= {f"{pattern}.base_layer": style, f"{pattern}.{split}.{ADAPTER}": style}
+    model._tp_plan = {**(model.tp_plan or {}), **added}
+
+
 @torch.no_grad()
 def _fill(
     model: PreTrainedModel,
@@ -300,10 +324,9 @@ def _fill(
     """
     for name, parameter in model.named_parameters():
         own = weight_name(names.get(name, name))
-        is_adapter = ".lora_" in own
-        if not parameter.requires_grad or not (is_adapter or values is not None):
+        if not parameter.requires_grad or not (is_adapter(own) or values is not None):
             continue
-        with nullcontext() if gather is None or is_adapter else gather([parameter]):
+        with nullcontext() if gather is None or is_adapter(own) else gather([parameter]):
             if values is not None:
                 parameter.copy_(_value(values, own, parameter))
             elif ".lora_A." in own:
@@ -363,6 +386,7 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     if more:
         values = ", ".join(f"{name} = {getattr(found, name)}" for name in more)
         raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {values}, which is not supported"))
+    found.lora_dropout = adapter.dropout
     return found
 
 

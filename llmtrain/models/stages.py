@@ -134,6 +134,8 @@ class Stage(nn.Module):
     """Arguments with which attention keeps the documents of the next micro-batch apart (`models.varlen`)."""
     context: AbstractContextManager[Any] = nullcontext()
     """The context in which the next forward pass runs."""
+    idle: nn.Parameter | None = None
+    """A parameter without a gradient, for the optimizer of a stage in which nothing is trained."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
@@ -199,7 +201,8 @@ class Stage(nn.Module):
         routers = (*self._received_routers, *(getattr(output, "router_logits", None) or ()))
         if routers and self.cut.sends_routers:
             extras.append(torch.stack(routers))
-        return (hidden, position_ids, *extras)
+        # Autograd has no graph if nothing before is trained, but the engine starts a backward pass from each output.
+        return tuple(_differentiable(one) for one in (hidden, position_ids, *extras))
 
     def _forget(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
@@ -220,6 +223,11 @@ class Stage(nn.Module):
     def _prepend_routers(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._received_routers:
             output.router_logits = (*self._received_routers, *(output.router_logits or ()))
+
+
+def _differentiable(output: Tensor) -> Tensor:
+    has_graph = output.requires_grad or not output.is_floating_point() or not torch.is_grad_enabled()
+    return output if has_graph else output.detach().requires_grad_()
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -127,6 +127,23 @@ class TensorParallel:
             if style is not None and next(module.parameters(), None) is not None:
                 STYLES[style].install(module, self.ranks, model.config)
 
+    def adapt(self, name: str, base: nn.Module, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
+        """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
+
+        If the layer's outputs are split, so are those of the outer matrix, and the inner one is whole; if its inputs
+        are, it is the other way round. Gradients of whole matrices are then whole on each rank. Raises FamilyError for
+        a layer whose outputs are exchanged in another way.
+        """
+        style, shard = self.split.styles.get(name, "replicate"), shard_of(base.get_parameter("weight"))
+        if shard is None and style == "replicate":
+            return
+        if shard is None or not isinstance(base, nn.Linear):
+            raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
+        part: Any = inner if shard.dim else outer
+        part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
+        part.weight.tensor_shard, part.weight.model_parallel = shard, True
+        STYLES[style].install(part, self.ranks, config)
+
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Makes parameters whole inside the context; each rank then keeps its slice of what was written there."""

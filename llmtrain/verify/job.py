@@ -195,6 +195,8 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     for key, value in _model_values(recipe).items():
         if ("drop" in key or "jitter" in key) and isinstance(value, float) and value:
             fields[f"model.config.{key}"] = 0.0
+    if recipe.model.adapter is not None:
+        fields["model.adapter.dropout"] = 0.0
     return recipe.with_(**fields)
 
 

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
+import peft
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -22,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmtrain.recipe import OptimConfig, Recipe
+from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
 
 NO_TARGET = -100
@@ -72,12 +74,13 @@ class ReferenceLoop:
     def __init__(
         self,
         recipe: Recipe,
-        weights: Mapping[str, Tensor] | None,
+        weights: Mapping[str, Tensor],
         device: torch.device,
         micro_batch_size: int | None = None,
         together: bool = False,
     ) -> None:
-        """weights: the initial weights, by the names of `state_dict`; None for those of the recipe.
+        """weights: the initial weights, by the names of `state_dict`, and of adapters by those of PEFT's files; what is
+        missing has the values that the recipe names.
 
         micro_batch_size: sequences per backward pass; default: the recipe's. A router's loss is a mean within them.
         together: whether to run the documents of a micro-batch in one pass, padded at their end. No token sees later
@@ -86,8 +89,10 @@ class ReferenceLoop:
         self.recipe = recipe
         self.device = device
         self.model = _model(recipe, device)
-        if weights is not None:
-            self.model.load_state_dict(dict(weights))
+        own = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
+        if own:
+            self.model.load_state_dict(own)
+        _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - own.keys()})
         self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
         self.together = together
         self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
@@ -134,7 +139,8 @@ class ReferenceLoop:
         """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once."""
         rounded = self._rounded()
         for name, weight in self.model.named_parameters():
-            yield name, rounded.get(name, weight).detach().cpu()
+            if "original_module." not in name:  # what PEFT keeps of a module that is trained as a whole
+                yield _plain_name(name), rounded.get(name, weight).detach().cpu()
 
     def _rounded(self) -> dict[str, Tensor]:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
@@ -231,6 +237,7 @@ def _optimizer(trained: Iterable[nn.Parameter], optim: OptimConfig) -> torch.opt
         {"params": [one for one in weights if one.ndim > 1], "weight_decay": optim.weight_decay},
         {"params": [one for one in weights if one.ndim <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -258,6 +265,54 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         fields["vocab_size"] = recipe.vocab_size
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.architecture, **fields), **named)
     return cast(PreTrainedModel, made.to(device))
+
+
+def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Tensor]) -> None:
+    """Freezes what is not trained, and lets PEFT add the adapter. adapter: its initial weights, if they are drawn."""
+    if part.trainable:
+        named = model.named_parameters(remove_duplicate=False)
+        trained = {id(one) for name, one in named if any(fnmatchcase(name, pattern) for pattern in part.trainable)}
+        for one in model.parameters():
+            one.requires_grad_(one.requires_grad and id(one) in trained)
+    if part.adapter is None:
+        return
+    lora = part.adapter
+    if lora.pretrained is not None:
+        config = peft.PeftConfig.from_pretrained(lora.pretrained, revision=lora.revision)
+        config.lora_dropout = lora.dropout
+        named_as = {"revision": lora.revision, "is_trainable": True, "autocast_adapter_dtype": False}
+        peft.PeftModel.from_pretrained(model, lora.pretrained, config=config, **named_as)
+        return
+    names = [name for name, _ in model.named_modules()]
+    targets = lora.targets if isinstance(lora.targets, str) else _matching(names, lora.targets)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha or lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        modules_to_save=_matching(names, lora.modules_to_save) or None,
+    )
+    made = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    peft.set_peft_model_state_dict(made, {f"base_model.model.{name}": value for name, value in adapter.items()})
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """Returns the names of modules that match a pattern as a whole, or from one of their dots on."""
+    return [
+        name
+        for name in names
+        if any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
+    ]
+
+
+def _plain_name(name: str) -> str:
+    """Returns the name of a parameter without those of PEFT's modules."""
+    for part in (".base_layer.", ".modules_to_save.default.", ".default."):
+        name = name.replace(part, ".")
+    return name
 
 
 def _runs_whole(config: PreTrainedConfig, length: int) -> bool:

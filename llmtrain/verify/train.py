@@ -16,6 +16,7 @@ from llmtrain.data import StepBatch, prepare
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
 from llmtrain.models import build_model
+from llmtrain.models.adapter import is_adapter, weight_name
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
@@ -185,10 +186,18 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
 def _reference(
     recipe: Recipe, device: torch.device, micro_batch_size: int | None = None, together: bool = False
 ) -> ReferenceLoop:
-    weights = None
-    if recipe.model.pretrained is None:
-        weights = build_model(recipe, weight_dtype(recipe.parallel.precision), device).state_dict()
-    return ReferenceLoop(recipe, weights, device, micro_batch_size, together)
+    return ReferenceLoop(recipe, drawn_weights(recipe, device), device, micro_batch_size, together)
+
+
+def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:
+    """Returns the initial weights that no file holds: of a new model, or of a new adapter, as engines draw them."""
+    model = recipe.model
+    has_new_adapter = model.adapter is not None and model.adapter.pretrained is None
+    if model.pretrained is not None and not has_new_adapter:
+        return {}
+    built = build_model(recipe, weight_dtype(recipe.parallel.precision), device).state_dict()
+    named = {weight_name(name): weight for name, weight in built.items()}
+    return {name: weight for name, weight in named.items() if model.pretrained is None or is_adapter(name)}
 
 
 def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBatch]) -> Trace:

@@ -8,10 +8,9 @@ import torch
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.engine import StepResult
-from llmtrain.models import build_model
-from llmtrain.models.precision import weight_dtype
 from llmtrain.recipe import Recipe
 from llmtrain.verify.reference import ReferenceDocument, ReferenceLoop, Sequences
+from llmtrain.verify.train import drawn_weights
 
 CPU = torch.device("cpu")
 
@@ -20,11 +19,7 @@ class ReferenceRun:
     """Takes whole global batches. A router's loss is a mean within the micro-batches that come."""
 
     def __init__(self, recipe: Recipe, device: torch.device = CPU, together: bool = False) -> None:
-        weights = None
-        if recipe.model.pretrained is None:
-            dtype = weight_dtype(recipe.parallel.precision)
-            weights = build_model(recipe, dtype, device).state_dict()
-        self.loop = ReferenceLoop(recipe, weights, device, together=together)
+        self.loop = ReferenceLoop(recipe, drawn_weights(recipe, device), device, together=together)
         self.named_weights = self.loop.named_weights
 
     def train_step(self, batch: StepBatch) -> StepResult:

@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "llmtrain"
 PROOF = ("verify/reference.py", "verify/documents.py")
 DECLARATIONS = {"llmtrain.recipe", "llmtrain.rules.model"}
-LIBRARIES = {"torch", "transformers", "numpy"}
-STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "math", "sys", "typing"}
+LIBRARIES = {"torch", "transformers", "numpy", "peft"}
+STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "math", "sys", "typing"}
 OWN = {"llmtrain.verify.reference"}
 
 

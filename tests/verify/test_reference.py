@@ -80,7 +80,7 @@ def test_a_weight_without_a_gradient_is_left_alone(verify_corpus, monkeypatch):
         return model
 
     monkeypatch.setattr(reference, "_model", with_unused)
-    loop = ReferenceLoop(small(verify_corpus), None, CPU)
+    loop = ReferenceLoop(small(verify_corpus), {}, CPU)
     for _ in range(2):  # the rate of the first is 0
         loop.train_step([[ReferenceDocument(torch.arange(8), torch.arange(1, 9))]])
     weights = dict(loop.named_weights())
@@ -93,6 +93,6 @@ def test_what_a_models_code_freezes_is_not_trained(verify_corpus, tmp_path):
     norm = "self.norm = nn.LayerNorm(config.hidden_size)"
     folder = str(write_folder(tmp_path, {norm: f"{norm}.requires_grad_(False)", "own_of_the_tests": "own_with_frozen"}))
     model = {"architecture": None, "config": {}, "pretrained": folder, "trust_remote_code": True}
-    loop = ReferenceLoop(small(verify_corpus, model=model), None, CPU)
+    loop = ReferenceLoop(small(verify_corpus, model=model), {}, CPU)
     assert "embed.weight" in loop.masters
     assert loop.masters.keys().isdisjoint({"norm.weight", "norm.bias"})

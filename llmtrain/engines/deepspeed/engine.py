@@ -287,7 +287,8 @@ class DeepSpeedEngine:
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        yield from pieces_of(held(self.engine.optimizer), lambda one: self._place(names[one], one))
+        trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
+        yield from pieces_of(trained, lambda one: self._place(names[one], one))
         frozen = [one for one in names if not one.requires_grad]
         with gather(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
