@@ -139,6 +139,11 @@ class ModelConfig(Part):
         """Whether the recipe freezes weights."""
         return self.adapter is not None or bool(self.trainable)
 
+    @property
+    def leaves_base(self) -> bool:
+        """Whether checkpoints leave out the frozen weights, which are those of `pretrained`."""
+        return self.is_frozen_in_part and self.pretrained is not None
+
 
 class Source(Part):
     """One corpus: a hub dataset, local files, or `stdlib`."""

@@ -86,6 +86,8 @@ class TrainerState:
     """Number of target tokens consumed."""
     data: str = ""
     """Key of the prepared data to which `samples` refers."""
+    base: str = ""
+    """Hash of the pretrained weights that are frozen and not in the checkpoint."""
     eval_loss: float | None = None
     """Loss of the last evaluation, in nats per token."""
     eval_step: Count | None = None

@@ -12,9 +12,11 @@ from typing import Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from llmtrain.checkpoint.adapter import write_adapter
+from llmtrain.checkpoint.base import state_source
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
@@ -32,6 +34,8 @@ from llmtrain.system.durable import create
 from llmtrain.system.untrusted import utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+BASE = "base"
+"""Folder of a model of new weights in the export of its adapter."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file, as recommended by the hub; a larger tensor gets a file of its own."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -48,6 +52,8 @@ def export(
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
+    Of an adapter, what PEFT needs is written; its base only if that was newly initialised, to `base/`.
+
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
     fp32 and as it is written, never the model. replace: whether `out` may have content. The folder is written under a
@@ -57,13 +63,22 @@ def export(
     if not replace:
         check_new(out)
     manifests = verify(checkpoint)
-    plan, source = read_plan(checkpoint), StateSource(checkpoint)
-    model = _model(plan, dtype)
-    outgoing = Outgoing(model, stored_names(checkpoint, source, model))
+    plan = read_plan(checkpoint)
+    source, model = state_source(checkpoint, plan), _model(plan, dtype)
+    recipe = plan.recipe
     with new_folder(out, replace) as folder:
-        with utf8_name(folder) as named:
-            _write_settings(model, tokenizer, named)
-        _write_weights(outgoing, source, model.num_parameters(), most_bytes, folder)
+        whole = folder
+        if recipe.model.adapter is not None:
+            whole = folder / BASE
+            base = recipe.model.pretrained or str((out / BASE).resolve())
+            write_adapter(recipe, model.config, source, model.dtype, base, folder)
+            _read_tokenizer(tokenizer).save_pretrained(folder)
+        if recipe.model.adapter is None or recipe.model.pretrained is None:
+            whole.mkdir(exist_ok=True)
+            outgoing = Outgoing(model, stored_names(checkpoint, source, model))
+            with utf8_name(whole) as named:
+                _write_settings(model, tokenizer, named)
+            _write_weights(outgoing, source, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -109,17 +124,22 @@ def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) 
 
 def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
     """Writes the configurations of model and generation, the tokenizer, and the code of a custom model."""
-    if not tokenizer.is_dir():
-        message = "does not exist, but an exported model needs it"
-        raise CheckpointError(Problem("export.tokenizer", str(tokenizer), message, "name it with --tokenizer FOLDER"))
-    with utf8_name(tokenizer) as named:
-        text = AutoTokenizer.from_pretrained(named)
+    text = _read_tokenizer(tokenizer)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
     with _no_progress():  # of shards that it does not write
         model.save_pretrained(folder, state_dict={})
     text.save_pretrained(folder)
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    if not folder.is_dir():
+        message = "does not exist, but an exported model needs it"
+        raise CheckpointError(Problem("export.tokenizer", str(folder), message, "name it with --tokenizer FOLDER"))
+    with utf8_name(folder) as named:
+        read: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(named)
+    return read
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from llmtrain.checkpoint.base import base_of, check_base
 from llmtrain.checkpoint.before import other_data
 from llmtrain.checkpoint.check import verify_together
 from llmtrain.checkpoint.contents import TrainerState, read_state, with_plan
@@ -36,7 +37,7 @@ def begin(plan: Plan, data: str) -> TrainerState:
     same dropout to what they all hold. All other ranks get different seeds.
     """
     _seed(plan, 0)
-    return TrainerState(data=data, history=with_plan([], 0, 0, plan))
+    return TrainerState(data=data, base=base_of(plan), history=with_plan([], 0, 0, plan))
 
 
 def _seed(plan: Plan, samples: int) -> None:
@@ -62,11 +63,12 @@ def restore(
     """Continues from a verified checkpoint; called by all ranks.
 
     data: key of the prepared data. The plan may differ from the one that it was written under; its ranks then draw
-    other random numbers. Raises CheckpointError if the data differ, before anything is loaded.
+    other random numbers. Raises CheckpointError if the data or the frozen weights differ, before anything is loaded.
     """
     state = read_state(folder)
     if state.data != data:
         raise CheckpointError(other_data(folder))
+    check_base(folder, state.base, base_of(plan))
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:
         engine.load(files)

@@ -218,7 +218,7 @@ class PlainLoop:
             return names[parameter], Region.whole(parameter.shape), copy
 
         yield from pieces_of(held(self.optimizer, self.masters), place)
-        yield untrained_pieces(self.model, self.distribution.place, weight_name)
+        yield untrained_pieces(self.model, self.distribution.place, self.recipe.model.leaves_base, weight_name)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""

@@ -16,10 +16,14 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -34,13 +38,12 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
-if TYPE_CHECKING:  # it takes seconds to import, so functions do that when there is an adapter
-    import peft
-
 ADAPTER = "default"
 """PEFT's name of a model's only adapter."""
 FILE_PREFIX = "base_model.model."
 """What the names of all weights begin with in the file of an adapter."""
+DORA = "lora_magnitude_vector"
+"""The vector of DoRA, which is a parameter in PEFT's files, and a module with one in its models."""
 MOST = 5
 """Largest number of names that an error message lists."""
 CHANGES_MORE = (
@@ -107,8 +110,6 @@ def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     if adapter.pretrained is not None:
         return _pretrained_configuration(adapter)
     assert adapter.rank is not None, "the recipe requires it"
-    import peft
-
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
@@ -147,6 +148,23 @@ def apply(
     _fill(model, trained, recipe.train.seed, gather, values, names or {})
 
 
+def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
+    """Adds the adapters to a model without memory; returns the configuration with which PEFT does the same."""
+    trained = trained_part(recipe, model.config)
+    assert trained is not None
+    assert trained.config is not None
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained.weights)
+    found = _inject(model, trained.config, list(trained.modules))
+    found.modules_to_save, found.inference_mode = list(trained.saved) or None, True
+    return found
+
+
+def file_name(name: str) -> str:
+    """Returns the name in an adapter's file of a weight with a name of `weight_name`."""
+    return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
+
+
 def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices: TensorParallel | None = None) -> None:
     """Does what `apply` does for a pipeline stage. slices: those of its weights, which tensor parallel ranks share."""
     names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
@@ -163,7 +181,7 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields PEFT's modules that stand for linear layers, with the names of these."""
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
@@ -195,8 +213,6 @@ def _adapted_modules(
     names = [name for name, _ in whole.named_modules() if name]
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
-        from peft.tuners.tuners_utils import check_target_module_exists
-
         field = "model.adapter.pretrained"
         found = [name for name in names if check_target_module_exists(lora, name)]
         unmatched = [] if found else [str(lora.target_modules)]
@@ -275,10 +291,11 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
 
 
-def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> None:
-    """Puts PEFT's modules in the place of linear layers. Leaves the random state as it is."""
-    import peft
+def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
+    """Puts PEFT's modules in the place of linear layers; returns their configuration.
 
+    Leaves the random state as it is.
+    """
     own = copy(lora)
     own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
     own.layers_to_transform = own.layers_pattern = None
@@ -295,6 +312,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
         if dtype.is_floating_point:
             for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
                 part.to(dtype)
+    return own
 
 
 def _extend_plan(model: PreTrainedModel) -> None:
@@ -356,22 +374,17 @@ def _value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
     """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError."""
-    from peft.utils.save_and_load import load_peft_weights
-
     try:
         stored = load_peft_weights(adapter.pretrained, device="cpu", revision=adapter.revision, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise _unreadable(adapter, error) from error
-    # PEFT's files name DoRA's vector as a parameter, and not as a module with one.
     return {
-        name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith("lora_magnitude_vector") else ""): value
+        name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
     }
 
 
 def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
-    import peft
-
     try:
         found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
     except (OSError, ValueError, TypeError) as error:

@@ -18,7 +18,7 @@ def model_folder(path: Path) -> Path:
     Raises RecipeError if there is no model.
     """
     for folder in (path, RunDir(path).export):
-        if (folder / "config.json").is_file():
+        if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             return folder
     fix = f"llmtrain export {path} OUT" if RunDir(path).checkpoints.is_dir() else "name an exported folder or a run"
     raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))

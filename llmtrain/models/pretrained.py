@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.hub_names import Incoming, aliases, empty_model
 from llmtrain.recipe import ModelConfig
+from llmtrain.system.durable import fingerprint
 from llmtrain.system.untrusted import UNREADABLE, open_regular, read_json, why
 
 INDEX = "model.safetensors.index.json"
@@ -70,6 +72,20 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     if problems:
         raise RecipeError(problems)
     return Pretrained(incoming, files)
+
+
+def hash_of_weights(source: ModelConfig) -> str:
+    """Returns a hash of the files of `model.pretrained`.
+
+    In the hub's cache a file links to one whose name is its hash; all others are read. Raises RecipeError if there are
+    none.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(set(_files(source).values())):
+        target = file.resolve()
+        is_named = file.is_symlink() and target.parent.name == "blobs"
+        digest.update(f"{file.name} {target.name if is_named else fingerprint(file).xxh3_128}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 def _files(source: ModelConfig) -> dict[str, Path]:

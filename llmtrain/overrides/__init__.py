@@ -1,4 +1,4 @@
-"""What llmtrain replaces in DeepSpeed, `transformers`, accelerate and torch, or reads of their private parts.
+"""What llmtrain replaces in DeepSpeed, `transformers`, accelerate, PEFT and torch, or reads of their private parts.
 
 If the installed version lacks one of these places, no engine is built: without its replacement, a run would continue
 and compute something else. `docs/design/overrides.md` shows this list.
@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 
 from llmtrain.errors import Problem, RecipeError
 
-TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "torch": "2.13.0"}
+TRIED = {"deepspeed": "0.19.8", "transformers": "5.22.2", "accelerate": "1.15.0", "peft": "0.21.2", "torch": "2.13.0"}
 """The versions with which the tests were run."""
 
 
@@ -214,6 +214,11 @@ OVERRIDES = (
         ("accelerate.tracking:logger",),
         "Trackers set the thread count, and treat every worker as a single process on a CPU.",
         "tests/metrics/test_trackers.py",
+    ),
+    Override(
+        ("peft.tuners.tuners_utils:.weight",),
+        "AutoTP replaces an adapted layer by the layer alone, without its adapter.",
+        "tests/engines/test_adapters.py",
     ),
     Override(
         ("torch._C._distributed_c10d:Work.wait",),

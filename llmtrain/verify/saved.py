@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
+from llmtrain.checkpoint.base import state_source
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import stored_names
 from llmtrain.checkpoint.folder import newest
@@ -17,6 +18,7 @@ from llmtrain.engines import Engine
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
+from llmtrain.models.adapter import is_adapter
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
@@ -49,11 +51,17 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
 def _check_export(checkpoint: Path, plan: Plan, weights: Weights) -> None:
     recipe = plan.recipe
     dtype = weight_dtype(recipe.parallel.precision)
-    source = StateSource(checkpoint)
+    source = state_source(checkpoint, plan)
     for name in stored_names(checkpoint, source, empty_model(model_configuration(recipe), dtype)):
         if name in weights:  # buffers are not trained
-            whole = source.whole(name).to(dtype).view(weights[name].shape)
-            _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
+            _check_whole(name, source, dtype, weights, checkpoint)
+    for name in filter(is_adapter, weights):
+        _check_whole(name, source, dtype, weights, checkpoint)
+
+
+def _check_whole(name: str, source: StateSource, dtype: torch.dtype, weights: Weights, checkpoint: Path) -> None:
+    whole = source.whole(name).to(dtype).view(weights[name].shape)
+    _check_equal(name, whole, weights, checkpoint, "in the checkpoint")
 
 
 def _check_equal(name: str, found: torch.Tensor, weights: Weights, checkpoint: Path, where: str) -> None:

@@ -52,6 +52,7 @@ from llmtrain.overrides.deepspeed import (
     reduce_among_several,
     weights_changed,
 )
+from llmtrain.overrides.peft import adapters_without_weight
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
@@ -159,7 +160,8 @@ class DeepSpeedEngine:
         groups = parameter_groups(self.module, recipe.optim.weight_decay)
         for axis in axes:
             groups = axis.parameter_groups(groups)
-        self.engine = initialise(self.module, groups, plan, ds_config, device)
+        with adapters_without_weight() if recipe.model.adapter else nullcontext():
+            self.engine = initialise(self.module, groups, plan, ds_config, device)
         self._prepared_by = prepared_by
         reduce_among_several(self.engine)
         if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
@@ -289,10 +291,11 @@ class DeepSpeedEngine:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
         yield from pieces_of(trained, lambda one: self._place(names[one], one))
-        frozen = [one for one in names if not one.requires_grad]
+        leaves_base = self.plan.recipe.model.leaves_base
+        frozen = [one for one in names if not (one.requires_grad or leaves_base)]
         with gather(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
-            yield untrained_pieces(self.model, equal, self._hugging_face_name, self._untrained_portion)
+            yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
 
     def progress(self) -> dict[str, Any]:
         """Returns DeepSpeed's counters."""

@@ -115,15 +115,17 @@ def pieces_of(lists: Iterable[list[HeldState]], place: Callable[[nn.Parameter], 
 def untrained_pieces(
     model: nn.Module,
     copy: tuple[int, int],
+    leaves_base: bool,
     hugging_face_name: Callable[[str], str] = lambda name: name,
     portion: Callable[[str, Tensor], tuple[Region, tuple[int, int]] | None] = lambda name, tensor: None,
 ) -> list[Piece]:
     """Returns live pieces of a model's untrained tensors: frozen parameters, and buffers that belong to its weights.
 
-    copy: as in `Piece`, for tensors that are whole on this rank. hugging_face_name: maps a name in `model`. portion:
-    returns the region and the copy of what this rank holds of a tensor; None for whole tensors.
+    leaves_base: whether frozen parameters are those of files, and are left out. copy: as in `Piece`, for tensors that
+    are whole on this rank. hugging_face_name: maps a name in `model`. portion: returns the region and the copy of what
+    this rank holds of a tensor; None for whole tensors.
     """
-    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = {name: one for name, one in model.named_parameters() if not (one.requires_grad or leaves_base)}
     pieces = []
     for name, tensor in (frozen | persistent_buffers(model)).items():
         region, own = portion(name, tensor) or (Region.whole(tensor.shape), copy)

@@ -1,0 +1,70 @@
+"""The weights that a run leaves as they are: which ones they were, and where an export finds them.
+
+A checkpoint of a run that freezes pretrained weights does not hold these, so its size goes with what is trained. It has
+a hash of their files instead, and a run continues only with the same weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmtrain.engines.state.files import Stored
+from llmtrain.engines.state.save_load import StateSource
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models import model_configuration
+from llmtrain.models.hub_names import aliases, empty_model
+from llmtrain.models.pretrained import hash_of_weights, read_pretrained
+from llmtrain.plan import Plan
+from llmtrain.runtime.agree import broadcast
+from llmtrain.runtime.distributed import rank
+from llmtrain.system.piece_heads import WEIGHT
+
+
+def base_of(plan: Plan) -> str:
+    """Returns the hash of the weights that checkpoints of a run leave out; empty if they leave out none.
+
+    Called by all ranks; the first one reads the files.
+    """
+    model = plan.recipe.model
+    if not model.leaves_base:
+        return ""
+    found: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
+    return found
+
+
+def check_base(checkpoint: Path, before: str, now: str) -> None:
+    """Raises CheckpointError if a checkpoint was trained on other frozen weights than those that are loaded now."""
+    if before != now:
+        message = f"was trained on frozen weights with the hash {before or 'none'}, and model.pretrained has {now}"
+        fix = "restore the files of model.pretrained, or set model.revision to the one of that time"
+        raise CheckpointError(Problem("checkpoint.base", str(checkpoint), message, fix))
+
+
+def state_source(checkpoint: Path, plan: Plan) -> StateSource:
+    """Returns the weights of a checkpoint, and those that it leaves out."""
+    return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else StateSource(checkpoint)
+
+
+class WithBase(StateSource):
+    """A checkpoint together with the pretrained weights that its run has frozen."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        super().__init__(folder)
+        model = plan.recipe.model
+        config = model_configuration(plan.recipe)
+        groups = aliases(empty_model(config, torch.float32, model.trust_remote_code))
+        stored = {name for one in super().all for name in groups.get(one, (one,))}
+        self._base: dict[str, list[Stored]] = {name: [] for name in groups if name not in stored}
+        self._pretrained = read_pretrained(model, config)
+
+    @property
+    def all(self) -> dict[str, list[Stored]]:
+        """The pieces of all ranks, by name; those of frozen weights have none."""
+        return super().all | self._base
+
+    def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
+        """Returns a whole weight, flat, on the CPU."""
+        return self._pretrained.tensor(name).flatten() if name in self._base else super().whole(name, kind)
