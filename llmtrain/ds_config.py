@@ -214,7 +214,7 @@ def _parallelism(plan: Plan) -> Block:
             "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
         }
         if parallel.expert > 1:
-            blocks["tensor_parallel"]["partition_config"] = _attention_only()
+            blocks["tensor_parallel"]["partition_config"] = _attention_only(plan.recipe.model.adapter is not None)
     if parallel.expert > 1:
         blocks["expert_parallel"] = {
             "enabled": True,
@@ -226,18 +226,20 @@ def _parallelism(plan: Plan) -> Block:
     return blocks
 
 
-def _attention_only() -> Block:
+def _attention_only(has_adapter: bool) -> Block:
     """Returns the weights that tensor parallel ranks share if experts are distributed over them: those of attention.
 
     A family's own `tp_plan` has styles for experts that AutoTP does not support. Norms over heads are whole on every
-    rank, which sees some of the heads: their gradients are summed.
+    rank, which sees some of the heads: their gradients are summed. has_adapter: whether PEFT's modules may stand for
+    linear layers; of an adapter, the matrix on the split side of the layer is split.
     """
+    column, row = (rf"(\.base_layer|\.lora_{side}\.default)?" if has_adapter else "" for side in "BA")
     return {
         "use_default_specs": False,
         "lm_head_patterns": [],
         "layer_specs": [
-            {"patterns": [r".*self_attn\.(q|k|v)_proj\.weight$"], "partition_type": "column"},
-            {"patterns": [r".*self_attn\.o_proj\.weight$"], "partition_type": "row"},
+            {"patterns": [rf".*self_attn\.(q|k|v)_proj{column}\.weight$"], "partition_type": "column"},
+            {"patterns": [rf".*self_attn\.o_proj{row}\.weight$"], "partition_type": "row"},
             {"patterns": [r".*self_attn\.(q|k)_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
         ],
     }

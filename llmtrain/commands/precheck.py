@@ -69,7 +69,14 @@ def check_machine(plan: Plan) -> None:
 
 
 def check_stages(plan: Plan) -> None:
-    """Splits a tiny copy of the model as the plan's pipeline would. Raises RecipeError if that fails; loads torch."""
+    """Tries what the plan makes of the model on tiny copies: its adapters, and its stages.
+
+    Raises RecipeError if one of them fails; loads torch.
+    """
+    if plan.recipe.model.is_frozen_in_part:
+        from llmtrain.models import check_trained
+
+        check_trained(plan.recipe)
     if plan.parallel.pipeline == 1:
         return
     from llmtrain.models import find_stages

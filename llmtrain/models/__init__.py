@@ -1,6 +1,13 @@
 """`transformers` causal LMs, unmodified: configuration, initial weights, pipeline stages, tensor slices and loss."""
 
-from llmtrain.models.build import build_model, find_stages, model_configuration, stage_builder, stage_names
+from llmtrain.models.build import (
+    build_model,
+    check_trained,
+    find_stages,
+    model_configuration,
+    stage_builder,
+    stage_names,
+)
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum
 from llmtrain.models.stages import Stage
@@ -11,6 +18,7 @@ __all__ = [
     "ChunkedLoss",
     "Stage",
     "build_model",
+    "check_trained",
     "chunked_loss",
     "find_stages",
     "model_configuration",

@@ -111,6 +111,11 @@ def _load_whole(
     return loaded.to(device)
 
 
+def check_trained(recipe: Recipe) -> None:
+    """Raises RecipeError if the recipe's model does not have what is to be trained, or cannot have its adapters."""
+    adapter.trained_part(recipe, model_configuration(recipe))
+
+
 class StageBuilder(Protocol):
     """A function that builds one pipeline stage."""
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.adapter import is_adapter
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.recipe import Precision
@@ -73,7 +74,7 @@ def use_fp8(model: PreTrainedModel, kind: str) -> None:
         raise _refused(kind, f"no linear layer of this {model.config.model_type} has sides that divide by {SIDE}")
     from torchao.float8 import convert_to_float8_training
 
-    convert_to_float8_training(layers, config=_config(kind), module_filter_fn=lambda module, name: _fits(module))
+    convert_to_float8_training(layers, config=_config(kind), module_filter_fn=_is_converted)
 
 
 def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
@@ -85,6 +86,11 @@ def refuse_slower(kind: str, bf16: float, fp8: float) -> None:
 
 def _refused(kind: str, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.fp8", "kernels.fp8", f"{kind} was given, but {why}", "--set kernels.fp8=off"))
+
+
+def _is_converted(module: nn.Module, name: str) -> bool:
+    # An adapter's matrices are so narrow that scaling costs more than the product in fp8 saves.
+    return _fits(module) and not is_adapter(name)
 
 
 def _fits(module: nn.Module) -> bool:

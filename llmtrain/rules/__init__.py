@@ -11,6 +11,7 @@ from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts, Plan
 from llmtrain.recipe import Recipe
 from llmtrain.rules import (
+    adapter,
     backends,
     checkpoint,
     expert,
@@ -36,6 +37,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
+    *adapter.RULES,
     *kernels.RULES,
     *layout.RULES,
     *checkpoint.RULES,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from llmtrain.checkpoint.base import state_source
+from llmtrain.checkpoint.base import base_of, state_source
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import stored_names
 from llmtrain.checkpoint.folder import newest
@@ -35,7 +35,7 @@ def check_saved(engine: Engine, plan: Plan, weights: Weights, folder: Path) -> N
     weights: those of the engine. folder: for the checkpoint, removed afterwards. Called by all ranks. Raises
     CheckpointError if a weight is missing, or has other values than in the engine.
     """
-    Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA))
+    Saver(folder, plan, engine).save(TrainerState(step=1, data=DATA, base=base_of(plan)))
     checkpoint = newest(folder)
     assert checkpoint is not None, "a save leaves a checkpoint or raises"
     if dist.get_rank() == 0:

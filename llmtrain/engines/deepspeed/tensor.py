@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.deepspeed.tensor_check import check_split
+from llmtrain.engines.deepspeed.tensor_check import cannot_split, check_split, has_plan
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
@@ -31,7 +31,12 @@ class TensorAxis(EngineAxis):
         if not is_alone():  # a rank alone has no other to compare with, and computes nothing
             recipe = self.plan.recipe
             attention = recipe.model.attention_kernel
-            check_split(model_configuration(recipe), ds_config["tensor_parallel"], attention, self.device)
+            config = model_configuration(recipe)
+            if recipe.model.adapter is not None and not has_plan(config, ds_config["tensor_parallel"]):
+                raise cannot_split(
+                    config, "it has no plan (tp_plan), and by the names of modules adapters are split, too"
+                )
+            check_split(config, ds_config["tensor_parallel"], attention, self.device)
 
     def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
         """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.

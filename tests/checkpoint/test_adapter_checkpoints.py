@@ -1,0 +1,199 @@
+"""Checkpoints of adapters: what they hold, what they continue from, and what PEFT and `transformers` make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from llmtrain.checkpoint.base import base_of
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.export import export
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import load
+from llmtrain.errors import CheckpointError
+from llmtrain.models import build_model
+from llmtrain.models.generate import generate
+from llmtrain.recipe import Recipe
+from tests.helpers.batches import global_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import take_steps
+from tests.helpers.traces import engine_of, plain_run, plan_of, worst
+
+CPU = torch.device("cpu")
+STOP, STEPS = 3, 6
+FP32 = 1e-5  # as in test_parity.py
+LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"]}
+UNTIED = {"model.config.tie_word_embeddings": False}
+SAVED_UNDER = {"parallel.zero_stage": 2}
+CONTINUED_UNDER: dict[str, dict[str, Any]] = {
+    "zero3": {"parallel.zero_stage": 3},
+    "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+    "tensor": {"parallel.tensor": 2, "parallel.zero_stage": 1},
+    "ddp": {"parallel.backend": "accelerate"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    build_model(tiny_recipe(**UNTIED, **{"train.seed": 3}), torch.float32, CPU).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def recipe_on(base: Path, **fields: Any) -> Recipe:
+    start = {"model.architecture": None, "model.config": {}, "model.pretrained": str(base), "optim.lr": 1e-2}
+    adapter = {} if "model.trainable" in fields else {"model.adapter": LORA}
+    return tiny_recipe(**{**start, **adapter, **fields})
+
+
+def _save(rank: int, recipe: Recipe, folder: Path, ranks: int) -> dict[str, Any]:
+    plan = plan_of(recipe, ranks)
+    engine = engine_of(plan)
+    take_steps(engine, plan, range(STOP))
+    Saver(folder, plan, engine).save(TrainerState(step=STOP, data="key", base=base_of(plan)))
+    return {name: weight.float().numpy().copy() for name, weight in engine.named_weights()}
+
+
+def _continue(rank: int, recipe: Recipe, folder: Path, ranks: int) -> tuple[list[float], dict[str, Any]]:
+    """The next losses, and the weights before, of an engine of another seed."""
+    plan = plan_of(recipe.with_(**{"train.seed": 99}), ranks)
+    engine = engine_of(plan)
+    load(newest(folder), engine, plan, "key")
+    weights = {name: weight.float().numpy().copy() for name, weight in engine.named_weights()}
+    return take_steps(engine, plan, range(STOP, STEPS)).losses, weights
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, _save, recipe_on(base, **SAVED_UNDER), folder, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.slow) for name in CONTINUED_UNDER]
+)
+def test_a_run_continues_under_another_plan(base, saved, name):
+    folder, weights = saved
+    whole = plain_run(recipe_on(base), STEPS).losses
+    recipe = recipe_on(base, **CONTINUED_UNDER[name])
+    for losses, loaded in run_ranks(2, _continue, recipe, folder, 2):
+        assert loaded.keys() == weights.keys()
+        assert all(np.array_equal(loaded[one], weights[one]) for one in weights)
+        assert worst(losses, whole[STOP:]) < FP32
+
+
+def test_a_checkpoint_holds_the_adapter_and_not_its_base(base, saved):
+    folder, weights = saved
+    adapter = sum(one.nbytes for name, one in weights.items() if ".lora_" in name)
+    files = list((newest(folder) / "engine").glob("rank_*"))
+    heads = sum(int.from_bytes(one.read_bytes()[:8], "little") + 8 for one in files)
+    steps = 3 * adapter  # the weight and two moments
+    assert sum(one.stat().st_size for one in files) == heads + steps
+    assert steps < (base / "model.safetensors").stat().st_size / 4
+
+
+def test_a_run_does_not_continue_on_another_base(base, saved, tmp_path):
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AssertionError, match=r"CheckpointError.*checkpoint.base"):
+        run_ranks(2, _continue, recipe_on(tmp_path, **SAVED_UNDER), saved[0], 2)
+
+
+def _logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=global_batch(0)[0].input_ids).logits
+
+
+def _trained_here(rank: int, recipe: Recipe, folder: Path) -> np.ndarray:
+    plan = plan_of(recipe, 1)
+    engine = engine_of(plan)
+    take_steps(engine, plan, range(STOP))
+    Saver(folder, plan, engine).save(TrainerState(step=STOP, data="key", base=base_of(plan)))
+    return _logits(engine.model.eval()).numpy()
+
+
+PLAIN = {"parallel.backend": "data_parallel"}
+EXPORTED: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "scaled by rank": {"model.adapter.rslora": True},
+    "dora": {"model.adapter.dora": True},
+    "head": {"model.adapter.modules_to_save": ["lm_head"], "model.adapter.targets": "all-linear"},
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_peft_loads_an_exported_adapter(base, tokenizer, tmp_path, name):
+    recipe = recipe_on(base, **PLAIN, **EXPORTED[name])
+    expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
+    export(newest(tmp_path / "run"), tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out/config.json").exists()
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out").eval()
+    assert np.array_equal(_logits(loaded).numpy(), expected)
+    assert not np.array_equal(_logits(AutoModelForCausalLM.from_pretrained(base).eval()).numpy(), expected)
+    settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base)
+    if name == "lora":
+        assert generate(tmp_path / "out", "a", 3, temperature=0.0)
+        continued = recipe_on(base, **{"model.adapter": {"pretrained": str(tmp_path / "out")}})
+        model = build_model(continued, torch.float32, CPU).eval()
+        assert np.array_equal(_logits(model).numpy(), expected)
+
+
+def test_an_adapter_of_new_weights_is_exported_with_them(tokenizer, tmp_path):
+    recipe = tiny_recipe(**PLAIN, **{"model.adapter": LORA})
+    expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
+    export(newest(tmp_path / "run"), tokenizer, tmp_path / "out")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert np.array_equal(_logits(loaded).numpy(), expected)
+
+
+def test_what_is_frozen_by_name_is_exported_with_the_rest(base, tokenizer, tmp_path):
+    recipe = recipe_on(base, **PLAIN, **{"model.trainable": ["model.layers.1.*"]})
+    expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
+    size = sum(one.stat().st_size for one in (newest(tmp_path / "run") / "engine").glob("rank_*"))
+    assert size < 3 * (base / "model.safetensors").stat().st_size / 2
+    export(newest(tmp_path / "run"), tokenizer, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert np.array_equal(_logits(loaded).numpy(), expected)
+
+
+def test_an_adapter_of_peft_is_trained_on(base, tmp_path):
+    theirs = peft.LoraConfig(r=3, target_modules=["k_proj"], layers_to_transform=[1], task_type="CAUSAL_LM")
+    made = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), theirs)
+    for name, weight in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    made.save_pretrained(tmp_path)
+    model = build_model(recipe_on(base, **{"model.adapter": {"pretrained": str(tmp_path)}}), torch.float32, CPU)
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    assert [name.split(".")[2:5] for name in trained] == [["1", "self_attn", "k_proj"]] * 2
+    assert torch.equal(_logits(model.eval()), _logits(made.eval()))
+
+
+def test_a_checkpoint_error_names_what_to_do():
+    from llmtrain.checkpoint.base import check_base
+
+    check_base(Path("step"), "one", "one")
+    with pytest.raises(CheckpointError, match="frozen weights"):
+        check_base(Path("step"), "one", "other")

@@ -1,0 +1,76 @@
+"""Bugs in how strategies freeze weights and add adapters, planted into the real engines."""
+
+from __future__ import annotations
+
+from llmtrain.models import adapter, tensor
+
+
+def _after(patch, name, change):
+    """Calls `change(result, arguments)` after a function of `llmtrain.models.adapter`."""
+    original = getattr(adapter, name)
+
+    def run(*arguments):
+        result = original(*arguments)
+        change(result, arguments)
+        return result
+
+    patch.setattr(adapter, name, run)
+
+
+def adapter_scaled_twice(patch):
+    def scale(result, arguments):
+        for _, module in adapter.adapters(arguments[0]):
+            module.scaling = {name: value**2 for name, value in module.scaling.items()}
+
+    _after(patch, "_inject", scale)
+
+
+def base_not_frozen(patch):
+    _after(patch, "apply", lambda result, arguments: arguments[0].requires_grad_(True))
+
+
+def scaling_by_rank_ignored(patch):
+    _after(patch, "adapter_configuration", lambda config, _: setattr(config, "use_rslora", False))
+
+
+def adapter_of_another_seed(patch):
+    original = adapter._drawn
+    patch.setattr(adapter, "_drawn", lambda like, seed: original(like, seed + 1))
+
+
+def module_not_saved(patch):
+    """What is trained as a whole stays frozen."""
+
+    def freeze(result, arguments):
+        for name, one in arguments[0].named_parameters():
+            one.requires_grad_(one.requires_grad and adapter.is_adapter(name))
+
+    _after(patch, "apply", freeze)
+
+
+def adapter_of_one_stage_frozen(patch):
+    def freeze(result, arguments):
+        stage = arguments[0]
+        for _, one in stage.named_parameters():
+            one.requires_grad_(one.requires_grad and stage.index == 0)
+        if stage.index:
+            stage.idle = adapter.nn.Parameter(adapter.torch.zeros(1))
+
+    _after(patch, "apply_to_stage", freeze)
+
+
+def gradient_of_a_not_summed(patch):
+    """Each tensor parallel rank keeps what its own rows of B make of the gradient of A."""
+    original = tensor.TensorParallel.adapt
+
+    def adapt(self, name, base, inner, outer, config):
+        forward = outer.forward
+        original(self, name, base, inner, outer, config)
+        outer.forward = forward
+
+    patch.setattr(tensor.TensorParallel, "adapt", adapt)
+
+
+FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]
+STAGED = [adapter_of_one_stage_frozen, adapter_scaled_twice]
+SLICED = [gradient_of_a_not_summed]

@@ -1,0 +1,63 @@
+"""`verify` certifies adapters and frozen weights under every strategy, and sees what is planted in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.verify.job import comparable
+from tests.helpers import planted_adapter
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_verify import certified, job_of, plant, refer, small
+
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
+UNTIED = {"model.config.tie_word_embeddings": False}
+ADAPTER = {"rank": 4, "alpha": 12.0, "rslora": True, "modules_to_save": ["lm_head"]}
+TRAINED: dict[str, dict[str, Any]] = {
+    "adapter": {"model.adapter": ADAPTER, **UNTIED},
+    "dora": {"model.adapter": {"rank": 2, "dora": True, "targets": ["q_proj", "mlp.*"]}},
+    "by name": {"model.trainable": ["model.layers.1.*"]},
+}
+FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"
+
+
+@pytest.mark.parametrize(
+    ("trained", "names", "nproc"),
+    [
+        pytest.param("adapter", ["dp1-zero1-acc4"], 1),
+        pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
+        pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
+        pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
+        pytest.param("adapter", [], 2, marks=BREADTH),
+        pytest.param("adapter", [], 4, marks=BREADTH),
+    ],
+)
+def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus, **TRAINED[trained]), names, nproc)
+    run_ranks(1, refer, job, tmp_path)
+    verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
+    assert verdicts
+    assert [name for name, good in verdicts.items() if not good] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "bugs"),
+    [
+        pytest.param(FLAT, "FLAT", marks=BREADTH),
+        pytest.param(STAGED, "STAGED", marks=SLOW),
+        pytest.param(SLICED, "SLICED", marks=BREADTH),
+    ],
+)
+def test_every_planted_bug_is_caught(plan, bugs, verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus, **TRAINED["adapter"]), [plan], nproc=4 if plan == SLICED else 2)
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(job.plans[plan].workers, plant, job, tmp_path, "planted_adapter", bugs, timeout=600)[0]
+    assert found.pop("none") == [plan]
+    assert found.keys() == {bug.__name__ for bug in getattr(planted_adapter, bugs)}
+    assert {name for name, plans in found.items() if plans} == set()
+
+
+def test_dropout_of_an_adapter_is_not_compared(verify_corpus):
+    recipe = small(verify_corpus).with_(**{"model.adapter": {"rank": 2, "dropout": 0.5}})
+    assert comparable(recipe, 4).model.adapter.dropout == 0.0
