@@ -14,10 +14,12 @@ from llmtrain.models import model_configuration
 from llmtrain.models.proof.cut import MODEL_ERRORS
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.plan.families import FAMILIES
-from llmtrain.recipe import ModelConfig, Recipe
+from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
 IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path")
 """Fields of a configuration that describe neither sizes nor switches."""
+RANK = 2
+"""Of the adapters of a tiny copy."""
 
 
 def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
@@ -46,7 +48,11 @@ def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
         if key not in IDENTITY and (family is None or key in family.keys)
     }
     declared["vocab_size"] = tiny.vocab_size
-    return ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
+    model, adapter = recipe.model, None
+    if model.adapter is not None:  # of every layer, since patterns may name layers that the copy does not have
+        own = model.adapter
+        adapter = LoraConfig(rank=RANK, dropout=own.dropout, dora=own.dora, rslora=own.rslora)
+    return ModelConfig(architecture=config.model_type, config=declared, attention=model.attention, adapter=adapter)
 
 
 @contextmanager

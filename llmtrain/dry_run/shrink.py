@@ -184,8 +184,16 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     one, other = (f"blocks {p.recipe.kernels.blocks}, loss {p.recipe.kernels.loss}" for p in (plan, small))
     yield "kernels", one, other, "these kernels"
     yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
+    yield "trained", _trained(model), _trained(small.recipe.model), "that patterns name what is meant"
     if model.pretrained:
         yield "weights", model.pretrained, "random", "that these are found and fit the model"
+
+
+def _trained(model: ModelConfig) -> str:
+    if model.adapter is None:
+        return ", ".join(model.trainable) or "all weights"
+    targets = model.adapter.pretrained or model.adapter.targets
+    return f"adapters of {targets if isinstance(targets, str) else ', '.join(targets)}"
 
 
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import peft
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmtrain.engines.optim import schedule
+from llmtrain.errors import RecipeError
+from llmtrain.models import build_model
+from llmtrain.models.adapter import weight_name
 from llmtrain.recipe import Recipe
-from tests.helpers.batches import tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
-from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace
+from tests.helpers.moe import INDEXED
+from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 4
+SLOW = pytest.mark.slow
 ACCELERATE = {"parallel.backend": "accelerate"}
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 FULL = {"parallel.activation_checkpointing": "full"}
@@ -72,3 +85,107 @@ def check(ranks: int, cases: list[tuple[str, str]], **fields: Any) -> None:
             optim = {"optim.clip_grad_norm": recipe.optim.clip_grad_norm}
             expected = plain_run(recipe_of(case[0], "data_parallel", **optim, **fields), STEPS)
             assert_same(run, expected, case)
+
+
+def cases_of(ranks: int, trained: str) -> list[tuple[str, str]]:
+    return [(trained, name) for name, (number, _) in STRATEGIES.items() if number == ranks]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, [("lora", "zero3"), ("head", "pipeline"), ("end", "pipeline")], id="some"),
+        pytest.param(2, [("lora", name) for name in ("zero1", "fsdp2", "ddp", "tensor zero1")], marks=SLOW, id="flat"),
+        pytest.param(4, [("lora", "pipeline tensor")], marks=SLOW, id="slices"),
+        *(
+            pytest.param(ranks, cases_of(ranks, trained), marks=pytest.mark.breadth, id=f"{ranks} {trained}")
+            for ranks in (2, 4)
+            for trained in TRAINED
+        ),
+    ],
+)
+def test_every_strategy_trains_what_peft_trains(ranks, cases):
+    check(ranks, cases)
+
+
+def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and adapters of a loop that knows nothing but torch and PEFT."""
+    drawn = build_model(recipe, torch.float32, torch.device("cpu")).state_dict()
+    config = AutoConfig.for_model(recipe.model.architecture, **recipe.model.config)
+    base = AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    model.load_state_dict({f"base_model.model.{name}": weight for name, weight in drawn.items()}, strict=False)
+    optim = recipe.optim
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    rates = schedule(optimizer, recipe)
+    losses = []
+    for step in range(steps):
+        batch = step_batch(step, 1, GLOBAL_BATCH)
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for one in batch.micro_batches:
+            logits = model(input_ids=one.input_ids, position_ids=one.position_ids, use_cache=False).logits
+            loss = cross_entropy(logits[0], one.labels[0], reduction="sum") / batch.target_tokens
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad_norm)
+        optimizer.step()
+        rates.step()
+    return losses, {
+        weight_name(name.removeprefix("base_model.model.")): one.detach().numpy()
+        for name, one in model.named_parameters()
+    }
+
+
+def test_a_run_is_that_of_a_loop_with_peft():
+    recipe = tiny_recipe(**LORA, **{"parallel.backend": "data_parallel"})
+    losses, weights = _by_hand(recipe, STEPS)
+    run = run_ranks(1, run_recipes, [recipe], 1)[0][0]
+    assert worst(run.losses, losses) < 1e-6
+    assert run.weights.keys() == weights.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(run.weights[name], weight, rtol=0, atol=1e-6, err_msg=name)
+    assert any(np.any(weight) for name, weight in weights.items() if "lora_B" in name)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such module": ({"model.adapter": {"rank": 4, "targets": ["query"]}}, "adapter.targets"),
+    "no linear layer": ({"model.adapter": {"rank": 4, "targets": ["self_attn"]}}, "adapter.linear"),
+    "the head": ({"model.adapter": {"rank": 4, "targets": ["lm_head"]}}, "adapter.head"),
+    "a tied head": ({"model.adapter": {"rank": 4, "modules_to_save": ["lm_head"]}}, "adapter.tied"),
+    "no such module to save": ({"model.adapter": {"rank": 4, "modules_to_save": ["score"]}}, "adapter.modules"),
+    "no such parameter": ({"model.trainable": ["lm_head.bias"]}, "model.trainable"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused(name):
+    fields, rule = REFUSED[name]
+    with pytest.raises(RecipeError) as refusal:
+        build_model(tiny_recipe(**fields), torch.float32, torch.device("cpu"))
+    assert [problem.rule for problem in refusal.value.problems] == [rule]
+
+
+def test_an_adapter_that_no_loss_depends_on_is_refused():
+    """DeepSeek V3.2's indexer chooses tokens, which has no gradient."""
+    model = {"architecture": "deepseek_v32", "config": INDEXED, "adapter": {"rank": 4, "targets": ["indexer.*"]}}
+    with pytest.raises(RecipeError, match=r"does not depend on an adapter of .*indexer"):
+        build_model(tiny_recipe(model=model), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"alpha": 4.0}, "give `rank`"),
+        ({"pretrained": "folder", "rank": 4}, "leave out rank"),
+        ({"rank": 4, "revision": "main"}, "revision"),
+    ],
+)
+def test_contradictions_are_refused(given, message):
+    with pytest.raises(RecipeError, match=message):
+        tiny_recipe(**{"model.adapter": given})
+    with pytest.raises(RecipeError, match="modules_to_save"):
+        tiny_recipe(**LORA, **{"model.trainable": ["*"]})
