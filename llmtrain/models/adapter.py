@@ -92,10 +92,10 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     if model.adapter is None:
         return _by_name(model, whole)
     lora = adapter_configuration(model.adapter)
-    adapted, problems = _adapted_modules(whole, model.adapter, lora)
-    saved, others = _saved_modules(whole, lora)
+    saved, problems = _saved_modules(whole, lora)
+    adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     if problems or others:
-        raise RecipeError([*problems, *others])
+        raise RecipeError([*others, *problems])
     weights = (f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
     found = Trained(frozenset(weights), adapted, saved, lora)
     _check_used(config, found)
@@ -205,12 +205,15 @@ def _by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
 
 
 def _adapted_modules(
-    whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig
+    whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig, saved: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[Problem]]:
-    """Returns the names of the linear layers that an adapter is for, and problems with them."""
+    """Returns the names of the linear layers that an adapter is for, and problems with them.
+
+    saved: modules that are trained as a whole, and have no adapters within.
+    """
     linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
-    names = [name for name, _ in whole.named_modules() if name]
+    names = [name for name, _ in whole.named_modules() if name and not f"{name}.".startswith(_dotted(saved))]
     field = "model.adapter.targets"
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
@@ -260,6 +263,10 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
 
 
+def _dotted(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in names)
+
+
 def _weights(whole: nn.Module, module: str) -> list[str]:
     return [f"{module}.{own}" for own, _ in whole.get_submodule(module).named_parameters(remove_duplicate=False)]
 
@@ -300,6 +307,7 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
     own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
     own.layers_to_transform = own.layers_pattern = None
     own.init_lora_weights, own.inference_mode = True, False
+    own.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
     frozen = {id(one): one.requires_grad for one in model.parameters()}
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):

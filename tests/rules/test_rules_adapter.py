@@ -1,0 +1,63 @@
+"""The rules of adapters against the real engine: what they refuse fails there, or trains something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.recipe import Recipe
+from llmtrain.rules import broken
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import take_steps
+from tests.helpers.traces import assert_same, engine_of, plain_run
+
+DORA = {"model.adapter": {"rank": 4, "alpha": 16.0, "dora": True}, "optim.name": "sgd", "optim.lr": 0.3}
+STEPS = 3
+REFUSED: dict[str, dict[str, Any]] = {
+    "zero3": {"parallel.zero_stage": 3},
+    "tensor": {"parallel.tensor": 2},
+}
+ALLOWED: dict[str, dict[str, Any]] = {
+    "zero2": {"parallel.zero_stage": 2},
+    "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+    "fsdp2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+}
+
+
+def _draft(recipe: Recipe) -> Draft:
+    return Draft(recipe, Cluster(devices_per_node=2), model_facts(recipe.model, recipe.vocab_size))
+
+
+def _run(rank: int, recipe: Recipe) -> Any:
+    """A run of a plan, legal or not."""
+    plan = assemble(_draft(recipe))
+    return take_steps(engine_of(plan), plan, range(STEPS))
+
+
+def _compare(recipe: Recipe) -> None:
+    expected = plain_run(tiny_recipe(**DORA, **{"parallel.backend": "data_parallel"}), STEPS)
+    for run in run_ranks(2, _run, recipe):
+        assert_same(run, expected, recipe.parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_dora_fails_where_it_is_refused(name):
+    recipe = tiny_recipe(**DORA, **REFUSED[name])
+    assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.dora"}
+    with pytest.raises(AssertionError):
+        _compare(recipe)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "fsdp2" else pytest.mark.breadth) for name in ALLOWED]
+)
+def test_dora_trains_where_it_is_allowed(name):
+    recipe = tiny_recipe(**DORA, **ALLOWED[name])
+    assert not broken(_draft(recipe))[0]
+    _compare(recipe)
