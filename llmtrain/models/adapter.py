@@ -218,18 +218,19 @@ def _adapted_modules(
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
         found = [name for name in names if check_target_module_exists(lora, name)]
-        unmatched = [] if found else [str(lora.target_modules)]
+        asked = {name: [name] for name in found} or {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
-        found, unmatched = [name for name in names if name in linear - ends], []
+        found = [name for name in names if name in linear - ends]
+        asked = {"all-linear": found}
     else:
-        found = [name for name in names if matches(name, adapter.targets)]
-        unmatched = [one for one in adapter.targets if not any(matches(name, [one]) for name in found)]
+        asked = {one: [name for name in names if matches(name, [one])] for one in adapter.targets}
+        found = [name for name in names if name in linear and matches(name, adapter.targets)]
     problems = []
-    if unmatched or not found:
-        message = f"{', '.join(unmatched) or 'all-linear'} matches no module of {_type(whole)}"
+    if unmatched := [one for one, modules in asked.items() if not modules]:
+        message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         layers = sorted({name.rpartition(".")[2] for name in linear - ends})
         problems.append(Problem("adapter.targets", field, message, f"its linear layers are {_some(layers)}"))
-    if others := [name for name in found if name not in linear]:
+    if others := [modules[0] for modules in asked.values() if modules and linear.isdisjoint(modules)]:
         message = f"{_some(others)} of {_type(whole)} is no linear layer, and has no product to add an adapter to"
         fix = "name linear layers; the experts of a layer that are stored as one tensor have none"
         problems.append(Problem("adapter.linear", field, message, fix))
@@ -281,17 +282,17 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         tiny_config = shrink_configuration(config)
         with torch.random.fork_rng(devices=[]):
             tiny = reference(tiny_config, "eager").train()
-            tiny.requires_grad_(False)
             own = [name for name in trained.modules if _has(tiny, name)]
             assert trained.config is not None
             _inject(tiny, trained.config, own)
             tokens, positions = packed_input(tiny_config)
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
-            loss.backward()  # type: ignore[no-untyped-call]
+            outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
+            gradients = torch.autograd.grad(loss, list(outer.values()), allow_unused=True)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         message = f"no adapter can be added to a tiny copy of {config.model_type} ({type(error).__name__}: {error})"
         raise RecipeError(Problem("adapter.family", "model.adapter", message, "name other targets")) from error
-    idle = [name for name, module in adapters(tiny) if module.lora_B[ADAPTER].weight.grad is None]
+    idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
         message = f"the loss of {config.model_type} does not depend on an adapter of {_some(idle)}"
         fix = "name the other linear layers in model.adapter.targets"

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
@@ -284,7 +285,8 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
         peft.PeftModel.from_pretrained(model, lora.pretrained, config=config, **named_as)
         return
     names = [name for name, _ in model.named_modules()]
-    targets = lora.targets if isinstance(lora.targets, str) else _matching(names, lora.targets)
+    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear | Conv1D)]
+    targets = lora.targets if isinstance(lora.targets, str) else _matching(linear, lora.targets)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
