@@ -297,8 +297,10 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
         use_rslora=lora.rslora,
         modules_to_save=_matching(names, lora.modules_to_save) or None,
     )
-    made = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    peft.set_peft_model_state_dict(made, {f"base_model.model.{name}": value for name, value in adapter.items()})
+    peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    added = {_plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    for name, value in adapter.items():
+        added[name].data.copy_(value)
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

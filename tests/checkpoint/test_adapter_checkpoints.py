@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from llmtrain.checkpoint.base import base_of
 from llmtrain.checkpoint.contents import TrainerState
@@ -154,7 +154,10 @@ def test_peft_loads_an_exported_adapter(base, tokenizer, tmp_path, name):
     settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(base)
     if name == "lora":
-        assert generate(tmp_path / "out", "a", 3, temperature=0.0)
+        with torch.no_grad():
+            tokens = loaded.generate(input_ids=torch.tensor([[1]]), max_new_tokens=3, do_sample=False)
+        written = AutoTokenizer.from_pretrained(tokenizer).decode(tokens[0, 1:], skip_special_tokens=True)
+        assert generate(tmp_path / "out", "a", 3, temperature=0.0) == written
         continued = recipe_on(base, **{"model.adapter": {"pretrained": str(tmp_path / "out")}})
         model = build_model(continued, torch.float32, CPU).eval()
         assert np.array_equal(_logits(model).numpy(), expected)
