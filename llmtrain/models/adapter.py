@@ -174,6 +174,7 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
             inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
             slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
     if not any(one.requires_grad for one in stage.parameters()):
+        # For the optimizer, which cannot be empty; it never has a gradient.
         stage.idle = nn.Parameter(torch.zeros_like(next(stage.parameters()).view(-1)[:1]))
     own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})

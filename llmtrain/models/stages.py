@@ -134,8 +134,6 @@ class Stage(nn.Module):
     """Arguments with which attention keeps the documents of the next micro-batch apart (`models.varlen`)."""
     context: AbstractContextManager[Any] = nullcontext()
     """The context in which the next forward pass runs."""
-    idle: nn.Parameter | None = None
-    """A parameter without a gradient, for the optimizer of a stage in which nothing is trained."""
 
     def __init__(self, model: PreTrainedModel, index: int, cut: Cut, names: dict[str, str]) -> None:
         super().__init__()
