@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
@@ -27,4 +28,30 @@ def dora(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.adapter.dora", message, f"{assignment(parallel__zero_stage=2)}, or train without DoRA")
 
 
-RULES = (dora,)
+@rule(
+    "adapter.experts",
+    "DeepSpeed's ZeRO requires a group of trained experts wherever experts are distributed.",
+    "run",
+)
+def experts(draft: Draft) -> Iterator[Fault]:
+    """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`)."""
+    model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
+    if parallel.expert == 1 or parallel.zero_stage not in (1, 2) or not model.is_frozen_in_part:
+        return
+    if facts is None or facts.weights is None:
+        return
+    names = (
+        f"model.layers.{index}.{weight.name}"
+        for index in range(facts.weights.layers)
+        for weight in facts.weights.layer(index)
+        if weight.is_expert
+    )
+    patterns = [f"*{one}.*" for one in model.adapter.modules_to_save] if model.adapter else model.trainable
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
+        message = f"ZeRO-{parallel.zero_stage} was given, which cannot be set up if all distributed experts are frozen"
+        yield Fault("parallel.zero_stage", message, STAGES)
+
+
+STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"
+
+RULES = (dora, experts)

@@ -14,6 +14,7 @@ from llmtrain.rules import broken
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import take_steps
+from tests.helpers.moe import moe_recipe
 from tests.helpers.traces import assert_same, engine_of, plain_run
 
 DORA = {"model.adapter": {"rank": 4, "alpha": 16.0, "dora": True}, "optim.name": "sgd", "optim.lr": 0.3}
@@ -40,7 +41,9 @@ def _run(rank: int, recipe: Recipe) -> Any:
 
 
 def _compare(recipe: Recipe) -> None:
-    expected = plain_run(tiny_recipe(**DORA, **{"parallel.backend": "data_parallel"}), STEPS)
+    alone = {"parallel.backend": "data_parallel", "parallel.zero_stage": 0}
+    alone |= {f"parallel.{name}": 1 for name in ("pipeline", "tensor", "expert")}
+    expected = plain_run(recipe.with_(**alone, **{"parallel.accelerate": "ddp"}), STEPS)
     for run in run_ranks(2, _run, recipe):
         assert_same(run, expected, recipe.parallel)
 
@@ -61,3 +64,30 @@ def test_dora_trains_where_it_is_allowed(name):
     recipe = tiny_recipe(**DORA, **ALLOWED[name])
     assert not broken(_draft(recipe))[0]
     _compare(recipe)
+
+
+FROZEN_EXPERTS = {"model.adapter": {"rank": 4, "alpha": 16.0, "targets": ["q_proj", "o_proj"]}, "parallel.expert": 2}
+SGD = {"optim.name": "sgd", "optim.lr": 0.3}
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_cannot_be_set_up_with_frozen_experts(stage):
+    recipe = moe_recipe("mixtral", **FROZEN_EXPERTS, **SGD, **{"parallel.zero_stage": stage})
+    assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.experts"}
+    with pytest.raises(AssertionError, match="None of the param groups are marked as MoE"):
+        run_ranks(2, _run, recipe)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_experts_are_distributed(stage):
+    recipe = moe_recipe("mixtral", **FROZEN_EXPERTS, **SGD, **{"parallel.zero_stage": stage})
+    assert not broken(_draft(recipe))[0]
+    _compare(recipe)
+
+
+def test_experts_that_are_named_are_not_frozen():
+    for trained, refused in ((["*.experts.*"], False), (["model.layers.1.*"], False), (["*norm*"], True)):
+        recipe = moe_recipe("mixtral", **{"model.trainable": trained, "parallel.expert": 2, "parallel.zero_stage": 2})
+        assert bool(broken(_draft(recipe))[0]) == refused, trained
