@@ -292,7 +292,8 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
             gradients = torch.autograd.grad(loss, list(outer.values()), allow_unused=True)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         message = f"no adapter can be added to a tiny copy of {config.model_type} ({type(error).__name__}: {error})"
-        raise RecipeError(Problem("adapter.family", "model.adapter", message, "name other targets")) from error
+        fix = "name other targets, such as those of attention"
+        raise RecipeError(Problem("adapter.family", "model.adapter.targets", message, fix)) from error
     idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
         message = f"the loss of {config.model_type} does not depend on an adapter of {_some(idle)}"
@@ -314,6 +315,9 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         peft.inject_adapter_in_model(own, model, ADAPTER)
+    # In some mixtures of experts PEFT takes the names of other layers for those of experts.
+    if others := {name for name, _ in adapters(model)} ^ set(names):
+        raise ValueError(f"PEFT does not adapt what was asked for, but differs in {_some(sorted(others))}")
     for parameter in model.parameters():
         parameter.requires_grad_(frozen.get(id(parameter), True))
     for _, module in adapters(model):

@@ -18,7 +18,7 @@ from llmtrain.models.adapter import weight_name
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
-from tests.helpers.moe import INDEXED
+from tests.helpers.moe import INDEXED, moe_recipe
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 4
@@ -174,6 +174,13 @@ def test_an_adapter_that_no_loss_depends_on_is_refused():
     model = {"architecture": "deepseek_v32", "config": INDEXED, "adapter": {"rank": 4, "targets": ["indexer.*"]}}
     with pytest.raises(RecipeError, match=r"does not depend on an adapter of .*indexer"):
         build_model(tiny_recipe(model=model), torch.float32, torch.device("cpu"))
+
+
+def test_layers_that_peft_takes_for_experts_are_refused():
+    """Dense layers of Qwen3 MoE have the names that its experts had in older files."""
+    recipe = moe_recipe("qwen3_moe", **{"model.adapter": {"rank": 4}, "parallel.expert": 1})
+    with pytest.raises(RecipeError, match=r"PEFT does not adapt what was asked for.*experts"):
+        build_model(recipe, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
