@@ -11,6 +11,8 @@ adapter off; the computed gradients are the same.
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
@@ -143,6 +145,7 @@ def apply(
     own = [name for name in trained.modules if _has(model, name)]
     if own:
         _inject(model, trained.config, own)
+    if names is None:
         _extend_plan(model)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
     _fill(model, trained, recipe.train.seed, gather, values, names or {})
@@ -335,10 +338,14 @@ def _extend_plan(model: PreTrainedModel) -> None:
     Of a layer whose outputs are split, A is whole and B is split like the layer; of one whose inputs are split, A is.
     """
     added: dict[str, str] = {}
-    for pattern, style in (model.tp_plan or {}).items():
+    patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in adapters(model)}
+    for pattern in sorted(patterns & model.tp_plan.keys()):
+        style = model.tp_plan[pattern]
         split = "lora_A" if style.startswith("rowwise") else "lora_B"
         added |= {f"{pattern}.base_layer": style, f"{pattern}.{split}.{ADAPTER}": style}
-    model._tp_plan = {**(model.tp_plan or {}), **added}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a tied head, which the family's own plan names
+        model.tp_plan = model.tp_plan | added
 
 
 @torch.no_grad()
