@@ -57,6 +57,9 @@ class Part(BaseModel):
         return value
 
 
+NewTokens = Many[Annotated[str, Field(min_length=1)]] | Literal["template"]
+
+
 class LoraConfig(Part):
     """Low-rank adapters (LoRA, arXiv 2106.09685), as PEFT has them; all other weights are frozen."""
 
@@ -108,6 +111,14 @@ class ModelConfig(Part):
     fields."""
     revision: str | None = None
     """Branch, tag or commit of `pretrained` on the hub."""
+    new_tokens: NewTokens = ()
+    """Tokens to add to the tokenizer and to the vocabulary of `pretrained`, if the tokenizer lacks them: a list of
+    texts, which are tokens wherever they occur; or `template`: the special tokens that the chat template writes, in the
+    form `<|…|>`, `<｜…｜>`, `<start_of_…>` or `<end_of_…>`. The embedding and the head grow to a multiple of 128
+    rows."""
+    kept_rows: PositiveInt | None = None
+    """With `new_tokens`, the rows of the pretrained embedding that are kept; all others start as the mean of these.
+    Default: those of the tokens that the tokenizer has."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"

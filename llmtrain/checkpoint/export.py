@@ -77,7 +77,7 @@ def export(
             whole.mkdir(exist_ok=True)
             outgoing = Outgoing(model, stored_names(checkpoint, source, model))
             with utf8_name(whole) as named:
-                _write_settings(model, tokenizer, named)
+                _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
             _write_weights(outgoing, source, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
@@ -122,12 +122,18 @@ def stored_names(checkpoint: Path, source: StateSource, model: PreTrainedModel) 
     return [name for name in model.state_dict() if stored[groups[name][0]] == name and name not in ignored]
 
 
-def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path) -> None:
-    """Writes the configurations of model and generation, the tokenizer, and the code of a custom model."""
+def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads: bool) -> None:
+    """Writes the configurations of model and generation, the tokenizer, and the code of a custom model.
+
+    pads: whether the vocabulary was padded; generation then never chooses a row without a token.
+    """
     text = _read_tokenizer(tokenizer)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
+    if pads and model.generation_config is not None:
+        unused = range(max(text.get_vocab().values()) + 1, model.config.vocab_size)
+        model.generation_config.suppress_tokens = list(unused) or None
     with _no_progress():  # of shards that it does not write
         model.save_pretrained(folder, state_dict={})
     text.save_pretrained(folder)

@@ -152,7 +152,7 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     data, held_out = recipe.data, recipe.held_out_fraction
     corpora = open_corpora(data.sources, cache)
     eval_corpora = open_corpora(recipe.evaluation.sources, cache, EVAL_FIELD)
-    tokenizer = prepare_tokenizer(data, corpora, held_out, cache)
+    tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
     reading = Reading(
         tokenizer, data.special_tokens, held_out, _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
@@ -235,15 +235,22 @@ def packed_source(
 
 
 def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:
-    """Raises DataError for a tokenizer with tokens beyond the model's embedding."""
+    """Raises DataError for a tokenizer with tokens beyond the model's embedding, or beyond the rows that are kept."""
     rows = recipe.vocab_size
     fix = f"--set model.config.vocab_size={tokenizer.vocab_size}"
     if rows is None and recipe.model.pretrained is not None:
         rows = pretrained_vocabulary(recipe.model)
-        fix = f"use the tokenizer of the pretrained model: --set data.tokenizer={recipe.model.pretrained}"
+        fix = (
+            f"use the tokenizer of the pretrained model: --set data.tokenizer={recipe.model.pretrained}, or let the "
+            """vocabulary grow: --set 'model.new_tokens=["TOKEN", ...]'"""
+        )
     if rows is not None and tokenizer.vocab_size > rows:
         message = f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model's vocabulary only {rows:,}"
         raise DataError(Problem("data.vocab", FIELD, message, fix))
+    kept, known = recipe.model.kept_rows, tokenizer.known_size
+    if kept is not None and known is not None and kept < min(known, pretrained_vocabulary(recipe.model) or known):
+        message = f"{kept:,} rows are kept of the pretrained embedding, but the tokenizer already has {known:,} tokens"
+        raise DataError(Problem("data.kept_rows", "model.kept_rows", message, f"--set model.kept_rows={known}"))
 
 
 def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:

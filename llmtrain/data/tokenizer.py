@@ -15,7 +15,8 @@ from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import hub_has, is_path
-from llmtrain.recipe import DataConfig, TrainedTokenizer
+from llmtrain.plan.vocabulary import named_template, read_template, wanted_tokens
+from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
 from llmtrain.system.untrusted import expanded, read_bytes
 
 FIELD = "data.tokenizer"
@@ -57,6 +58,8 @@ class PreparedTokenizer:
     """The token that the tokenizer puts before each text, or None."""
     made: bool
     """Whether this call made it."""
+    known_size: int | None = None
+    """`vocab_size` before `model.new_tokens` were added; None if there are none."""
 
     def encoder(self, parse_special: bool = False) -> Encoder:
         """Loads it for encoding. parse_special: read a special token's text within a document as the token."""
@@ -88,9 +91,9 @@ class Encoder:
 
 
 def prepare_tokenizer(
-    data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float, cache: Cache
+    data: DataConfig, corpora: Sequence[Corpus], eval_fraction: float, cache: Cache, new_tokens: NewTokens = ()
 ) -> PreparedTokenizer:
-    """Returns the recipe's tokenizer, imported or trained once on the training split.
+    """Returns the recipe's tokenizer, imported or trained once on the training split. new_tokens: as in `ModelConfig`.
 
     Raises DataError for a tokenizer that cannot be loaded, has no end-of-text token, or is not a fast tokenizer.
     """
@@ -110,12 +113,14 @@ def prepare_tokenizer(
         source = expanded(wanted)
         # A hub name keeps the meaning that it had when this folder first used it, as in `hub_corpus`.
         content = _files_hash(source) if source.is_dir() else wanted
-        template = source / "chat_template.jinja"
-        chat = [xxhash.xxh3_128_hexdigest(read_bytes(template))] if template.is_file() else []
-        key = key_of("imported", FORMAT, source.is_dir(), content, *chat)
+        own = source / "chat_template.jinja"
+        chat = [xxhash.xxh3_128_hexdigest(read_bytes(own))] if own.is_file() else []
+        template = named_template(data.chat_template) if data.chat_template and new_tokens == "template" else None
+        added = [new_tokens if isinstance(new_tokens, str) else list(new_tokens), template] if new_tokens else []
+        key = key_of("imported", FORMAT, source.is_dir(), content, *chat, *added)
 
         def build(folder: Path) -> dict[str, Any]:
-            return _import(folder, str(source) if source.is_dir() else wanted)
+            return _import(folder, str(source) if source.is_dir() else wanted, new_tokens, template)
 
     entry = cache.entry("tokenizers", key, build)
     return PreparedTokenizer(entry.path, made=entry.made, **entry.meta)
@@ -182,8 +187,13 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
                     yield from cut(part)
 
 
-def _import(folder: Path, name: str) -> dict[str, Any]:
-    """Writes a copy of a tokenizer from a folder or the hub."""
+def _import(folder: Path, name: str, new_tokens: NewTokens = (), template: str | None = None) -> dict[str, Any]:
+    """Writes a copy of a tokenizer from a folder or the hub, with new tokens.
+
+    template: the chat template that the recipe names, if it matters.
+    """
+    from tokenizers import AddedToken
+
     tokenizer = _load(name)
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
@@ -198,10 +208,16 @@ def _import(folder: Path, name: str) -> dict[str, Any]:
         message = f"'{name}' has no end-of-text token, which separates documents"
         fix = "set eos_token in its tokenizer_config.json to a token of its vocabulary"
         raise DataError(Problem("data.eos", FIELD, message, fix))
+    known = tokenizer.get_vocab()
+    if new_tokens:
+        wanted = wanted_tokens(new_tokens, template or read_template(None, name))
+        lacking = [AddedToken(token, normalized=False) for token in wanted if token not in known]
+        tokenizer.add_tokens(lacking, special_tokens=new_tokens == "template")
     tokenizer.save_pretrained(folder)
     first = tokenizer("a")["input_ids"][:1]
     bos = tokenizer.bos_token_id if first == [tokenizer.bos_token_id] else None
-    return _meta(folder, fast, tokenizer.eos_token_id, bos)
+    meta = _meta(folder, fast, tokenizer.eos_token_id, bos)
+    return meta | {"known_size": max(known.values()) + 1} if new_tokens else meta
 
 
 def _load(name: str) -> Any:

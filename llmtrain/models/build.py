@@ -66,7 +66,7 @@ def build_model(
     """
     config = model_configuration(recipe)
     trained = adapter.trained_part(recipe, config)
-    if recipe.model.pretrained is not None and partitioned is None:
+    if recipe.model.pretrained is not None and partitioned is None and not recipe.model.kept_rows:
         loaded = freeze_choosers(_load_whole(recipe.model, config, dtype, device))
         adapter.apply(loaded, trained, recipe)
         return loaded
@@ -82,9 +82,9 @@ def build_model(
         )
     model.tie_weights()
     initialise(model, recipe.train.seed, gather)
-    if recipe.model.pretrained is not None and gather is not None:
+    if recipe.model.pretrained is not None:
         weights = dict(model.named_parameters()) | persistent_buffers(model)
-        _load_named(weights, recipe.model, config, gather, is_reader)
+        _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
     adapter.apply(freeze_choosers(model), trained, recipe, gather)
     return model
 
@@ -205,7 +205,7 @@ def _load_named(
         is_parameter = isinstance(weight, torch.nn.Parameter)
         with gather([weight]) if is_parameter else nullcontext():  # type: ignore[list-item]
             if is_reader or not is_parameter:
-                weight.data.copy_(pretrained.tensor(name))
+                pretrained.copy_to(name, weight.data)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.hub_names import Incoming, aliases, empty_model
@@ -24,17 +24,36 @@ MOST = 5
 """Largest number of weights that an error message lists."""
 
 
+ROWS_AT_ONCE = 4096
+"""Rows of a table that are held in fp64 to compute their mean."""
+
+
 class Pretrained:
     """The weights of a folder. Only one, or the few that belong together, are in memory at a time."""
 
-    def __init__(self, incoming: Incoming, files: dict[str, Path]) -> None:
+    def __init__(
+        self, incoming: Incoming, files: dict[str, Path], tables: frozenset[str] = frozenset(), kept_rows: int = 0
+    ) -> None:
+        """tables: names of the weights with a row for each token, if new ones are needed; kept_rows: as in `grow`."""
         self._incoming = incoming
         self._files = files
+        self._tables = tables
+        self._kept_rows = kept_rows
         self._open: dict[Path, Any] = {}
 
     def tensor(self, name: str) -> Tensor:
         """Returns a weight, given its name in the model, in the dtype of the file."""
         return self._incoming.tensor(name, self._read)
+
+    @torch.no_grad()
+    def copy_to(self, name: str, weight: Tensor) -> None:
+        """Copies a weight, given its name in the model, into a tensor of the model's shape and dtype."""
+        value = self.tensor(name)
+        if name not in self._tables:
+            weight.copy_(value)
+            return
+        # Rounded first, so that the mean is that of the rows that the model has.
+        grow(value.to(weight.dtype), self._kept_rows, weight)
 
     def _read(self, key: str) -> Tensor:
         file = self._files[key]
@@ -42,6 +61,21 @@ class Pretrained:
             self._open[file] = safe_open(file, framework="pt")
         tensor: Tensor = self._open[file].get_tensor(key)
         return tensor
+
+
+def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
+    """Copies the first rows of a table into a larger one, and sets all others to the mean of these.
+
+    The logits of such a row are the mean of those of the old tokens at every position, and thus never the largest; rows
+    at random could have any (https://nlp.stanford.edu/~johnhew/vocab-expansion.html). Padding rows are such rows, too:
+    as in Megatron-LM, they take part in the softmax, and since they are never targets their logits only decrease.
+    """
+    kept = table[:kept_rows]
+    total = torch.zeros(kept.shape[1:], dtype=torch.float64, device=kept.device)
+    for first in range(0, len(kept), ROWS_AT_ONCE):
+        total += kept[first : first + ROWS_AT_ONCE].double().sum(0)
+    into[: len(kept)] = kept
+    into[len(kept) :] = (total / len(kept)).to(into.dtype)
 
 
 def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
@@ -60,7 +94,14 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         fix = "name a folder that was saved with them; model.config may not ask for more than it has"
         problems.append(Problem("model.pretrained_names", "model.pretrained", message, fix))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong = [name for name in own if incoming.has(name) and incoming.shape(name) != shapes[name]]
+    tables = _tables(model) if source.kept_rows else frozenset()
+    wrong = [
+        name
+        for name in own
+        if incoming.has(name)
+        and incoming.shape(name) != shapes[name]
+        and not (name in tables and _grows(incoming.shape(name), shapes[name]))
+    ]
     if wrong:
         name = wrong[0]
         message = (
@@ -71,7 +112,18 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         problems.append(Problem("model.pretrained_shapes", "model.pretrained", message, fix))
     if problems:
         raise RecipeError(problems)
-    return Pretrained(incoming, files)
+    return Pretrained(incoming, files, tables, source.kept_rows or 0)
+
+
+def _tables(model: PreTrainedModel) -> frozenset[str]:
+    """Returns all names of the weights that have a row for each token: those of the embedding and of the head."""
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    found = {id(weight) for module in modules if module is not None for weight in module.parameters()}
+    return frozenset(name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in found)
+
+
+def _grows(before: torch.Size, after: torch.Size) -> bool:
+    return len(before) == len(after) and before[0] <= after[0] and before[1:] == after[1:]
 
 
 def hash_of_weights(source: ModelConfig) -> str:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe, parse_assignments, recipe_problems
 
 _running: list[Path] = []
@@ -140,13 +141,14 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     """Returns the recipe of `PATH[:VARIANT]` with `--set` assignments applied, and the cluster that it was written for.
 
     A module's function `recipe` is the base and `recipe_VARIANT` a variant; `cluster` and `cluster_VARIANT` are
-    optional and return the cluster. Raises RecipeError for a wrong file, import, variant, recipe or assignment.
+    optional and return the cluster. Raises RecipeError for a wrong file, import, variant, recipe or assignment, and as
+    `grown` does.
     """
     path, _, variant = spec.partition(":")
     module = import_recipe(Path(path))
     recipe, cluster = recipe_of(module, variant), cluster_of(module, variant)
     fields = parse_assignments(assignments)
-    return (recipe.with_(**fields) if fields else recipe), cluster
+    return grown(recipe.with_(**fields) if fields else recipe), cluster
 
 
 def with_variant(spec: str, variant: str) -> str:

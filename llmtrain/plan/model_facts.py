@@ -75,7 +75,7 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     have their own. Raises RecipeError with every wrong key or size, and for a model that cannot be found.
     """
     if model.pretrained is not None:
-        model_type, declared = _pretrained_config(model)
+        model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
             return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)), own_code=True)
         return _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
@@ -261,7 +261,7 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
     return problems
 
 
-def _pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub."""
     assert model.pretrained is not None
     folder = expanded(model.pretrained)

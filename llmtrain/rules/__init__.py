@@ -9,6 +9,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.plan.plan import ModelFacts, Plan
+from llmtrain.plan.vocabulary import grown
 from llmtrain.recipe import Recipe
 from llmtrain.rules import (
     adapter,
@@ -78,6 +79,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
     faults: list[Problem] = []
     if facts is None:
         try:
+            recipe = grown(recipe)
             facts = model_facts(recipe.model, recipe.vocab_size)
         except RecipeError as error:
             faults.extend(error.problems)

@@ -75,6 +75,25 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.tokenizer", message, assignment(data__tokenizer=model.pretrained))
 
 
+@rule(
+    "model.new_tokens", "Only pretrained weights have rows to keep; other models are made as large as needed.", "read"
+)
+def new_tokens(draft: Draft) -> Iterator[Fault]:
+    """Refuses new tokens for a new model, and kept rows without new tokens."""
+    model = draft.recipe.model
+    if model.new_tokens and model.pretrained is None:
+        message = "were given for a new model, which gets as many rows as model.config.vocab_size says"
+        fix = (
+            "add them to a tokenizer (add_tokens and save_pretrained of transformers), name its folder as "
+            "data.tokenizer, and set model.config.vocab_size; model.new_tokens=[]"
+        )
+        yield Fault("model.new_tokens", message, fix)
+    if model.kept_rows and not model.new_tokens:
+        yield Fault(
+            "model.kept_rows", "only means something with model.new_tokens", assignment(model__kept_rows="null")
+        )
+
+
 @rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """Refuses a chunked loss if the engine needs all logits."""
@@ -212,6 +231,7 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
 RULES = (
     vocabulary,
     pretrained_tokenizer,
+    new_tokens,
     positions,
     rotary_length,
     rotary_follows,

@@ -254,6 +254,7 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     }
     if model.pretrained is not None:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        size = fields.pop("vocab_size", None) if model.kept_rows else None
         config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
         read = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **named)
         with torch.device("meta"):
@@ -261,6 +262,8 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         for name, weight in declared.named_parameters():
             if not weight.requires_grad:  # lost when weights are loaded
                 read.get_parameter(name).requires_grad_(False)
+        if model.kept_rows:
+            _add_rows(read, size or config.vocab_size, model.kept_rows)
         return cast(PreTrainedModel, read.to(device))
     if recipe.vocab_size is not None:
         fields["vocab_size"] = recipe.vocab_size
@@ -317,6 +320,15 @@ def _plain_name(name: str) -> str:
     for part in (".base_layer.", ".modules_to_save.default.", ".default."):
         name = name.replace(part, ".")
     return name
+
+
+@torch.no_grad()
+def _add_rows(model: PreTrainedModel, size: int, kept: int) -> None:
+    """Makes embedding and head as large as `size`; rows beyond the first `kept` are the mean of these."""
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in table.parameters():
+            weight[kept:] = weight[:kept].double().mean(0).to(weight.dtype)
 
 
 def _runs_whole(config: PreTrainedConfig, length: int) -> bool:

@@ -7,17 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from llmtrain.data.chat.conversation import Message, RowError
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.system.untrusted import expanded, read_bytes, read_json
+from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template
+from llmtrain.system.untrusted import read_json
 
-FIELD = "data.chat_template"
-DEFAULT = "default"
-"""The one that a tokenizer with several templates uses, unless there are tools."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CALL: Message = {"type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
 _PROBE: tuple[Message, ...] = (
@@ -106,16 +103,6 @@ def _with_text_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def shipped_templates() -> dict[str, str]:
-    """Returns the templates that come with llmtrain, by name."""
-    folder = files("llmtrain.data.chat") / "templates"
-    return {
-        one.name.removesuffix(".jinja"): one.read_text(encoding="utf-8")
-        for one in sorted(folder.iterdir(), key=lambda one: one.name)
-        if one.name.endswith(".jinja")
-    }
-
-
 def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
     """Returns the template that a recipe names (text, file, or name of a shipped one), or else the tokenizer's own.
 
@@ -125,35 +112,14 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
     values = {name: config.get(name) for name in SPECIAL_TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     special = {name: text for name, text in texts.items() if isinstance(text, str)}
-    source = _named(wanted) if wanted is not None else _own(tokenizer, config)
+    source = read_template(wanted, tokenizer)
     if source is None:
-        message = "the tokenizer has no chat template"
-        raise DataError(Problem("data.chat_template", FIELD, message, f"--set {FIELD}=chatml, or name a file with one"))
+        raise DataError(no_template())
     template = ChatTemplate(source, special)
     try:
         _ = template.literal_text  # parses it
     except Exception as error:
-        raise DataError(Problem("data.chat_template", FIELD, f"is no Jinja template: {reason(error)}")) from error
+        raise DataError(
+            Problem("data.chat_template", TEMPLATE_FIELD, f"is no Jinja template: {reason(error)}")
+        ) from error
     return template
-
-
-def _own(tokenizer: Path, config: dict[str, Any]) -> str | None:
-    """Returns the template in a tokenizer's folder; of several, the default one."""
-    path = tokenizer / "chat_template.jinja"
-    found = read_bytes(path).decode("utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get(DEFAULT)
-    return found
-
-
-def _named(wanted: str) -> str:
-    shipped = shipped_templates()
-    if wanted in shipped:
-        return shipped[wanted]
-    if "{" in wanted:
-        return wanted
-    path = expanded(wanted)
-    if path.is_file():
-        return read_bytes(path).decode("utf-8")
-    message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
-    raise DataError(Problem("data.chat_template", FIELD, message))

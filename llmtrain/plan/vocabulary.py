@@ -1,0 +1,150 @@
+"""New tokens of pretrained weights (`model.new_tokens`): how many rows embedding and head get.
+
+The files of the tokenizer are read as they are, since a plan has to answer immediately; `transformers` adds the tokens
+when the data are prepared, which also checks that it counts as many.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import DataError, Problem, RecipeError
+from llmtrain.plan.model_facts import hub_has, is_path, pretrained_config
+from llmtrain.recipe import NewTokens, Recipe
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_bytes, read_json, why
+
+FIELD = "model.new_tokens"
+TEMPLATE_FIELD = "data.chat_template"
+DEFAULT = "default"
+"""The template that a tokenizer with several uses, unless there are tools."""
+MULTIPLE = 128
+"""A grown vocabulary is padded to a multiple of this, the divisor of Megatron-LM (`make-vocab-size-divisible-by`).
+
+Tensor cores want matrices in multiples of 8 rows, and up to 16 tensor parallel ranks get such slices. Unlike
+Megatron-LM's, it is not multiplied by the number of these ranks: all layouts train the same matrix.
+"""
+CONTROL = re.compile(r"<\|[^|<>{}\s'\"]+\|>|<｜[^｜<>{}\s'\"]+｜>|<(?:start|end)_of_\w+>")
+"""What such a text looks like: `<|im_start|>`, `<｜User｜>`, `<end_of_turn>`."""
+
+
+def grown(recipe: Recipe) -> Recipe:
+    """Returns a recipe with the size of the vocabulary that `model.new_tokens` asks for.
+
+    It is as large as the tokenizer with the new tokens, padded, or as that of the pretrained weights if that is enough.
+    Without new tokens, or if the size is known already, the recipe is returned as it is. Raises RecipeError or
+    DataError for a model, a tokenizer or a template that cannot be read.
+    """
+    model, tokenizer = recipe.model, recipe.data.tokenizer
+    if not model.new_tokens or model.kept_rows or model.pretrained is None or not isinstance(tokenizer, str):
+        return recipe
+    rows = pretrained_config(model)[1].get("vocab_size")
+    if not isinstance(rows, int):
+        message = f"the configuration of '{model.pretrained}' has no vocab_size that could grow"
+        raise RecipeError(Problem("model.new_tokens", FIELD, message, "--set model.new_tokens=[]"))
+    known = _tokens(tokenizer)
+    size = max(known.values()) + 1
+    template = read_template(recipe.data.chat_template, tokenizer) if model.new_tokens == "template" else None
+    needed = size + sum(token not in known for token in wanted_tokens(model.new_tokens, template))
+    fields: dict[str, Any] = {"model.kept_rows": min(size, rows) if needed > size else rows}
+    if needed > rows and "vocab_size" not in model.config:
+        fields["model.config.vocab_size"] = -(-needed // MULTIPLE) * MULTIPLE
+    return recipe.with_(**fields)
+
+
+def wanted_tokens(new_tokens: NewTokens, template: str | None) -> tuple[str, ...]:
+    """Returns the tokens of `model.new_tokens` in the order in which they are added.
+
+    template: the source of the chat template, for `template`. Raises DataError if there is none.
+    """
+    if new_tokens != "template":
+        return tuple(dict.fromkeys(new_tokens))
+    if template is None:
+        raise DataError(no_template())
+    return control_tokens(template)
+
+
+def control_tokens(template: str) -> tuple[str, ...]:
+    """Returns the texts in a chat template that are meant to be single tokens."""
+    return tuple(dict.fromkeys(CONTROL.findall(template)))
+
+
+def no_template() -> Problem:
+    """Returns the refusal of a tokenizer without a chat template."""
+    message = "the tokenizer has no chat template"
+    fix = f"--set {TEMPLATE_FIELD}=chatml, or name a file with one"
+    return Problem("data.chat_template", TEMPLATE_FIELD, message, fix)
+
+
+def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
+    """Returns the source of the template that a recipe names (text, file, or name of a shipped one).
+
+    Without a name, that of the tokenizer in a folder or on the hub, if it has one; of several, the default one. Raises
+    DataError as `named_template` does.
+    """
+    if wanted is not None:
+        return named_template(wanted)
+    if path := _file(tokenizer, "chat_template.jinja"):
+        return read_bytes(path).decode("utf-8")
+    path = _file(tokenizer, "tokenizer_config.json")
+    found = read_json(path, dict[str, Any]).get("chat_template") if path else None
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}.get(DEFAULT)
+    return found
+
+
+def shipped_templates() -> dict[str, str]:
+    """Returns the templates that come with llmtrain, by name."""
+    folder = files("llmtrain.data.chat") / "templates"
+    return {
+        one.name.removesuffix(".jinja"): one.read_text(encoding="utf-8")
+        for one in sorted(folder.iterdir(), key=lambda one: one.name)
+        if one.name.endswith(".jinja")
+    }
+
+
+def named_template(wanted: str) -> str:
+    """Returns the template that a recipe names. Raises DataError for a name that means nothing."""
+    shipped = shipped_templates()
+    if wanted in shipped:
+        return shipped[wanted]
+    if "{" in wanted:
+        return wanted
+    path = expanded(wanted)
+    if path.is_file():
+        return read_bytes(path).decode("utf-8")
+    message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
+    raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message))
+
+
+def _tokens(tokenizer: str) -> dict[str, int]:
+    """Returns the ids of a tokenizer's tokens, as its `tokenizer.json` declares them."""
+    path = _file(tokenizer, "tokenizer.json")
+    if path is None:
+        message = f"'{tokenizer}' has no tokenizer.json, which says how many tokens it has"
+        fix = "save it with transformers: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        raise DataError(Problem("data.tokenizer", "data.tokenizer", message, fix))
+    try:
+        declared = read_json(path, dict[str, Any])
+        vocabulary: Any = declared["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of unigrams, each with its score
+            vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+        return dict(vocabulary) | {one["content"]: one["id"] for one in declared.get("added_tokens") or []}
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise DataError(Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {why(error)}")) from None
+
+
+def _file(name: str | Path, file: str) -> Path | None:
+    """Returns a file of a folder, or of a repository on the hub or in its local cache; None if it is not there."""
+    folder = expanded(str(name))
+    if folder.is_dir() or is_path(str(name)):
+        return folder / file if (folder / file).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(str(name), file, local_files_only=not hub_has(str(name))))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
+        return None
