@@ -14,7 +14,7 @@ from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
 from llmtrain.data.sources.corpus import Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.model_facts import hub_has, is_path
+from llmtrain.plan.hub import hub_has, is_path
 from llmtrain.plan.vocabulary import named_template, read_template, wanted_tokens
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
 from llmtrain.system.untrusted import expanded, read_bytes

@@ -15,7 +15,12 @@ def model_line(plan: Plan) -> str:
     """Describes the model."""
     model = plan.model
     active = f" ({model.active_parameters:,} active)" if model.active_parameters != model.parameters else ""
-    return f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters{active}"
+    line = f"{plan.recipe.name}: {model.model_type}, {model.parameters:,} parameters{active}"
+    if model.trained_parameters is None:
+        return line
+    frozen = model.parameters - model.trained_parameters
+    share = model.trained_parameters / model.parameters
+    return f"{line}; {model.trained_parameters:,} trained ({share:.2%}), {frozen:,} frozen"
 
 
 def split_lines(plan: Plan) -> list[str]:

@@ -128,8 +128,8 @@ class RotaryDecoder:
     mlp_bias: bool | str = False
     query_key_norm: str = "none"
     """`head`: one weight per dimension of a head (Qwen 3); `full`: over all heads (OLMo 2)."""
-    norms: int = 2
-    """RMSNorms per layer over the residual stream."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    """RMSNorms of a layer over the residual stream."""
     experts: Callable[[dict[str, Any]], Experts] | None = None
     router_first: bool = False
     """Whether a block of experts declares its router before its experts."""
@@ -137,7 +137,7 @@ class RotaryDecoder:
     def __call__(self, config: dict[str, Any], shape: Shape) -> Count:
         """Returns the number of parameters of a whole model by part."""
         width, inner = shape.width, shape.inner
-        layer = self._attention(config, shape) + self.norms * width
+        layer = self._attention(config, shape) + len(self.norms) * width
         dense = 3 * width * inner + (2 * inner + width if _on(self.mlp_bias, config) else 0)
         table = shape.vocab * width
         query = width * shape.heads * shape.head_dim
@@ -287,6 +287,13 @@ _QWEN3_MOE = {
     "router_aux_loss_coef": 0.001,
     "mlp_only_layers": None,
 }
+_OLMO2_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_GEMMA2_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _GEMMA2 = {
     **{key: value for key, value in _GEMMA.items() if key != "hidden_act"},
     "hidden_size": 2304,
@@ -348,11 +355,15 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5,
             "attention_bias": False,
         },
-        RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="full"),
+        RotaryDecoder(
+            qkv_bias="attention_bias", output_bias="attention_bias", query_key_norm="full", norms=_OLMO2_NORMS
+        ),
         extra_keys=frozenset({"head_dim"}),
     ),
     "gemma": Family(_GEMMA, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias")),
-    "gemma2": Family(_GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=4)),
+    "gemma2": Family(
+        _GEMMA2, RotaryDecoder(qkv_bias="attention_bias", output_bias="attention_bias", norms=_GEMMA2_NORMS)
+    ),
     "mixtral": Family(
         _MIXTRAL,
         RotaryDecoder(experts=_mixtral_experts, router_first=True),

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 from llmtrain.plan.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
+from llmtrain.plan.hub import hub_has, is_path
 from llmtrain.plan.plan import ModelFacts
+from llmtrain.plan.trained import with_trained
 from llmtrain.plan.weights import Weight, Weights, runs_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
@@ -58,8 +60,6 @@ _SIZES = {
 }
 LARGEST_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
-ANSWER_S = 3.0
-"""Timeout of a request to the hub, in seconds."""
 MOST_LAYERS = 1_000
 """Most decoder layers of a model: each is examined by itself."""
 TRIED_TOKENS = 8
@@ -74,6 +74,10 @@ def model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     `vocab_size` is the vocabulary size as far as the recipe determines it (`Recipe.vocab_size`); pretrained weights
     have their own. Raises RecipeError with every wrong key or size, and for a model that cannot be found.
     """
+    return with_trained(_model_facts(model, vocab_size), model)
+
+
+def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if model.pretrained is not None:
         model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
@@ -283,11 +287,6 @@ def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return model_type, config
 
 
-def is_path(name: str) -> bool:
-    """Whether a name can only be a path: names on the hub are `NAME` or `OWNER/NAME`."""
-    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-
-
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, dict[str, Any])
@@ -332,24 +331,6 @@ def _hub_config(model: ModelConfig) -> dict[str, Any]:
             return _read_config(kept)
         message = f"'{name}' is not a folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
     raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
-
-
-def hub_has(name: str, revision: str | None = None, repo_type: str = "model") -> bool | None:
-    """Whether the hub has a repository; None if it does not answer.
-
-    Sends one request with a timeout: the hub's client would retry for minutes to download a file.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    try:
-        url = hf_hub_url(name, "config.json", revision=revision, repo_type=repo_type)
-        get_hf_file_metadata(url, timeout=ANSWER_S)
-    except (HfHubHTTPError, ValueError) as error:  # an answer, even if it is an error
-        return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
-    except Exception:  # the HTTP library of the hub's client may raise anything
-        return None
-    return True
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:
@@ -473,11 +454,17 @@ def _weights_of(built: Any, layers: list[Any]) -> Weights:
                 found.append(Weight(name=name, shape=tuple(parameter.shape)))
         return found
 
-    embedding = new(built.get_input_embeddings().named_parameters())
+    whole = {id(parameter): name for name, parameter in built.named_parameters()}
+
+    def outside(module: Any) -> list[Weight]:
+        return new((whole[id(parameter)], parameter) for _, parameter in module.named_parameters())
+
+    embedding = outside(built.get_input_embeddings())
     runs = runs_of(new(layer.named_parameters()) for layer in layers)
     projection = built.get_output_embeddings()
-    head = new(projection.named_parameters()) if projection is not None else []
+    head = outside(projection) if projection is not None else []
     return Weights(
+        prefix=next(iter(decoder_lists(built))),
         embedding=tuple(embedding),
         runs=runs,
         outside=tuple(new(built.named_parameters())),

@@ -44,7 +44,7 @@ class ModelFacts(Part):
     model_type: str
     """`model_type` of `transformers`."""
     parameters: int
-    """Trainable parameters; tied ones count once."""
+    """Parameters, those of adapters included; tied ones count once."""
     active_parameters: int
     """Parameters used by a token; fewer than `parameters` in a mixture of experts."""
     embedding_parameters: int
@@ -86,6 +86,14 @@ class ModelFacts(Part):
     """Whether embedding and head share one weight."""
     weights: Weights | None = None
     """The parameters one by one; None for a model that is not a chain of layers."""
+    trained_parameters: int | None = None
+    """Parameters that are trained; None: all."""
+    layer_trained_parameters: tuple[int, ...] = ()
+    """Those of each decoder layer; empty if all are trained."""
+    trains_embedding: bool = True
+    """Whether the input table is trained."""
+    trains_head: bool = True
+    """Whether the output projection is trained."""
     source: str
     """`arithmetic` or `meta device`."""
 

@@ -28,9 +28,20 @@ def flops_per_token(facts: ModelFacts, sequence_length: int) -> float:
     """Returns the model FLOPs of forward and backward per token: 6·N + 12·L·d·T (PaLM, arXiv 2204.02311, appendix B).
 
     d is heads × head_dim. Attention counts in full: halving it because it is causal, as some do, lowers the figure.
-    Recomputation under activation checkpointing does not count.
+    Recomputation under activation checkpointing does not count. A frozen weight has no product for its gradient: 4·N;
+    below the first trained one there is no backward pass: 2·N.
     """
-    return float(6 * matmul_parameters(facts) + facts.layers * attention_flops(facts, sequence_length))
+    if facts.trained_parameters is None:
+        return float(6 * matmul_parameters(facts) + facts.layers * attention_flops(facts, sequence_length))
+    return sum(layer_costs(facts, sequence_length))
+
+
+def reached_layers(facts: ModelFacts) -> int:
+    """Returns the number of layers that the backward pass reaches: from the first trained one on."""
+    if facts.trained_parameters is None or facts.trains_embedding:
+        return facts.layers
+    below = next((n for n, trained in enumerate(facts.layer_trained_parameters) if trained), facts.layers)
+    return facts.layers - below
 
 
 def attention_flops(facts: ModelFacts, sequence_length: int) -> int:
@@ -106,11 +117,13 @@ def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
     is routed to.
     """
     attention = attention_flops(facts, sequence_length)
-    costs = [
-        6.0 * (parameters - idle) + attention
-        for parameters, idle in zip(facts.layer_parameters, facts.layer_idle_parameters, strict=True)
-    ]
-    costs[-1] += 6.0 * head_parameters(facts)
+    below = facts.layers - reached_layers(facts)
+    costs = []
+    for index, (parameters, idle) in enumerate(zip(facts.layer_parameters, facts.layer_idle_parameters, strict=True)):
+        used, trained = parameters - idle, (facts.layer_trained_parameters or facts.layer_parameters)[index]
+        passes = 1 if index < below else 2
+        costs.append(2.0 * (passes * used + min(trained, used)) + attention * (1 if passes == 2 else 1 / 3))
+    costs[-1] += (6.0 if facts.trains_head else 4.0) * head_parameters(facts)
     return costs
 
 

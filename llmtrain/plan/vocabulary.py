@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import DataError, Problem, RecipeError
-from llmtrain.plan.model_facts import hub_has, is_path, pretrained_config
+from llmtrain.plan.hub import stored_file
+from llmtrain.plan.model_facts import pretrained_config
 from llmtrain.recipe import NewTokens, Recipe
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_bytes, read_json, why
 
@@ -86,9 +87,9 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
     """
     if wanted is not None:
         return named_template(wanted)
-    if path := _file(tokenizer, "chat_template.jinja"):
+    if path := stored_file(tokenizer, "chat_template.jinja"):
         return read_bytes(path).decode("utf-8")
-    path = _file(tokenizer, "tokenizer_config.json")
+    path = stored_file(tokenizer, "tokenizer_config.json")
     found = read_json(path, dict[str, Any]).get("chat_template") if path else None
     if isinstance(found, list):
         found = {one["name"]: one["template"] for one in found}.get(DEFAULT)
@@ -121,7 +122,7 @@ def named_template(wanted: str) -> str:
 
 def _tokens(tokenizer: str) -> dict[str, int]:
     """Returns the ids of a tokenizer's tokens, as its `tokenizer.json` declares them."""
-    path = _file(tokenizer, "tokenizer.json")
+    path = stored_file(tokenizer, "tokenizer.json")
     if path is None:
         message = f"'{tokenizer}' has no tokenizer.json, which says how many tokens it has"
         fix = "save it with transformers: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
@@ -134,17 +135,3 @@ def _tokens(tokenizer: str) -> dict[str, int]:
         return dict(vocabulary) | {one["content"]: one["id"] for one in declared.get("added_tokens") or []}
     except (*UNREADABLE, KeyError, TypeError) as error:
         raise DataError(Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {why(error)}")) from None
-
-
-def _file(name: str | Path, file: str) -> Path | None:
-    """Returns a file of a folder, or of a repository on the hub or in its local cache; None if it is not there."""
-    folder = expanded(str(name))
-    if folder.is_dir() or is_path(str(name)):
-        return folder / file if (folder / file).is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(str(name), file, local_files_only=not hub_has(str(name))))
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError):
-        return None

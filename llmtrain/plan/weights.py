@@ -21,6 +21,8 @@ class Weight(Part):
     """Its name within its layer (`self_attn.q_proj.weight`), or within the model."""
     shape: tuple[int, ...]
     """Its shape."""
+    trained: bool = True
+    """Whether it is trained; other weights are frozen."""
 
     @property
     def elements(self) -> int:
@@ -37,6 +39,16 @@ class Weight(Part):
         """Whether it belongs to the experts of a mixture."""
         return ".experts." in self.name
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter has added it to a linear layer (`llmtrain.plan.trained`)."""
+        return ".lora_" in self.name
+
+    @property
+    def module(self) -> str:
+        """The last part of the name of its module; for the weight of an adapter, of the linear layer beside it."""
+        return self.name.partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
 
 class LayerRun(Part):
     """Neighbouring decoder layers that are equal."""
@@ -50,6 +62,8 @@ class LayerRun(Part):
 class Weights(Part):
     """All weights of a model; tied ones once."""
 
+    prefix: str = ""
+    """Name of the list of decoder layers; other weights have their names in the whole model."""
     embedding: tuple[Weight, ...]
     """Input tables."""
     runs: tuple[LayerRun, ...]
@@ -113,18 +127,25 @@ def gpt2_weights(shape: Any) -> Weights:
         *_linear("mlp.c_fc", width, inner, bias=True),
         *_linear("mlp.c_proj", inner, width, bias=True),
     ]
-    table = Weight(name="wte.weight", shape=(shape.vocab, width))
+    table = Weight(name="transformer.wte.weight", shape=(shape.vocab, width))
     return Weights(
-        embedding=(table, Weight(name="wpe.weight", shape=(shape.positions or 0, width))),
+        prefix="transformer.h",
+        embedding=(table, Weight(name="transformer.wpe.weight", shape=(shape.positions or 0, width))),
         runs=runs_of([layer] * shape.layers),
-        outside=_norm("ln_f", width, bias=True),
+        outside=_norm("transformer.ln_f", width, bias=True),
         head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
         tied=shape.tied,
     )
 
 
 def rotary_weights(
-    shape: Any, *, biases: tuple[bool, bool, bool], query_key_norm: str, norms: int, experts: Any, router_first: bool
+    shape: Any,
+    *,
+    biases: tuple[bool, bool, bool],
+    query_key_norm: str,
+    norms: Sequence[str],
+    experts: Any,
+    router_first: bool,
 ) -> Weights:
     """Returns the Llama line's weights (`families.RotaryDecoder`).
 
@@ -140,7 +161,7 @@ def rotary_weights(
         whole = query_key_norm == "full"
         attention += _norm("self_attn.q_norm", shape.head_dim * (shape.heads if whole else 1))
         attention += _norm("self_attn.k_norm", shape.head_dim * (shape.kv_heads if whole else 1))
-    over_residual = [weight for index in range(norms) for weight in _norm(f"norm_{index}", shape.width)]
+    over_residual = [weight for name in norms for weight in _norm(name, shape.width)]
     dense = [
         *_linear("mlp.gate_proj", shape.width, shape.inner, bias=biases[2]),
         *_linear("mlp.up_proj", shape.width, shape.inner, bias=biases[2]),
@@ -153,11 +174,12 @@ def rotary_weights(
         Weight(name="mlp.experts.down_proj", shape=(experts.number, shape.width, experts.inner)),
         *(() if router_first else router),
     ]
-    table = Weight(name="embed_tokens.weight", shape=(shape.vocab, shape.width))
+    table = Weight(name="model.embed_tokens.weight", shape=(shape.vocab, shape.width))
     return Weights(
+        prefix="model.layers",
         embedding=(table,),
         runs=runs_of([*attention, *(sparse if one else dense), *over_residual] for one in experts.sparse(shape.layers)),
-        outside=_norm("norm", shape.width),
+        outside=_norm("model.norm", shape.width),
         head=(table,) if shape.tied else (Weight(name="lm_head.weight", shape=table.shape),),
         tied=shape.tied,
     )

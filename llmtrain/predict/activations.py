@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.stages import head_parameters
+from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.plan.weights import Weight, Weights
-from llmtrain.predict.flat import sliced
+from llmtrain.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, sliced
 
 STATISTICS = 4
 """Bytes per token that a norm keeps of its variance."""
@@ -64,7 +64,9 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     recipe = plan.recipe
     widths = WIDTHS[recipe.parallel.precision]
     tokens = plan.batch.micro_batch_size * recipe.data.sequence_length // plan.parts("tokens")
+    # Below the first trained layer nothing is kept.
     layers = _layers_of(plan, stage)
+    layers = range(max(layers.start, plan.model.layers - reached_layers(plan.model)), layers.stop)
     each = _of_each(plan, weights, layers, tokens)
     if traced:
         each = [
@@ -76,12 +78,14 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     if recipe.parallel.activation_checkpointing == "full":
         # One layer is computed again; until the end of a forward pass, autocast holds the copies of all layers.
         copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
-        saved = flying * stream * len(layers) + max(*each, copies)
+        saved = flying * stream * len(layers) + max([*each, copies])
     else:
         saved = flying * sum(each)
     is_last = stage == plan.parallel.pipeline - 1
     if is_last:
-        saved += widths.norm * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
+        norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
+        last = _of_norm(plan, widths, any(one.trained for one in norm)) + _input(widths) * plan.model.trains_head
+        saved += last * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
         saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     kept = passed(plan) if is_last else Passed(0, 0)
@@ -104,7 +108,7 @@ def _loss(plan: Plan, tokens: int) -> int:
         logits = widths.computed * plan.model.vocab_size * chunk
     elif recomputes_loss(plan.recipe):
         return logits
-    head = head_parameters(plan.model) // plan.parts("matrices")
+    head = head_parameters(plan.model) // plan.parts("matrices") if plan.model.trains_head else 0
     # The gradient of the head in fp32 with a part to add to it, and that of the hidden states.
     return logits + (4 + widths.computed) * head + widths.stream * plan.model.hidden_size * tokens
 
@@ -144,6 +148,7 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
     per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
+    per_token += _adapters(plan, layer, widths)
     of_layer = lower_copies(plan, weights, layer)
     if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
         of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
@@ -157,16 +162,46 @@ def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
     return 2 * sum(sliced(plan, weights, one) for one in used if one.is_matrix)
 
 
-def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
-    """Returns the bytes of the residual stream's norms.
+def _readers(plan: Plan, layer: tuple[Weight, ...], *modules: str) -> int:
+    """Returns how many of some projections keep their input: for the gradient of their weight, or of an adapter's A.
 
-    A LayerNorm saves its input and, for the projection, its output.
+    The gradient of an input only needs the weight. With dropout, an adapter keeps an input of its own.
+    """
+    adapter = plan.recipe.model.adapter
+    drops = adapter is not None and adapter.dropout > 0
+    kept = (one for one in layer if one.trained and one.is_matrix and not (drops and one.is_adapter))
+    return len({one.module for one in kept} & set(modules))
+
+
+def _of_norm(plan: Plan, widths: Widths, is_trained: bool) -> int:
+    """Returns the bytes per element that an RMSNorm keeps: its input in fp32, and what a trained weight multiplies."""
+    return 4 + (widths.stream + _unrounded(plan, widths) if is_trained else 0)
+
+
+def _input(widths: Widths) -> int:
+    """Returns the bytes per element of the input of the projections after a norm."""
+    return widths.norm - 4 - widths.stream
+
+
+def _norms(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes of the residual stream's norms, and of the inputs of the projections after them.
+
+    A LayerNorm always saves its input only.
     """
     width = plan.model.hidden_size
-    norms = sum(one.shape == (width,) and one.name.endswith("weight") and "attn" not in one.name for one in layer)
     if any(one.name.startswith("ln_1") for one in layer):
-        return norms * ((widths.stream + widths.computed) * width + STATISTICS)
-    return norms * ((widths.norm + _unrounded(plan, widths)) * width + STATISTICS)
+        inputs = _readers(plan, layer, "c_attn", "c_fc")
+        return 2 * (widths.stream * width + STATISTICS) + inputs * widths.computed * width
+    norms = [one for one in layer if one.shape == (width,) and one.module.endswith("layernorm")]
+    readers = [_readers(plan, layer, "q_proj", "k_proj", "v_proj"), _readers(plan, layer, "gate_proj", "up_proj")]
+    if any((one.is_expert or one.module == "gate") and one.trained for one in layer):
+        readers[1] = 2
+    if plan.recipe.parallel.precision.startswith("autocast"):
+        inputs = widths.computed * sum(readers)
+    else:
+        inputs = _input(widths) * sum(map(bool, readers))
+    scaled = inputs * len(norms) // 2 * width
+    return sum(_of_norm(plan, widths, one.trained) * width + STATISTICS for one in norms) + scaled
 
 
 def _unrounded(plan: Plan, widths: Widths) -> int:
@@ -183,10 +218,15 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     inner = queries + (2 * queries if repeated else 2 * keys) + queries
     saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
-        normalised = 4 + widths.computed + _unrounded(plan, widths)
+        is_trained = any("q_norm" in one.name and one.trained for one in layer)
+        normalised = 4 + (widths.computed + _unrounded(plan, widths) if is_trained else 0)
         saved += normalised * (queries + keys) + STATISTICS * (queries + keys) // facts.head_dim
+    if recipe.parallel.precision.startswith("autocast") and any("o_proj.lora_A" in one.name for one in layer):
+        saved += widths.computed * queries  # PEFT casts the input of A to fp32, and autocast back
     if recipe.model.attention_kernel == "eager":
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
+        if not _readers(plan, layer, "o_proj"):
+            saved -= widths.computed * queries  # a fused kernel keeps its output itself
         return saved + probabilities * heads * recipe.data.sequence_length // plan.parts("tokens")
     return saved + 4 * heads  # log-sum-exp
 
@@ -200,12 +240,33 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         inner = inner or min(min(one.shape) for one in experts)
         met = plan.model.experts_per_token
         router = 3 * 4 * plan.model.experts
-        return met * ((2 * width + 4 * inner) * widths.computed + INDICES) + router
+        inputs = width + inner if any(one.trained for one in experts) else 0
+        return met * ((width + 3 * inner + inputs) * widths.computed + INDICES) + router
     fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
     if fused:  # gelu_new, written out: its input, half of it, tanh, one more than that; and the product
-        return 5 * widths.computed * fused.elements // width // tensor
+        kept = 4 + any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
+        return kept * widths.computed * fused.elements // width // tensor
     inner = max((max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix), default=4 * width)
-    return 4 * widths.computed * inner // tensor
+    return (3 + _readers(plan, layer, "down_proj")) * widths.computed * inner // tensor
+
+
+def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes that adapters keep beside their layers' inputs.
+
+    That is what A returns; with dropout its own input and a mask; with DoRA the results of the layer and of B, which
+    the trained norms multiply.
+    """
+    adapter, total = plan.recipe.model.adapter, 0
+    for one in layer:
+        if ".lora_A." in one.name:
+            rank, inputs = one.shape
+            inputs //= plan.parts("matrices") if one.module in SPLIT_COLUMNS else 1
+            total += widths.computed * rank
+            total += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
+        elif ".lora_magnitude_vector." in one.name:
+            slices = plan.parts("matrices") if one.module in SPLIT_ROWS else 1
+            total += 2 * widths.computed * one.elements // slices
+    return total
 
 
 def _is_fused(experts: list[Weight]) -> bool:

@@ -22,7 +22,8 @@ def bucket_elements(plan: Plan) -> int:
     the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
     model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
     """
-    share = plan.model.parameters // (plan.parts("layers") * plan.parts("matrices"))
+    trained = plan.model.trained_parameters or plan.model.parameters
+    share = trained // (plan.parts("layers") * plan.parts("matrices"))
     elements = min(max(40_000_000, 1_000_000 * plan.data_parallel_size), share)
     return max(elements + elements % 2, 2)
 
@@ -34,7 +35,7 @@ def persistence_threshold(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """An optimizer group: parameters of one rank that are partitioned together."""
+    """An optimizer group: trained parameters of one rank that are partitioned together; or its frozen parameters."""
 
     sizes: tuple[int, ...]
     """Elements of each parameter, in the model's order."""
@@ -93,9 +94,17 @@ MOST_EXPERTS = 178_956_971
 
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
+    return _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if one.trained])
+
+
+def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
+    """Returns what a rank of a stage holds without training it, grouped in the same way."""
+    return _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if not one.trained])
+
+
+def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     parallel = plan.parallel
     ranks = plan.holders
-    own = list(stage_weights(plan, weights, stage))
     kinds = {id(weight): _kind(plan, weights, weight) for weight in {id(one): one for one in own}.values()}
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
@@ -171,8 +180,10 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
     if plan.parallel.expert > 1 and ".self_attn." not in f".{weight.name}":
         return weight.elements
     module, _, kind = weight.name.rpartition(".")
+    module, _, adapter = module.partition(".lora_")
     name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
-    is_split = name in SPLIT_ROWS or (name in SPLIT_COLUMNS and kind != "bias")
+    is_split = name in SPLIT_ROWS if adapter != "A" else False
+    is_split |= name in SPLIT_COLUMNS and kind != "bias" and adapter in ("", "A")
     return weight.elements // tensor if is_split else weight.elements
 
 

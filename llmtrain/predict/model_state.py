@@ -6,15 +6,18 @@ left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llmtrain.plan.draft import WEIGHT_DTYPE
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.weights import Weights
+from llmtrain.plan.weights import Weight, Weights
 from llmtrain.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,
     FlatGroup,
     bucket_elements,
+    frozen_of,
     groups_of,
     most_touched,
     persistence_threshold,
@@ -48,13 +51,15 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
     parallel = plan.parallel
     if parallel.strategy == "fsdp2":
         return _fsdp2(plan, weights)
-    groups = groups_of(plan, weights, stage)
+    groups, frozen = groups_of(plan, weights, stage), frozen_of(plan, weights, stage)
     if parallel.strategy != "deepspeed" or parallel.zero_stage == 0:
         state = _replicated(plan, groups)
     elif parallel.zero_stage == 3:
-        state = _zero3(plan, groups)
+        return _zero3(plan, groups, frozen)
     else:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
+    if frozen:  # only ZeRO-3 shards them
+        state = state.with_parameters(weight_bytes(plan) * sum(group.elements for group in frozen))
     if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
@@ -156,13 +161,14 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     )
 
 
-def _zero3(plan: Plan, groups: list[FlatGroup]) -> State:
+def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> State:
     """ZeRO-3 (`zero/stage3.py`): each parameter padded and split by itself, small ones also kept unsharded."""
+    every = [*groups, *frozen]
     parallel, weight, summed = plan.recipe.parallel, weight_bytes(plan), sum_bytes(plan)
     partition = sum(group.by_parameter for group in groups)
     threshold = persistence_threshold(plan)
     # Weights that are complete on the device of the only rank are not copied.
-    copied = [group for group in groups if group.ranks > 1 or parallel.offload_param != "none"]
+    copied = [group for group in every if group.ranks > 1 or parallel.offload_param != "none"]
     persistent = sum(size for group in copied for size in group.sizes if size <= threshold)
     gathered = sum(group.elements for group in copied) - persistent
     kept = Parts(
@@ -170,11 +176,11 @@ def _zero3(plan: Plan, groups: list[FlatGroup]) -> State:
         live_parameters=weight * min(gathered, MAX_LIVE_PARAMETERS),
         buckets=bucket_elements(plan) * summed,
     )
-    host = 0
+    host, held = 0, weight * sum(group.by_parameter for group in every)
     if parallel.offload_param == "none":
-        kept = kept.plus(parameters=weight * partition)
+        kept = kept.plus(parameters=held)
     elif parallel.offload_param == "cpu":
-        host += weight * partition
+        host += held
     sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
     if parallel.offload_optimizer == "none":
         kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition, gradients=sums)
@@ -191,29 +197,31 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     The model is built completely, cast to fp32 and then sharded (`accelerate/utils/fsdp_utils.py`).
     """
     computed = 2 if plan.recipe.parallel.precision == "bf16" else 4
-    elements, shards = weights.elements, _rows_shared(weights, plan.data_parallel_size)
+    every = list(weights.of_layers(0, weights.layers, first=True, last=True))
+    own = [weight for weight in every if weight.trained]
+    elements, trained = weights.elements, sum(weight.elements for weight in own)
+    shards, of_trained = (_rows_shared(some, plan.data_parallel_size) for some in (every, own))
     layer = max(plan.model.layer_parameters, default=0)
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.parallel.zero_stage == 2 else min(elements, 2 * layer + outside)
-    kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * shards, live_parameters=computed * live)
+    kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * of_trained, live_parameters=computed * live)
     # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
-    whole = 4 * elements if _accumulates(plan) else 0
+    whole = 4 * trained if _accumulates(plan) else 0
     return State(
         start=Parts(parameters=4 * (elements + shards)),
         forward=kept.plus(gradients=whole),
-        backward=kept.plus(gradients=4 * shards, buckets=4 * layer),
-        update=kept.plus(gradients=4 * shards),
+        backward=kept.plus(gradients=4 * of_trained, buckets=4 * layer),
+        update=kept.plus(gradients=4 * of_trained),
     )
 
 
-def _rows_shared(weights: Weights, ranks: int) -> int:
+def _rows_shared(weights: Iterable[Weight], ranks: int) -> int:
     """Returns the elements of the first rank's shards.
 
     Weights are split along dimension 0, which is short for experts.
     """
-    every = weights.of_layers(0, weights.layers, first=True, last=True)
-    return sum(-(-weight.shape[0] // ranks) * (weight.elements // weight.shape[0]) for weight in every)
+    return sum(-(-weight.shape[0] // ranks) * (weight.elements // weight.shape[0]) for weight in weights)
 
 
 def _accumulates(plan: Plan) -> bool:

@@ -62,6 +62,11 @@ class State(Part):
     host: int = 0
     """Bytes of host memory, if something is offloaded."""
 
+    def with_parameters(self, size: int) -> State:
+        """Returns a copy with more bytes of parameters at each moment of a step."""
+        moments = {name: getattr(self, name).plus(parameters=size) for name in ("forward", "backward", "update")}
+        return self.model_copy(update=moments)
+
 
 @dataclass(frozen=True)
 class Shortage:

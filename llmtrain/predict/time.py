@@ -150,7 +150,7 @@ def _exposed(part: dict[str, float], window: float) -> tuple[dict[str, float], f
 def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
-    parameters = worker.own(held) / (plan.holders if sharded else 1)
+    parameters = held.trained * worker.own(held) / (plan.holders if sharded else 1)
     size = parameters * worker.update_bytes()
     where = plan.recipe.parallel.offload_optimizer
     if where == "none":

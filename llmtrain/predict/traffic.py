@@ -156,8 +156,9 @@ class CommunicationGroups:
 
     def _tied(self, found: Traffic) -> None:
         """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""
-        if self.plan.parallel.pipeline > 1 and self.plan.model.tied_embeddings:
-            size = head_parameters(self.plan.model) / self.plan.parts("matrices") * self.share.gradient_bytes
+        facts = self.plan.model
+        if self.plan.parallel.pipeline > 1 and facts.tied_embeddings and facts.trains_embedding:
+            size = head_parameters(facts) / self.plan.parts("matrices") * self.share.gradient_bytes
             pipe = self.groups.pipeline
             ends = RankGroup(2, pipe.stride * (pipe.size - 1))
             found.step.append(Transfer("all_reduce", ((size, ends),)))
@@ -173,34 +174,34 @@ class CommunicationGroups:
         else:
             (found.waited if stage == 2 else found.step).append(self._gradients("all_reduce", held))
             if stage:
-                found.step.append(self._weights(held))
+                found.step.append(self._weights(held, part=held.trained))
         if parallel.expert > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
-            found.step.append(
-                Transfer("all_reduce", ((share.unsplit(held) * share.gradient_bytes, self.groups.tensor),))
-            )
-        shard = share.own(held) / self.groups.replicas.size
+            size = held.trained * share.unsplit(held) * share.gradient_bytes
+            found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
+        shard = held.trained * share.own(held) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
             # Gradients are sent to the host as soon as they are reduced; updated weights come back.
             gradients, weights = shard * share.gradient_bytes, shard * share.weight_bytes
             (found.waited if stage >= 2 else found.step).append(Transfer("host", ((gradients, "cpu"),)))
             found.step.append(Transfer("host", ((weights, "cpu"),)))
         if parallel.offload_param != "none":
-            found.hidden.append(Transfer("host", ((2 * shard * share.weight_bytes, parallel.offload_param),)))
+            weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
+            found.hidden.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
 
     def _fully_sharded(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
         found.hidden.append(self._weights(held, gathers))
         found.hidden.append(self._gradients("reduce_scatter", held))
 
-    def _weights(self, held: StageParameters, times: float = 1.0) -> Transfer:
-        """Returns the all-gathers of a device's weights."""
-        return Transfer("all_gather", self._among_replicas(held, self.share.weight_bytes), times)
+    def _weights(self, held: StageParameters, times: float = 1.0, part: float = 1.0) -> Transfer:
+        """Returns the all-gathers of a device's weights, or of a part of them."""
+        return Transfer("all_gather", self._among_replicas(held, part * self.share.weight_bytes), times)
 
     def _gradients(self, kind: Kind, held: StageParameters) -> Transfer:
         """Returns a reduction of a device's gradients, in the dtype in which they are accumulated."""
-        return Transfer(kind, self._among_replicas(held, self.share.gradient_bytes))
+        return Transfer(kind, self._among_replicas(held, held.trained * self.share.gradient_bytes))
 
-    def _among_replicas(self, held: StageParameters, size: int) -> tuple[tuple[float, RankGroup], ...]:
+    def _among_replicas(self, held: StageParameters, size: float) -> tuple[tuple[float, RankGroup], ...]:
         dense, experts = self.share.shares(held)
         return (
             (dense * size, self.groups.replicas),

@@ -10,12 +10,13 @@ from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
-from llmtrain.plan.stages import head_parameters
+from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.predict.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 BACKWARD = 2.0
-"""Matrix products of a backward pass for each one of the forward pass; the same holds for passes over memory."""
+"""Matrix products of a backward pass for each one of the forward pass, if the weight is trained; also the passes over
+memory."""
 ATTENTION_BACKWARD = 2.5
 """The same for a fused attention kernel, which computes the scores again (FlashAttention, arXiv 2205.14135)."""
 
@@ -31,6 +32,10 @@ class StageParameters:
     """All parameters, embedding and head included."""
     experts: int
     """Those of `parameters` that expert parallelism distributes."""
+    trained: float
+    """Fraction of `parameters` that is trained."""
+    reached: float
+    """Fraction of the layers that the backward pass reaches."""
     head: bool
     """Whether it has the output projection."""
 
@@ -41,13 +46,22 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
     if not stages:
         outside = facts.embedding_parameters + (0 if facts.tied_embeddings else head_parameters(facts))
         experts = _experts(facts, 0, facts.layers)
-        return (StageParameters(facts.layers, facts.active_parameters - outside, facts.parameters, experts, head=True),)
+        active, trained = facts.active_parameters - outside, facts.trained_parameters
+        share = 1.0 if trained is None else trained / facts.parameters
+        reached = reached_layers(facts) / facts.layers
+        return (StageParameters(facts.layers, active, facts.parameters, experts, share, reached, head=True),)
     found = []
+    below = facts.layers - reached_layers(facts)
     for number, stage in enumerate(stages):
         first, last = stage.layers[0], stage.layers[1] + 1
         active = sum(facts.layer_parameters[first:last]) - sum(facts.layer_idle_parameters[first:last])
-        experts = _experts(facts, first, last)
-        found.append(StageParameters(last - first, active, stage.parameters, experts, head=number == len(stages) - 1))
+        experts, head = _experts(facts, first, last), number == len(stages) - 1
+        share = 1.0
+        if facts.weights is not None and facts.trained_parameters is not None:
+            own = facts.weights.of_layers(first, last, first=number == 0, last=head)
+            share = sum(weight.elements for weight in own if weight.trained) / stage.parameters
+        reached = (last - max(first, min(below, last))) / (last - first)
+        found.append(StageParameters(last - first, active, stage.parameters, experts, share, reached, head))
     return tuple(found)
 
 
@@ -141,12 +155,18 @@ class Worker(DeviceShare):
         layers = max(products + attention + memory + weights, floor)
         head_product, head_memory = self._head() if held.head else (0.0, 0.0)
         # A gradient is written in the type of the weights, then added to the accumulated one.
-        accumulation = self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes) / self.bandwidth
-        backward = BACKWARD * (products + memory + weights) + ATTENTION_BACKWARD * attention
+        accumulation = held.trained * self.own(held) * (2 * self.weight_bytes + 2 * self.gradient_bytes)
+        # One product for the gradient of the input, and one for that of a trained weight.
+        backward = products * (held.reached + held.trained)
+        backward += held.reached * (BACKWARD * (memory + weights) + ATTENTION_BACKWARD * attention)
         return Work(
             forward=layers + head_product + head_memory / 2,
-            recompute=(layers if self.checkpointing else 0.0) + (head_product if self.loss_twice else 0.0),
-            backward=max(backward, floor) + BACKWARD * head_product + head_memory / 2 + accumulation,
+            recompute=held.reached * (layers if self.checkpointing else 0.0)
+            + (head_product if self.loss_twice else 0.0),
+            backward=max(backward, held.reached * floor)
+            + (BACKWARD if facts.trains_head else 1.0) * head_product
+            + head_memory / 2
+            + accumulation / self.bandwidth,
         )
 
     def _head(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.sources.formats import BATCH_ROWS, Document, column_problem, read_batches, with_fraction
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.model_facts import hub_has
+from llmtrain.plan.hub import hub_has
 from llmtrain.recipe import Source
 
 

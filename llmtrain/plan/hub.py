@@ -1,0 +1,48 @@
+"""Files of folders and of repositories on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmtrain.system.untrusted import expanded
+
+ANSWER_S = 3.0
+"""Timeout of a request to the hub, in seconds."""
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path: names on the hub are `NAME` or `OWNER/NAME`."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
+def hub_has(name: str, revision: str | None = None, repo_type: str = "model") -> bool | None:
+    """Whether the hub has a repository; None if it does not answer.
+
+    Sends one request with a timeout: the hub's client would retry for minutes to download a file.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        url = hf_hub_url(name, "config.json", revision=revision, repo_type=repo_type)
+        get_hf_file_metadata(url, timeout=ANSWER_S)
+    except (HfHubHTTPError, ValueError) as error:  # an answer, even if it is an error
+        return not isinstance(error, RepositoryNotFoundError) or isinstance(error, GatedRepoError)
+    except Exception:  # the HTTP library of the hub's client may raise anything
+        return None
+    return True
+
+
+def stored_file(name: str | Path, file: str, revision: str | None = None) -> Path | None:
+    """Returns a file of a folder, or of a repository on the hub or in its local cache; None if it is not there."""
+    folder = expanded(str(name))
+    if folder.is_dir() or is_path(str(name)):
+        return folder / file if (folder / file).is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        only_here = not hub_has(str(name), revision)
+        return Path(hf_hub_download(str(name), file, revision=revision, local_files_only=only_here))
+    except (HfHubHTTPError, ValueError, OSError):  # among them: the cache does not have it
+        return None
