@@ -245,3 +245,30 @@ def test_fsdp2_holds_the_whole_model_while_it_is_sharded():
     (plan,) = plans(2, (3,), ("bf16",), (1,), **FSDP2, **{"model.config.vocab_size": 257})
     by_rank = run_ranks(2, _at_the_start, plan)
     assert by_rank[0] == (state_of(plan, plan.model.weights, 0).start.total, predicted(plan)[1])
+
+
+LORA = {"model.adapter": {"rank": 4}}
+TUNED = {
+    "lora": LORA,
+    "dora": {"model.adapter": {"rank": 4, "dora": True, "targets": ["q_proj", "down_proj"]}},
+    "saved": {"model.adapter": {"rank": 4, "modules_to_save": ["lm_head", "norm"]}, **UNTIED},
+    "by name": {"model.trainable": ["*.1.mlp.*", "*norm.weight"]},
+}
+
+
+def tuned_plans(ranks: int, stages, precisions, **fields) -> list[Plan]:
+    names = ["lora"] if len(stages) == 1 else TUNED
+    return [plan for name in names for plan in plans(ranks, stages, precisions, **TUNED[name], **fields)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "precisions"),
+    [
+        (2, (2,), ("bf16",)),
+        pytest.param(2, (3,), ("fp32",), marks=pytest.mark.slow),
+        pytest.param(1, (0, 1, 2, 3), ("fp32", "bf16"), marks=pytest.mark.breadth),
+        pytest.param(2, (0, 1, 2, 3), ("fp32", "bf16"), marks=pytest.mark.breadth),
+    ],
+)
+def test_what_is_frozen_has_weights_only(ranks, stages, precisions):
+    check(ranks, tuned_plans(ranks, stages, precisions))
