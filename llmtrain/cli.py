@@ -251,8 +251,16 @@ def export(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = "5GB",
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add an adapter to its base: of a run, or of a folder of PEFT.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
+    if merge:
+        from llmtrain.commands.merge import merge_adapter
+
+        merge_adapter(path, out, tokenizer, dtype, max_shard_size)
+        return
     folder = one_checkpoint(path)
     with quiet_libraries():
         from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch

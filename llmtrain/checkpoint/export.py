@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -52,7 +53,8 @@ def export(
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
-    Of an adapter, what PEFT needs is written; its base only if that was newly initialised, to `base/`.
+    Of an adapter, what PEFT needs is written; its base only if that is newly initialised or has new
+    tokens, to `base/`.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
@@ -66,19 +68,21 @@ def export(
     plan = read_plan(checkpoint)
     source, model = state_source(checkpoint, plan), _model(plan, dtype)
     recipe = plan.recipe
+    # A base with new tokens, or of new weights, exists nowhere else.
+    is_whole = recipe.model.adapter is None or recipe.model.pretrained is None or bool(recipe.model.kept_rows)
     with new_folder(out, replace) as folder:
         whole = folder
         if recipe.model.adapter is not None:
             whole = folder / BASE
-            base = recipe.model.pretrained or str((out / BASE).resolve())
+            base = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
             write_adapter(recipe, model.config, source, model.dtype, base, folder)
-            _read_tokenizer(tokenizer).save_pretrained(folder)
-        if recipe.model.adapter is None or recipe.model.pretrained is None:
+            read_tokenizer(tokenizer).save_pretrained(folder)
+        if is_whole:
             whole.mkdir(exist_ok=True)
             outgoing = Outgoing(model, stored_names(checkpoint, source, model))
             with utf8_name(whole) as named:
                 _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
-            _write_weights(outgoing, source, model.num_parameters(), most_bytes, whole)
+            write_weights(outgoing, source.read_as, model.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         card = model_card(plan, read_state(checkpoint), manifests[0], _dtype_name(model), metrics)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -127,19 +131,25 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
 
     pads: whether the vocabulary was padded; generation then never chooses a row without a token.
     """
-    text = _read_tokenizer(tokenizer)
+    text = read_tokenizer(tokenizer)
     for config in (model.config, model.generation_config or GenerationConfig()):
         config.eos_token_id, config.pad_token_id = text.eos_token_id, text.pad_token_id
         config.bos_token_id = text.bos_token_id
     if pads and model.generation_config is not None:
         unused = range(max(text.get_vocab().values()) + 1, model.config.vocab_size)
         model.generation_config.suppress_tokens = list(unused) or None
-    with _no_progress():  # of shards that it does not write
-        model.save_pretrained(folder, state_dict={})
+    write_configuration(model, folder)
     text.save_pretrained(folder)
 
 
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def write_configuration(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the configurations of a model and of generation, and the code of a custom model."""
+    with _no_progress():  # of shards that it does not write
+        model.save_pretrained(folder, state_dict={})
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer. Raises CheckpointError if there is no such folder."""
     if not folder.is_dir():
         message = "does not exist, but an exported model needs it"
         raise CheckpointError(Problem("export.tokenizer", str(folder), message, "name it with --tokenizer FOLDER"))
@@ -157,8 +167,10 @@ def _no_progress() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def _write_weights(outgoing: Outgoing, source: StateSource, parameters: int, most_bytes: int, folder: Path) -> None:
-    """Writes safetensors files, and an index if there are several."""
+def write_weights(
+    outgoing: Outgoing, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
+) -> None:
+    """Writes safetensors files, and an index if there are several. read: as for `Outgoing.tensor`."""
     shards = split_state_dict_into_shards_factory(
         outgoing.like,
         get_storage_size=size_of,
@@ -168,7 +180,7 @@ def _write_weights(outgoing: Outgoing, source: StateSource, parameters: int, mos
     for file, names in shards.filename_to_tensors.items():
         like = {name: outgoing.like[name] for name in names}
         with create(folder / file) as target:
-            stream_tensors(target.stream, like, partial(outgoing.tensor, read=source.read_as))
+            stream_tensors(target.stream, like, partial(outgoing.tensor, read=read))
     if shards.is_sharded:
         index = {
             "metadata": {"total_parameters": parameters, **shards.metadata},

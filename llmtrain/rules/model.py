@@ -94,6 +94,29 @@ def new_tokens(draft: Draft) -> Iterator[Fault]:
         )
 
 
+@rule(
+    "model.new_tokens_trained",
+    "New rows of embedding and head are alike until they are trained: no model could tell their tokens apart.",
+    "arithmetic",
+)
+def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
+    """Refuses new tokens whose rows are frozen."""
+    model, facts = draft.recipe.model, draft.facts
+    if facts is None or not model.kept_rows or model.kept_rows >= facts.vocab_size:
+        return
+    if facts.trains_embedding and facts.trains_head:
+        return
+    frozen = "the embedding" if facts.trains_head else "the head" if facts.trains_embedding else "embedding and head"
+    fix = "name both in model.adapter.modules_to_save, such as embed_tokens and lm_head"
+    if model.trainable:
+        fix = "add their patterns to model.trainable"
+    elif facts.tied_embeddings:
+        fix = (
+            f"{assignment(model__config__tie_word_embeddings='false')}, since adapters cannot train tied tables; {fix}"
+        )
+    yield Fault("model.new_tokens", f"were given, but {frozen} would be frozen", fix)
+
+
 @rule("kernels.loss", "Some engines need the logits themselves, or never hold the whole head.", "read")
 def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     """Refuses a chunked loss if the engine needs all logits."""
@@ -232,6 +255,7 @@ RULES = (
     vocabulary,
     pretrained_tokenizer,
     new_tokens,
+    new_tokens_trained,
     positions,
     rotary_length,
     rotary_follows,

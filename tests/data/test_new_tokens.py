@@ -149,3 +149,24 @@ def test_what_counts_as_a_special_token_of_a_template():
     assert control_tokens(shipped_templates()["chatml"]) == CHATML
     text = "'<start_of_turn>' + role + '<|eot_id|>' <｜User｜> if a <b> and c|> '<|' + role + '|>' [INST]"
     assert control_tokens(text) == ("<start_of_turn>", "<|eot_id|>", "<｜User｜>")
+
+
+@pytest.mark.parametrize(
+    ("fields", "frozen"),
+    [
+        ({"model.adapter.rank": 4}, "embedding and head"),
+        ({"model.adapter.rank": 4, "model.adapter.modules_to_save": ["lm_head"]}, "the embedding"),
+        ({"model.adapter.rank": 4, "model.adapter.modules_to_save": ["lm_head", "embed_tokens"]}, None),
+        ({"model.trainable": ["*.embed_tokens.*"]}, "the head"),
+        ({}, None),
+    ],
+)
+def test_rows_that_would_stay_alike_are_refused(fields, frozen, folders):
+    tokenizer, model, _ = folders
+    recipe = _recipe(tokenizer, model, "template", **{"model.config.tie_word_embeddings": False}, **fields)
+    refused = []
+    try:
+        resolve(recipe, Cluster())
+    except RecipeError as error:
+        refused = [(one.rule, frozen is not None and f"but {frozen} would" in one.message) for one in error.problems]
+    assert refused == ([] if frozen is None else [("model.new_tokens_trained", True)])

@@ -1,0 +1,177 @@
+"""Merges a LoRA adapter into its base, in one process, on the CPU, one weight at a time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from llmtrain.checkpoint.adapter import ADAPTER_FILE
+from llmtrain.checkpoint.contents import read_plan
+from llmtrain.checkpoint.export import SHARD_BYTES, Dtype, export, read_tokenizer, write_configuration, write_weights
+from llmtrain.checkpoint.folder import check_new, new_folder
+from llmtrain.errors import CheckpointError, Problem
+from llmtrain.models.adapter import FILE_PREFIX, adapter_configuration
+from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.pretrained import Pretrained, read_pretrained
+from llmtrain.overrides.transformers import unsaved_names
+from llmtrain.plan.model_facts import pretrained_configuration
+from llmtrain.recipe import LoraConfig, ModelConfig
+
+if TYPE_CHECKING:
+    import peft
+
+CONFIG_FILE = "adapter_config.json"
+LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+"""What the file of an adapter has for a linear layer; the last one only of DoRA."""
+MOST = 5
+"""Largest number of names that an error message lists."""
+
+
+def is_adapter(folder: Path) -> bool:
+    """Returns whether a folder is one of PEFT."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def merge_checkpoint(
+    checkpoint: Path, tokenizer: Path, out: Path, dtype: Dtype | None = None, most_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Raises like `merge`."""
+    check_new(out)
+    if read_plan(checkpoint).recipe.model.adapter is None:
+        message = "has no adapter that could be merged"
+        raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
+    with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
+        adapter = Path(folder) / "adapter"
+        export(checkpoint, tokenizer, adapter, "float32")  # rounded only once, after it was added
+        merge(adapter, out, tokenizer, None, dtype, most_bytes)
+
+
+def merge(
+    adapter: Path,
+    out: Path,
+    tokenizer: Path | None = None,
+    base: str | None = None,
+    dtype: Dtype | None = None,
+    most_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes base + adapter to `out`, for `from_pretrained`, with configuration and tokenizer.
+
+    adapter: a folder of PEFT. tokenizer: default: that of the adapter's folder, else the base's. base: folder or hub
+    name; default: the one that the adapter names. dtype: of the weights; default: the base's. Each weight is added in
+    fp32 and rounded once. Memory holds the largest weight three times in fp32, never the model. Raises RecipeError for
+    an adapter or a base that cannot be read, and CheckpointError for weights that do not belong together, or if `out`
+    has content or cannot be written.
+    """
+    check_new(out)
+    lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
+    model = ModelConfig(pretrained=base or lora.base_model_name_or_path, revision=None if base else lora.revision)
+    config = pretrained_configuration(model, {})
+    weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
+    empty = empty_model(config, weights)
+    merged = Merged(adapter, lora, empty, read_pretrained(model, config))
+    own = aliases(empty)
+    ignored = unsaved_names(empty)
+    names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
+    own_tokenizer = tokenizer or (adapter if (adapter / "tokenizer_config.json").is_file() else None)
+    text = read_tokenizer(own_tokenizer) if own_tokenizer else AutoTokenizer.from_pretrained(model.pretrained)
+    empty.generation_config = _generation(model, empty.config)
+    with new_folder(out) as folder:
+        write_configuration(empty, folder)
+        text.save_pretrained(folder)
+        write_weights(Outgoing(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
+
+
+def _generation(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(model.pretrained, revision=model.revision)
+    except OSError:  # it has none
+        return GenerationConfig.from_model_config(config)
+
+
+class Merged:
+    """The weights of a base with an adapter."""
+
+    def __init__(self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained) -> None:
+        """model: the base on the meta device. Raises CheckpointError for an adapter of another model."""
+        self._lora, self._base, self._folder = lora, base, folder
+        self._modules = dict(model.named_modules())
+        try:
+            self._file: Any = safe_open(folder / ADAPTER_FILE, framework="pt")
+            self._shapes = {
+                name.removeprefix(FILE_PREFIX): tuple(self._file.get_slice(name).get_shape())
+                for name in self._file.keys()  # noqa: SIM118
+            }
+        except (SafetensorError, OSError) as error:
+            message = f"{ADAPTER_FILE} cannot be read: {error}"
+            raise CheckpointError(Problem("merge.file", str(folder), message)) from error
+        self._check(model)
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """Returns a weight in fp32, flat."""
+        if name in self._shapes:  # of a module that was trained as a whole
+            return self._tensor(name).flatten()
+        weight, module = self._base.tensor(name).float(), name.removesuffix(".weight")
+        if not name.endswith(".weight") or f"{module}.{LORA[0]}" not in self._shapes:
+            return weight.flatten()
+        is_transposed = isinstance(self._modules[module], Conv1D)
+        weight = weight.T if is_transposed else weight
+        down, up = (self._tensor(f"{module}.{part}") for part in LORA[:2])
+        weight = weight + (up @ down) * self._scale(module, len(down))
+        if f"{module}.{LORA[2]}" in self._shapes:
+            magnitude = self._tensor(f"{module}.{LORA[2]}")
+            weight *= (magnitude / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
+        return (weight.T if is_transposed else weight).flatten()
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(FILE_PREFIX + name)
+        return tensor.float()
+
+    def _scale(self, module: str, rank: int) -> float:
+        """Returns by what an adapter's update is multiplied (`peft.tuners.lora.layer.LoraLayer.update_layer`)."""
+        from peft.utils.other import get_pattern_key
+
+        patterns = self._lora.alpha_pattern or {}
+        alpha = patterns.get(get_pattern_key(patterns.keys(), module), self._lora.lora_alpha)
+        return float(alpha) / (math.sqrt(rank) if self._lora.use_rslora else rank)
+
+    def _check(self, model: PreTrainedModel) -> None:
+        """Refuses what has no place in the base, in all of its weights at once."""
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
+        groups, problems = aliases(model), []
+        unknown, wrong, tied = [], [], []
+        for name, shape in self._shapes.items():
+            part = next((one for one in LORA if name.endswith(f".{one}")), "")
+            module = name.removesuffix(f".{part}")
+            if part:
+                own = f"{module}.weight"
+                inside = shapes.get(own, ())[:: -1 if isinstance(self._modules.get(module), Conv1D) else 1]
+                rank = self._shapes.get(f"{module}.{LORA[0]}", (0,))[0]
+                expected = {LORA[0]: (rank, *inside[1:]), LORA[1]: (*inside[:1], rank), LORA[2]: inside[:1]}[part]
+            else:
+                own, expected = name, shapes.get(name, ())
+            if own not in shapes:
+                unknown.append(name)
+            elif shape != expected:
+                wrong.append(f"{name} is {list(shape)}, not {list(expected)}")
+            elif len(groups[own]) > 1:
+                tied.append(name)
+            if part == LORA[0] and f"{module}.{LORA[1]}" not in self._shapes:
+                unknown.append(f"{name} without {LORA[1]}")
+        for names, message in (
+            (unknown, "holds weights that its base has no place for"),
+            (wrong, "holds weights of another shape than its base"),
+            (tied, "changes one of two weights that its base ties to each other, and would change both"),
+        ):
+            if names:
+                shown = ", ".join(names[:MOST]) + (", ..." if len(names) > MOST else "")
+                problems.append(Problem("merge.weights", str(self._folder), f"{message}: {shown}"))
+        if problems:
+            raise CheckpointError(problems)

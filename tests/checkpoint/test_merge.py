@@ -1,0 +1,149 @@
+"""A merged folder holds what PEFT's own merge gives, without ever holding the model."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.merge import merge, merge_checkpoint
+from llmtrain.checkpoint.save import Saver
+from llmtrain.errors import CheckpointError
+from llmtrain.models import build_model
+from tests.helpers.batches import step_batch, tiny_recipe
+from tests.helpers.harness import run_ranks
+from tests.helpers.traces import engine_of, plan_of
+
+CPU = torch.device("cpu")
+UNTIED = {"model.config.tie_word_embeddings": False}
+GPT2 = {"model.architecture": "gpt2", "model.config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256}}
+LINEAR = {"target_modules": ["q_proj", "o_proj", "down_proj"]}
+CASES = {
+    "plain": ({}, {**LINEAR, "r": 4, "lora_alpha": 10}),
+    "rslora": ({}, {**LINEAR, "r": 4, "use_rslora": True}),
+    "dora": ({}, {**LINEAR, "r": 4, "use_dora": True}),
+    "patterns": ({}, {**LINEAR, "r": 4, "rank_pattern": {"0.self_attn.q_proj": 2}, "alpha_pattern": {"o_proj": 3}}),
+    "saved": (UNTIED, {**LINEAR, "r": 4, "modules_to_save": ["lm_head", "norm"]}),
+    "transposed": (GPT2, {"target_modules": ["c_attn", "mlp.c_proj"], "r": 4}),
+    "transposed dora": (GPT2, {"target_modules": ["c_attn", "c_fc"], "r": 4, "use_dora": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
+    made.chat_template = "{{ messages[0]['content'] }}"
+    made.save_pretrained(folder)
+    return folder
+
+
+def _base(folder, dtype=torch.float32, **fields) -> None:
+    build_model(tiny_recipe(**fields), dtype, CPU).save_pretrained(folder)
+
+
+def _adapter(base, folder, **options) -> None:
+    """An adapter of random numbers."""
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**options))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_peft_merges(case, tokenizer, tmp_path):
+    fields, options = CASES[case]
+    _base(tmp_path / "base", **fields)
+    _adapter(tmp_path / "base", tmp_path / "adapter", **options)
+    merge(tmp_path / "adapter", tmp_path / "out", tokenizer, most_bytes=40_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    expected = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    assert found.keys() == expected.keys()
+    assert sum(not torch.equal(found[name], before[name]) for name in found) >= 4
+    for name, weight in expected.items():
+        # The same operations in another order at most: a unit or two in the last place of numbers below 1.
+        torch.testing.assert_close(found[name], weight, rtol=2**-22, atol=2**-23)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_a_lower_base_is_rounded_once(tokenizer, tmp_path):
+    _base(tmp_path / "base", torch.bfloat16)
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    merge(tmp_path / "adapter", tmp_path / "out", tokenizer)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    expected = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload().state_dict()
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            assert torch.equal(file.get_tensor(name), expected[name].bfloat16()), name
+    merge(tmp_path / "adapter", tmp_path / "wide", tokenizer, dtype="float32")
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+def _damaged(folder, tokenizer, change) -> str:
+    file = folder / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError) as error:
+        merge(folder / "adapter", folder / "out", tokenizer)
+    assert not (folder / "out").exists()
+    return error.value.report()
+
+
+def test_what_belongs_to_another_model_is_refused(tokenizer, tmp_path):
+    _base(tmp_path / "base")
+    _adapter(tmp_path / "base", tmp_path / "adapter", r=4, **LINEAR)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+
+    def change(tensors) -> None:
+        tensors["base_model.model.model.layers.9.mlp.up_proj.lora_A.weight"] = torch.ones(4, 64)
+        tensors[name] = torch.ones(4, 63)
+        tensors["base_model.model.lm_head.weight"] = torch.ones(256, 64)
+        del tensors["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
+
+    told = _damaged(tmp_path, tokenizer, change)
+    assert "no place for: model.layers.0.self_attn.o_proj.lora_A.weight without lora_B.weight" in told
+    assert "model.layers.9.mlp.up_proj.lora_A.weight" in told
+    assert "model.layers.1.self_attn.q_proj.lora_A.weight is [4, 63], not [4, 64]" in told
+    assert "ties to each other" in told
+
+
+def _train(rank: int, recipes, folder) -> dict:
+    found = {}
+    for name, recipe in recipes.items():
+        plan = plan_of(recipe, 1)
+        engine = engine_of(plan)
+        for step in range(2):
+            engine.train_step(step_batch(step, 1, 8))
+        Saver(folder / name, plan, engine).save(TrainerState(step=2))
+        found[name] = engine.eval_step(step_batch(9, 1, 8)).item()
+    return found
+
+
+def test_a_checkpoint_is_merged_into_the_model_that_was_trained(tokenizer, tmp_path):
+    _base(tmp_path / "base", **UNTIED)
+    adapter = {"rank": 4, "alpha": 20.0, "modules_to_save": ["lm_head"]}
+    start = {"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path / "base")}
+    recipes = {"lora": tiny_recipe(**start, **{"model.adapter": adapter, "optim.lr": 0.1, "optim.warmup_steps": 0})}
+    losses = run_ranks(1, _train, recipes | {"whole": tiny_recipe(**start)}, tmp_path / "runs")[0]
+    merge_checkpoint(newest(tmp_path / "runs" / "lora"), tokenizer, tmp_path / "out")
+    merged = {**start, "model.pretrained": str(tmp_path / "out")}
+    engine = engine_of(plan_of(tiny_recipe(**merged, **{"parallel.backend": "data_parallel"}), 1))
+    assert engine.eval_step(step_batch(9, 1, 8)).item() == pytest.approx(losses["lora"], rel=1e-6)
+    assert not list(tmp_path.glob(".out*"))
+    with pytest.raises(CheckpointError, match="no adapter that could be merged"):
+        merge_checkpoint(newest(tmp_path / "runs" / "whole"), tokenizer, tmp_path / "none")
