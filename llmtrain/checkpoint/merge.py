@@ -96,6 +96,14 @@ def _generation(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfi
         return GenerationConfig.from_model_config(config)
 
 
+def _opened(folder: Path) -> Any:
+    try:
+        return safe_open(folder / ADAPTER_FILE, framework="pt")
+    except (SafetensorError, OSError) as error:
+        message = f"{ADAPTER_FILE} cannot be read: {error}"
+        raise CheckpointError(Problem("merge.file", str(folder), message)) from error
+
+
 class Merged:
     """The weights of a base with an adapter."""
 
@@ -103,15 +111,9 @@ class Merged:
         """model: the base on the meta device. Raises CheckpointError for an adapter of another model."""
         self._lora, self._base, self._folder = lora, base, folder
         self._modules = dict(model.named_modules())
-        try:
-            self._file: Any = safe_open(folder / ADAPTER_FILE, framework="pt")
-            self._shapes = {
-                name.removeprefix(FILE_PREFIX): tuple(self._file.get_slice(name).get_shape())
-                for name in self._file.keys()  # noqa: SIM118
-            }
-        except (SafetensorError, OSError) as error:
-            message = f"{ADAPTER_FILE} cannot be read: {error}"
-            raise CheckpointError(Problem("merge.file", str(folder), message)) from error
+        self._file = _opened(folder)
+        names = self._file.keys()
+        self._shapes = {name.removeprefix(FILE_PREFIX): tuple(self._file.get_slice(name).get_shape()) for name in names}
         self._check(model)
 
     def read(self, name: str, like: Tensor) -> Tensor:

@@ -31,8 +31,11 @@ def traced_layers(plan: Plan) -> tuple[int, ...]:
     """Returns the bytes that each layer saves for one micro-batch on one rank that holds the layer unsplit.
 
     Results are kept in the cache folder. Raises RecipeError for a model whose forward pass reads the values of its
-    tensors, and for fused attention.
+    tensors, for fused attention, and for a model of which a part is frozen.
     """
+    if plan.recipe.model.is_frozen_in_part:
+        message = "traces what a layer keeps if all of it is trained, but a part is frozen"
+        raise RecipeError(Problem("plan.trace_frozen", "--trace", message, "leave it out for the estimate"))
     file = cache_folder(plan.recipe.data) / "traces" / f"{_key(plan)}.json"
     with suppress(*UNREADABLE):
         return tuple(read_json(file, list[int]))
