@@ -120,9 +120,10 @@ def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
     below = facts.layers - reached_layers(facts)
     costs = []
     for index, (parameters, idle) in enumerate(zip(facts.layer_parameters, facts.layer_idle_parameters, strict=True)):
-        used, trained = parameters - idle, (facts.layer_trained_parameters or facts.layer_parameters)[index]
-        passes = 1 if index < below else 2
-        costs.append(2.0 * (passes * used + min(trained, used)) + attention * (1 if passes == 2 else 1 / 3))
+        used = parameters - idle
+        trained = min(facts.layer_trained_parameters[index], used) if facts.layer_trained_parameters else used
+        is_reached = index >= below
+        costs.append(2.0 * ((1 + is_reached) * used + trained) + (attention if is_reached else attention / 3))
     costs[-1] += (6.0 if facts.trains_head else 4.0) * head_parameters(facts)
     return costs
 
