@@ -167,15 +167,16 @@ class Source(Part):
     """Split of a hub dataset."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
-    format: Literal["auto", "text", "messages", "prompt_completion", "instruction"] = "auto"
-    """What a row holds: a text, or a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or
-    as an instruction, its input and the output. `auto`: a text if local files have `text_column`, else a conversation
-    if they have columns with the usual names; a text for a hub dataset."""
+    format: Literal["auto", "text", "messages", "prompt_completion", "instruction", "preference"] = "auto"
+    """What a row holds: a text; a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or as
+    an instruction, its input and the output; or a pair, one conversation with two completions, of which the first is
+    preferred. `auto`: a pair if `objective` compares pairs, else a text if local files have `text_column`, else a
+    conversation if they have columns with the usual names; a text for a hub dataset."""
     text_column: str = "text"
     """Column that contains the document."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns of the parts of a conversation that have none of the usual names: `{"messages": "dialogue"}`. Parts:
-    `messages`, `prompt`, `completion`, `instruction`, `input`, `output`, `system`, `tools`."""
+    `messages`, `prompt`, `completion`, `chosen`, `rejected`, `instruction`, `input`, `output`, `system`, `tools`."""
     system: str | None = None
     """System text of conversations that have none."""
     weight: PositiveFloat = 1.0
@@ -224,6 +225,42 @@ class DataConfig(Part):
     end. If `evaluation.sources` are given, nothing is held out."""
     cache_dir: str | None = None
     """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+
+class ObjectiveConfig(Part):
+    """What is minimised: the mean over the target tokens of the global batch, or over its pairs."""
+
+    name: Literal["language_model", "dpo", "ipo", "orpo"] = "language_model"
+    """`language_model`: the cross-entropy of each target token. The others compare the two completions of each pair by
+    their log-probabilities: `dpo` (arXiv 2305.18290) and `ipo` (arXiv 2310.12036) relative to those of the weights that
+    training starts from, `orpo` (arXiv 2403.07691) without a reference."""
+    beta: PositiveFloat = 0.1
+    """`dpo`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of the odds
+    ratio beside the cross-entropy of the chosen completion."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """`dpo`: the probability that a pair's preference is the wrong way round (conservative DPO)."""
+    sft_weight: NonNegativeFloat = 0.0
+    """`dpo` and `ipo`: weight of the mean cross-entropy of the chosen completion's tokens, added to the loss of each
+    pair (RPO, arXiv 2404.19733)."""
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether the data are pairs, and the loss is a mean over them."""
+        return self.name != "language_model"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss depends on the log-probabilities under the initial weights."""
+        return self.name in ("dpo", "ipo")
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        used = {"dpo": {"beta", "label_smoothing", "sft_weight"}, "ipo": {"beta", "sft_weight"}, "orpo": {"beta"}}
+        fields = ("beta", "label_smoothing", "sft_weight")
+        changed = [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]
+        if unused := [name for name in changed if name not in used.get(self.name, set())]:
+            raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}'")
+        return self
 
 
 class OptimConfig(Part):
@@ -450,6 +487,7 @@ class Recipe(Part):
     """Names the run directory and the run in trackers."""
     model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig
     batch: BatchConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -461,6 +499,17 @@ class Recipe(Part):
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     export: ExportConfig = ExportConfig()
+
+    @model_validator(mode="after")
+    def _pairs_for_their_objective(self) -> Self:
+        compares = self.objective.compares_pairs
+        formats = {source.format for source in (*self.data.sources, *self.evaluation.sources)}
+        if not compares and "preference" in formats:
+            raise ValueError("a source holds pairs, but objective.name=language_model compares none; set it to dpo")
+        if compares and (others := formats - {"auto", "preference"}):
+            held = ", ".join(sorted(others))
+            raise ValueError(f"objective.name={self.objective.name} compares pairs, but a source's format is {held}")
+        return self
 
     @property
     def held_out_fraction(self) -> float:

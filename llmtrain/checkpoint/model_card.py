@@ -104,14 +104,14 @@ def _on_the_hub(name: str) -> bool:
 def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tuple[str, str]]:
     loss = evaluation.get("eval_loss", state.eval_loss)
     step = evaluation.get("step", state.eval_step)
-    rows = []
+    rows, unit = [], "pair" if "rewards_chosen" in train else "token"
     if train.get("loss") is not None:
-        rows.append(("training loss", f"{train['loss']:.4f} nats per token in step {train['step']:,}"))
+        rows.append(("training loss", f"{train['loss']:.4f} nats per {unit} in step {train['step']:,}"))
     if loss is not None:
-        rows.append(("evaluation loss", f"{loss:.4f} nats per token after step {step:,}, on held-out text"))
+        rows.append(("evaluation loss", f"{loss:.4f} nats per {unit} after step {step:,}, on held-out text"))
     for name, of_source in evaluation.get("eval_loss_by_source", {}).items():
         if of_source is not None:
-            rows.append((f"evaluation loss, {portable(name)}", f"{of_source:.4f} nats per token"))
+            rows.append((f"evaluation loss, {portable(name)}", f"{of_source:.4f} nats per {unit}"))
     return rows
 
 

@@ -45,7 +45,7 @@ def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any
             targets = stack.enter_context(ArrayWriter(folder, f"{split}_targets", np.uint32))
             offsets.append(np.zeros(1, np.uint64))
             for pieces in _chunks(store.streams[split], sequence_length):
-                order, sizes = best_fit(pieces.lengths, sequence_length)
+                order, sizes = _placed(pieces, sequence_length, 2 if store.streams[split].holds_pairs else 1)
                 ends = np.cumsum(sizes)
                 offsets.append(starts.length + ends)
                 starts.append(pieces.starts[order])
@@ -85,6 +85,12 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offset = number * sequence_length
     return Pieces(bounds[document] + offset, np.minimum(sequence_length, inputs[document] - offset))
+
+
+def _placed(pieces: Pieces, capacity: int, together: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Does the same as `best_fit`, with each `together` consecutive pieces in one bin, in their order."""
+    order, sizes = best_fit(pieces.lengths.reshape(-1, together).sum(axis=1), capacity)
+    return (order[:, None] * together + np.arange(together)).ravel(), sizes * together
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -150,8 +150,8 @@ def _prepare(recipe: Recipe, cache: Cache) -> Prepared:
 def _made(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data, held_out = recipe.data, recipe.held_out_fraction
-    corpora = open_corpora(data.sources, cache)
-    eval_corpora = open_corpora(recipe.evaluation.sources, cache, EVAL_FIELD)
+    corpora = open_corpora(_as_compared(recipe, data.sources), cache)
+    eval_corpora = open_corpora(_as_compared(recipe, recipe.evaluation.sources), cache, EVAL_FIELD)
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
     reading = Reading(
@@ -164,6 +164,13 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, time.perf_counter() - started)
     _check_evaluation(recipe, prepared)
     return prepared
+
+
+def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
+    """Returns sources in the form in which the objective reads them."""
+    if not recipe.objective.compares_pairs:
+        return sources
+    return [source.model_copy(update={"format": "preference"}) for source in sources]
 
 
 def _chat_reading(data: DataConfig, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:

@@ -64,7 +64,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
             found.append(f"{source.name} repeats: {recipe.train.max_steps:,} steps are {epochs:.3g} epochs of it")
     for source in (*prepared.sources, *prepared.evaluation_sources):
         if chats := source.store.meta.get("conversations"):
-            found.append(_conversations(source.name, chats, recipe))
+            found.append(_conversations(source.name, chats, recipe, source.store.streams["train"].holds_pairs))
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
@@ -75,13 +75,13 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     return found
 
 
-def _conversations(name: str, chats: dict[str, Any], recipe: Recipe) -> str:
+def _conversations(name: str, chats: dict[str, Any], recipe: Recipe, are_pairs: bool) -> str:
     """Says what became of the rows of a source of conversations."""
     cut = f"{chats['cut']:,} cut at a turn, {chats['dropped']:,} dropped, since longer than a sequence"
     faulty = f"; {chats['faulty']:,} faulty rows left out, such as {chats['faults'][0]}" if chats["faulty"] else ""
-    where = " or ".join(chats["columns"])
+    where, what = " or ".join(chats["columns"]), "pairs" if are_pairs else "conversations"
     return (
-        f"{name} has {chats['kept']:,} conversations ({where}) with {chats['trained_tokens']:,} trained tokens "
+        f"{name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
         f"(data.train_on={recipe.data.train_on}); {cut}{faulty}"
     )
 

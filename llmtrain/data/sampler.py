@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llmtrain.data.order import Mixture, permutation_key, permute
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.prepare import Prepared, PreparedSource
-from llmtrain.data.samples import Rows, Samples, empty_rows
+from llmtrain.data.samples import PackedSamples, Rows, Samples, empty_rows
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.plan import Plan
 
@@ -66,6 +66,31 @@ READ_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """The pairs of completions in a micro-batch. Conversation 2·p of a row is the chosen one of its pair p, and
+    conversation 2·p + 1 the rejected one."""
+
+    segments: torch.Tensor
+    """[micro_batch_size, T], int64: the conversation of each token that has a target."""
+    lengths: torch.Tensor
+    """[micro_batch_size, conversations], int64: targets of each conversation; 0 if a row has no such conversation."""
+    references: torch.Tensor
+    """[micro_batch_size, conversations], float64: sum of the log-probabilities of these targets under the reference."""
+
+    @classmethod
+    def of(cls, segments: torch.Tensor, labels: torch.Tensor, references: torch.Tensor) -> Self:
+        """Counts the targets; whole sequences, on the host."""
+        import torch
+
+        lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segments, (labels >= 0).long())
+        return cls(segments, lengths, references)
+
+    def to(self, device: torch.device) -> Pairs:
+        """Returns a copy on a device."""
+        return Pairs(*(one.to(device, non_blocking=True) for one in (self.segments, self.lengths, self.references)))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass; each tensor is [micro_batch_size, T], int64."""
 
@@ -74,6 +99,8 @@ class MicroBatch:
     """Positions restart at 0 at each document if documents are masked."""
     labels: torch.Tensor
     """The target of the input at the same position, already shifted. -100 if there is none."""
+    pairs: Pairs | None = None
+    """If the objective compares pairs."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -95,6 +122,13 @@ class StepBatch:
     """Index of its first sequence."""
     evaluated: str = ""
     """For an evaluation, the name of the source, of which there is one per batch."""
+    pairs: int = 0
+    """Number of pairs in the global batch, if the objective compares pairs."""
+
+    @property
+    def terms(self) -> int:
+        """Number of terms of which the loss is the mean: pairs, or else target tokens."""
+        return self.pairs or self.target_tokens
 
 
 def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
@@ -189,8 +223,18 @@ class Schedule:
         sources = np.full_like(sequences, number)
         _announce(self._eval, sources, sequences)
         micro_batches = self._micro_batches(self._eval, sources, sequences, steps=1)
-        targets = int(_targets(self._eval, sources, sequences).sum())
-        return StepBatch(micro_batches, targets, len(sequences), first, self._prepared.evaluated[number].name)
+        targets, pairs = (int(one.sum()) for one in _counts(self._eval, sources, sequences))
+        return StepBatch(micro_batches, targets, len(sequences), first, self._prepared.evaluated[number].name, pairs)
+
+    def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
+        """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""
+        step = self._micro * self._size
+        for start in range(0, len(sequences), step):
+            own = sequences[start : start + step]
+            sources = np.zeros_like(own)
+            targets, pairs = (int(one.sum()) for one in _counts([view], sources, own))
+            batch = StepBatch(self._micro_batches([view], sources, own, steps=1), targets, len(own), start, pairs=pairs)
+            yield own[rows_of(0, self._rank, self._size, self._micro)], batch
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
         """Yields batches that are read several steps at a time; the first, which is waited for, alone.
@@ -213,13 +257,15 @@ class Schedule:
         sources, sequences = self.sample_ids(cursor, steps * self._global)
         _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
         micro_batches = self._micro_batches(self._train, sources, sequences, steps * self._steps)
-        targets = _targets(self._train, sources, sequences).reshape(steps, self._global).sum(axis=1).tolist()
+        counts = (one.reshape(steps, self._global).sum(axis=1) for one in _counts(self._train, sources, sequences))
+        targets, pairs = (one.tolist() for one in counts)
         return [
             StepBatch(
                 micro_batches[step * self._steps : (step + 1) * self._steps],
                 targets[step],
                 self._global,
                 cursor + step * self._global,
+                pairs=pairs[step],
             )
             for step in range(steps)
         ]
@@ -229,12 +275,14 @@ class Schedule:
         numbers = np.arange(len(sources))
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
-        batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id)
+        most = max((view.most_pieces for view in views if _holds_pairs(view)), default=0)
+        batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
             mine = np.flatnonzero(sources == number)
             if mine.size:
                 for target, values in zip(batch, view.read(sequences[mine]), strict=True):
-                    target[mine] = values
+                    if target is not None and values is not None:
+                        target[mine, : values.shape[1]] = values
         return _tensors(batch, steps)
 
     def _check_sizes(self) -> None:
@@ -268,13 +316,17 @@ def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
         view.announce(sequences[sources == number])
 
 
-def _targets(views: list[Samples], sources: Index, sequences: Index) -> Index:
-    """Returns the number of labels other than -100 in each sequence."""
-    found = np.zeros(len(sequences), np.int64)
+def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
+    """Returns the number of labels other than -100 in each sequence, and of its pairs."""
+    targets, pairs = np.zeros((2, len(sequences)), np.int64)
     for number, view in enumerate(views):
         mine = sources == number
-        found[mine] = view.targets(sequences[mine])
-    return found
+        targets[mine], pairs[mine] = view.targets(sequences[mine]), view.pairs(sequences[mine])
+    return targets, pairs
+
+
+def _holds_pairs(view: Samples) -> TypeGuard[PackedSamples]:
+    return isinstance(view, PackedSamples) and view.stream.holds_pairs
 
 
 def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
@@ -282,8 +334,11 @@ def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
     # Imported here: preparing data, in a launcher, must not load torch.
     import torch
 
-    parts = zip(*(torch.from_numpy(values).chunk(steps) for values in rows), strict=True)
-    found = [MicroBatch(*part) for part in parts]
+    columns = [[None] * steps if one is None else torch.from_numpy(one).chunk(steps) for one in rows]
+    found = []
+    for inputs, positions, labels, segments, references in zip(*columns, strict=True):
+        pairs = None if segments is None else Pairs.of(segments, labels, references)
+        found.append(MicroBatch(inputs, positions, labels, pairs))
     for batch in found:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,11 @@ class Rows(NamedTuple):
     position_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     """The target of the input at the same position, already shifted; `NO_TARGET` if there is none."""
+    segments: NDArray[np.int64] | None = None
+    """For pairs, the number of each token's conversation in its row: 2·pair, plus 1 if it is the rejected one."""
+    references: NDArray[np.float64] | None = None
+    """For pairs, [rows, conversations]: the log-probability of each completion under the reference; NaN if it is
+    unknown, 0 beyond the last conversation of a row."""
 
 
 class Samples(Protocol):
@@ -41,6 +47,9 @@ class Samples(Protocol):
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
+
+    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of pairs in each sequence of `index`; 0 for text and single conversations."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`."""
@@ -73,6 +82,10 @@ class ConcatSamples:
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns T for each sequence, since every position has a target."""
         return np.full(len(index), self.sequence_length)
+
+    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns 0 for each sequence, since a pair is never cut."""
+        return np.zeros(len(index), np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each document."""
@@ -111,6 +124,8 @@ class PackedSamples:
     lengths: NDArray[np.uint32]
     offsets: NDArray[np.uint64]
     target_counts: NDArray[np.uint32]
+    references: NDArray[np.float64] | None = None
+    """[pieces]: for pairs, the log-probability of each completion under the reference; None if they are unknown."""
 
     def __len__(self) -> int:
         return len(self.target_counts)
@@ -126,6 +141,17 @@ class PackedSamples:
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of inputs with a target: all that are not padding, unless the stream says otherwise."""
         return self.target_counts[index].astype(np.int64)
+
+    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of pairs in each sequence of `index`."""
+        if not self.stream.holds_pairs:
+            return np.zeros(len(index), np.int64)
+        return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // 2
+
+    @cached_property
+    def most_pieces(self) -> int:
+        """The largest number of pieces of a sequence."""
+        return int(np.diff(self.offsets).max(initial=0))
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each piece."""
@@ -154,7 +180,14 @@ class PackedSamples:
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)
             positions[filled] = _runs(np.zeros_like(lengths), lengths)
-        return Rows(inputs, positions, labels)
+        if not self.stream.holds_pairs:
+            return Rows(inputs, positions, labels)
+        segments = np.zeros(shape, np.int64)
+        segments[filled] = np.repeat(_runs(np.zeros_like(first), end - first), lengths)
+        references = np.zeros((len(index), self.most_pieces))
+        held = np.arange(self.most_pieces) < (end - first)[:, None]
+        references[held] = np.nan if self.references is None else self.references[piece]
+        return Rows(inputs, positions, labels, segments, references)
 
 
 def packed_samples(
@@ -180,11 +213,14 @@ def fill(samples: Samples) -> float:
     return int(samples.targets(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
-def empty_rows(rows: int, sequence_length: int, pad_id: int) -> Rows:
-    """Returns rows of padding, without targets."""
+def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:
+    """Returns rows of padding, without targets; for pairs, with room for this many conversations in each."""
     shape = (rows, sequence_length)
     positions = np.tile(np.arange(sequence_length), (rows, 1))
-    return Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
+    empty = Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
+    if not conversations:
+        return empty
+    return empty._replace(segments=np.zeros(shape, np.int64), references=np.zeros((rows, conversations)))
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

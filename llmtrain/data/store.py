@@ -49,6 +49,8 @@ class Stream:
     """[documents + 1]: the start of each document, and the end of the last one."""
     trained: NDArray[np.bool_] | None = None
     """[tokens]: whether the loss includes the prediction of a token; None: of all."""
+    holds_pairs: bool = False
+    """Whether each two documents are a pair: the chosen conversation, then the rejected one."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -85,7 +87,7 @@ class TokenStore:
         documents = open_array(self.path, f"{split}_documents", np.uint64, length["documents"] + 1)
         of_chats = "conversations" in self.meta
         trained = open_array(self.path, f"{split}_trained", np.bool_, length["tokens"]) if of_chats else None
-        return Stream(tokens, documents, trained)
+        return Stream(tokens, documents, trained, self.meta.get("pairs", False))
 
 
 @dataclass(frozen=True)

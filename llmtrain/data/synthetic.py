@@ -24,7 +24,8 @@ EOS = 0
 def synthetic(recipe: Recipe, folder: Path) -> Prepared:
     """Makes as many sources as the recipe has, mixed and packed in the same way, in `folder`; made only once.
 
-    Documents are 2 to 1.5 · T tokens long, so that sequences contain several of them, and some are cut. The vocabulary
+    Documents are 2 to 1.5 · T tokens long, so that sequences contain several of them, and some are cut; those of pairs
+    are at most T / 2 long. The vocabulary
     is that of the model; there is no tokenizer. The result is the same for the same recipe.
     """
     vocabulary = recipe.vocab_size
@@ -34,15 +35,15 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
         folder=folder, identity="synthetic", vocab_size=vocabulary, eos_id=EOS, bos_id=None, made=True
     )
     length = recipe.data.sequence_length
-    sources, names = [], unique_names(recipe.data.sources)
+    sources, names, pairs = [], unique_names(recipe.data.sources), recipe.objective.compares_pairs
     for number, source in enumerate(recipe.data.sources):
-        key = key_of("synthetic", number, vocabulary, length)
-        entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length))  # type: ignore[misc]
+        key = key_of("synthetic", number, vocabulary, length, *(["pairs"] if pairs else []))
+        entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, pairs))  # type: ignore[misc]
         sources.append(packed_source(recipe.data, names[number], source.weight, TokenStore(entry), tokenizer, cache))
     return Prepared(tokenizer, tuple(sources), (), length, made=True, seconds=0.0)
 
 
-def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, Any]:
+def _write(folder: Path, seed: int, vocabulary: int, length: int, pairs: bool) -> dict[str, Any]:
     """Writes the token store of one source; returns its metadata, in the form that `store` reads."""
     random = np.random.default_rng(seed)
     splits: dict[str, Any] = {}
@@ -52,7 +53,7 @@ def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, A
             stack.enter_context(ArrayWriter(folder, name, dtype)).append(values)
 
         for split in SPLITS:
-            sizes = random.integers(2, max(3, length * 3 // 2), DOCUMENTS[split])
+            sizes = random.integers(2, max(3, length // 2 if pairs else length * 3 // 2), DOCUMENTS[split])
             ends = np.concatenate([[0], np.cumsum(sizes)])
             tokens = random.integers(EOS + 1, vocabulary, ends[-1])
             tokens[ends[1:] - 1] = EOS
@@ -61,4 +62,5 @@ def _write(folder: Path, seed: int, vocabulary: int, length: int) -> dict[str, A
             splits[split] = {"documents": len(sizes), "tokens": len(tokens)}
             if split == "train":
                 write("train_counts", np.int64, np.bincount(tokens, minlength=vocabulary))
-    return {"dtype": "uint32", "vocab_size": vocabulary, "splits": splits, "characters": 0, "seconds": 0.0}
+    meta = {"dtype": "uint32", "vocab_size": vocabulary, "splits": splits, "characters": 0, "seconds": 0.0}
+    return meta | ({"pairs": True} if pairs else {})

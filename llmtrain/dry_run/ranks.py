@@ -26,6 +26,7 @@ from llmtrain.dry_run.job import Checkpoint, DryRunJob, DryRunStep, Findings, Ra
 from llmtrain.dry_run.shrink import STEPS
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.reference_model import with_references
 from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
 from llmtrain.system.durable import write_atomically
@@ -43,6 +44,7 @@ def rehearse(job: DryRunJob, folder: Path, device: torch.device, say: Say) -> No
     prepared = synthetic(plan.recipe, Path(job.data))
     torch.manual_seed(plan.recipe.train.seed + dist.get_rank() // plan.parallel.tensor)
     engine = build_engine(plan, render(plan), device)
+    prepared = with_references(engine, plan, prepared)
     data = Schedule.of(plan, prepared, engine.data_parallel_rank)
     described = engine.describe()
     say(f"engine: {described}")
@@ -95,8 +97,8 @@ def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
     for batch in data.eval_batches(most):
-        total += engine.eval_step(batch).item() * batch.target_tokens
-        targets += batch.target_tokens
+        total += engine.eval_step(batch).item() * batch.terms
+        targets += batch.terms
     return total / targets
 
 

@@ -73,9 +73,9 @@ class Accelerated(Distribution):
         context: AbstractContextManager[object] = self._accelerator.no_sync(self.module)
         return nullcontext() if is_last else context
 
-    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Scales a rank's loss by the number of ranks, because gradients are averaged over ranks, as in DeepSpeed."""
-        return loss_sum * (self.place[1] / target_tokens)
+        return loss_sum * (self.place[1] / terms)
 
     def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
         """Clips by the norm of all shards."""

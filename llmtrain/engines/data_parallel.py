@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from llmtrain.data import MicroBatch
+from llmtrain.data import MicroBatch, Pairs
 from llmtrain.engines.forward import forward
 from llmtrain.engines.plain import Distribution
+from llmtrain.models import Objective
 from llmtrain.plan import Plan
 
 
@@ -32,14 +33,16 @@ class DataParallel(Distribution):
     def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Wraps the model with its loss; the optimizer remains as it is."""
         super().distribute(model, optimizer, trained)
-        self.module = _Losses(model)
+        self.module = _Losses(model, self.objective)
         if self.devices[0].type == "cuda":
             self.module = nn.DataParallel(self.module, device_ids=self.devices)
         return optimizer
 
     def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels)
+        pairs = micro_batch.pairs
+        held = () if pairs is None else (pairs.segments, pairs.lengths, pairs.references)
+        loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *held)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
     def describe(self) -> dict[str, Any]:
@@ -50,12 +53,18 @@ class DataParallel(Distribution):
 class _Losses(nn.Module):
     """A model together with its loss, as one module that DataParallel copies."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, objective: Objective | None) -> None:
         super().__init__()
         self.model = model
+        self.objective = objective
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the cross-entropies and the auxiliary loss of one device's part, each of shape [1]."""
-        part = MicroBatch(input_ids=input_ids, position_ids=position_ids, labels=labels)
-        loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device)
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, *pairs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum of the losses and the auxiliary loss of one device's part, each of shape [1].
+
+        pairs: the tensors of `Pairs`, if there are any.
+        """
+        part = MicroBatch(input_ids, position_ids, labels, Pairs(*pairs) if pairs else None)
+        loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device, self.objective)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from llmtrain.data import StepBatch
 from llmtrain.engines.guard import Guard
 from llmtrain.engines.state.writer import Writer
+from llmtrain.models import Objective
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class StepResult:
     """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
 
     loss: Tensor
-    """Mean cross-entropy over the target tokens of the global batch, in nats; a scalar, equal on all ranks."""
+    """Mean over the target tokens, or the pairs, of the global batch, in nats; a scalar, equal on all ranks."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
@@ -32,6 +34,8 @@ class StepResult:
 
 class Engine(Protocol):
     """Runs the optimizer steps of a plan. All ranks call every method together."""
+
+    device: torch.device
 
     @property
     def guard(self) -> Guard:
@@ -45,7 +49,17 @@ class Engine(Protocol):
         """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
 
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean cross-entropy over the target tokens of the global batch, without gradients; a scalar."""
+        """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
+
+    def rewards(self, batch: StepBatch) -> Tensor | None:
+        """Returns means over the pairs of the batch that was trained or evaluated last; None without pairs.
+
+        They are [3]: the rewards of the chosen and of the rejected completions, and how often the former is greater.
+        """
+
+    @property
+    def objective(self) -> Objective | None:
+        """What compares pairs, if the recipe does."""
 
     def save(self, writer: Writer) -> None:
         """Passes this rank's part of weights, optimizer and schedule to `writer`."""

@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.data import Documents, MicroBatch
+from llmtrain.data import Documents, MicroBatch, Pairs
 from llmtrain.models import (
     ChunkedLoss,
+    Objective,
     chunked_loss,
     liger,
     precision,
     router_loss_weight,
     takes_bounds,
     target_loss_sum,
+    target_losses,
 )
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
@@ -33,6 +36,7 @@ from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
+from llmtrain.recipe import Recipe
 
 _known: Documents | None = None
 """Documents of the current batch; None if they are unknown."""
@@ -142,7 +146,9 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
-        loss = compiled_loss() if kernels.loss == "compiled" else target_loss_sum
+        of_tokens = recipe.objective.compares_pairs
+        plain = target_losses if of_tokens else target_loss_sum
+        loss = compiled_loss(of_tokens) if kernels.loss == "compiled" else plain
         ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
 
 
@@ -152,13 +158,18 @@ def _device(plan: Plan) -> torch.device:
 
 
 def forward(
-    call: Callable[..., Any], model: PreTrainedModel, batch: MicroBatch, device: torch.device
+    call: Callable[..., Any],
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    device: torch.device,
+    objective: Objective | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of the cross-entropies of a micro-batch, and the auxiliary loss to add, if the model has one.
+    """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    call: the engine, or whatever else stands for the model. No attention mask is passed: `transformers` finds the
-    boundaries of packed documents in `position_ids`, which restart at 0 in each document
-    (`masking_utils.find_packed_sequence_indices`). A kernel without masks receives the boundaries as arguments.
+    The sum is over target tokens, or over pairs if an objective compares them. call: the engine, or whatever
+    else stands for the model. No attention mask is passed: `transformers` finds the boundaries of packed documents in
+    `position_ids`, which restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without
+    masks receives the boundaries as arguments.
     """
     labels = batch.labels.to(device, non_blocking=True)
     inputs = {
@@ -170,9 +181,27 @@ def forward(
         inputs["targets"] = labels
     with documents_known(batch) as documents:
         output = call(**inputs, **bounds_for(model, batch, device, documents))
-    loss_sum = output.loss_sum if "targets" in inputs else target_loss_sum(output.logits, labels)
+    loss_sum = loss_of(output.loss_sum if "targets" in inputs else output.logits, labels, model, batch.pairs, objective)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss_sum, None
     # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
     return loss_sum, router_loss_weight(model.config) * auxiliary
+
+
+def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objective | None:
+    """Returns the objective of a recipe that compares pairs; slices: the ranks that share this rank's sequences."""
+    return Objective(recipe.objective, slices) if recipe.objective.compares_pairs else None
+
+
+def loss_of(
+    result: Tensor, labels: Tensor, model: PreTrainedModel, pairs: Pairs | None, objective: Objective | None
+) -> Tensor:
+    """Returns the sum of the losses of a micro-batch, over target tokens or over pairs.
+
+    result: the model's logits, or what its `ChunkedLoss` has made of them.
+    """
+    if objective is None:
+        return result if chunked_loss(model) else target_loss_sum(result, labels)
+    assert pairs is not None, "an objective is given pairs"
+    return objective(result if chunked_loss(model) else target_losses(result, labels), pairs)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import forward
+from llmtrain.engines.forward import forward, objective_of
 from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.state.held import held
@@ -22,6 +22,7 @@ from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
 from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
+from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.precision import autocast
 from llmtrain.overrides.torch import resume_schedule, squared_norm
@@ -41,6 +42,8 @@ class Distribution:
     """Whether the loop keeps fp32 master weights for a model in a lower precision."""
     place = (0, 1)
     """(index, number) of this rank among those that read different samples."""
+    objective: Objective | None = None
+    """What compares the pairs of the recipe, if it has any."""
 
     def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Distributes a model; returns the optimizer that trains this rank's part of it.
@@ -57,15 +60,15 @@ class Distribution:
         return nullcontext()
 
     def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
-        return forward(self.module, self.model, micro_batch, device)
+        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
+        return forward(self.module, self.model, micro_batch, device, self.objective)
 
-    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens.
+    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms.
 
         Gradients are summed over ranks here.
         """
-        return loss_sum / target_tokens
+        return loss_sum / terms
 
     def clip(self, trained: Sequence[nn.Parameter], limit: float, device: torch.device) -> Tensor:
         """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
@@ -106,6 +109,7 @@ class PlainLoop:
         self.model = model
         self.recipe = recipe
         self.distribution = distribution or Distribution()
+        self.objective = self.distribution.objective = objective_of(recipe)
         self.device = next(model.parameters()).device
         groups = parameter_groups(model, recipe.optim.weight_decay)
         self.masters = {
@@ -131,7 +135,7 @@ class PlainLoop:
         return self.distribution.place[0]
 
     def train_step(self, batch: StepBatch) -> StepResult:
-        """Takes one update from the mean over the target tokens of all micro-batches of all ranks."""
+        """Takes one update from the mean over all terms of all micro-batches of all ranks."""
         return take_step(self, batch)
 
     @property
@@ -144,19 +148,21 @@ class PlainLoop:
         """Puts the model in training mode."""
         if not self.model.training:  # visiting every module costs as much as a small update
             self.distribution.module.train()
+        if self.objective:
+            self.objective.begin()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch's passes."""
         return self.distribution.passing(is_last)
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
+        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
         with autocast(self.recipe.parallel.precision, self.device.type):
             return self.distribution.forward(micro_batch, self.device)
 
-    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens."""
-        return self.distribution.weigh(loss_sum, target_tokens)
+    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
+        return self.distribution.weigh(loss_sum, terms)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch; those of master weights in fp32."""
@@ -189,12 +195,20 @@ class PlainLoop:
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean cross-entropy over the target tokens of all ranks."""
+        """Returns the mean loss over the terms of all ranks."""
         self.distribution.module.eval()
+        if self.objective:
+            self.objective.begin()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
             total += self.forward(micro_batch)[0]
-        return self.distribution.sum(total) / batch.target_tokens
+        return self.distribution.sum(total) / batch.terms
+
+    def rewards(self, batch: StepBatch) -> Tensor | None:
+        """Returns the mean rewards of the last batch over all ranks."""
+        if self.objective is None:
+            return None
+        return self.distribution.sum(self.objective.rewards(self.device)) / batch.pairs
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""

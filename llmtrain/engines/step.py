@@ -29,10 +29,10 @@ class Passes(Protocol):
         """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the cross-entropies, and the auxiliary loss to be averaged over micro-batches."""
+        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
 
-    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
-        """Returns the loss whose gradients, reduced over ranks, are those of the mean over the target tokens."""
+    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
+        """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms."""
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
@@ -40,12 +40,12 @@ class Passes(Protocol):
     def finish(self, loss: Tensor) -> Measured:
         """Takes the norm of the gradients, the guard's verdict and, if that allows it, the update.
 
-        loss: this rank's share of the mean over the target tokens.
+        loss: this rank's share of the mean over all terms.
         """
 
 
 def take_step(engine: Passes, batch: StepBatch) -> StepResult:
-    """Takes one update from the mean over all target tokens of the global batch."""
+    """Takes one update from the mean over all terms of the global batch: its target tokens, or its pairs."""
     lr = engine.learning_rate
     engine.start()
     total = torch.zeros((), device=engine.device)
@@ -53,12 +53,12 @@ def take_step(engine: Passes, batch: StepBatch) -> StepResult:
         is_last = index == len(batch.micro_batches)
         with engine.passing(is_last):
             loss_sum, auxiliary = engine.forward(micro_batch)
-            loss = engine.weigh(loss_sum, batch.target_tokens)
+            loss = engine.weigh(loss_sum, batch.terms)
             if auxiliary is not None:
                 loss = loss + auxiliary / len(batch.micro_batches)
             engine.backward(loss, is_last)
         total += loss_sum.detach()
-    measured = engine.finish(total / batch.target_tokens)
+    measured = engine.finish(total / batch.terms)
     return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +52,9 @@ class StepMetrics:
     """How many times the run has rolled back to a checkpoint because of them."""
     slowest: tuple[int, float] | None = None
     """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
+    rewards: Sequence[float] | None = None
+    """Mean rewards of the step's chosen and rejected completions, and how often the former is greater; None without
+    pairs."""
 
 
 class MetricsLogger:
@@ -91,11 +94,22 @@ class MetricsLogger:
         }
         if metrics.slowest is not None:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
+        fields |= _reward_fields(metrics.rewards)
         return self._write(fields, "train")
 
-    def log_eval(self, step: int, eval_loss: float, by_source: Mapping[str, float] | None = None) -> Record:
-        """Writes an evaluation after `step` steps; returns its record. by_source: the loss of each source."""
-        fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss, "perplexity": perplexity(eval_loss)}
+    def log_eval(
+        self,
+        step: int,
+        eval_loss: float,
+        by_source: Mapping[str, float] | None = None,
+        rewards: Sequence[float] | None = None,
+    ) -> Record:
+        """Writes an evaluation after `step` steps; returns its record.
+
+        by_source: the loss of each source. rewards: as in `StepMetrics`; a loss of pairs has no perplexity.
+        """
+        fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
+        fields |= {"perplexity": perplexity(eval_loss)} if rewards is None else _reward_fields(rewards)
         if by_source and len(by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
         return self._write(fields, "eval")
@@ -173,6 +187,14 @@ def _flat(record: Record, group: str) -> dict[str, Any]:
         elif name != "step":
             values[f"{group}/{name}"] = value
     return values
+
+
+def _reward_fields(rewards: Sequence[float] | None) -> dict[str, float]:
+    if rewards is None:
+        return {}
+    chosen, rejected, accuracy = rewards
+    names = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
+    return dict(zip(names, (chosen, rejected, chosen - rejected, accuracy), strict=True))
 
 
 def perplexity(loss: float) -> float:

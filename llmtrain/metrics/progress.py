@@ -183,7 +183,9 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
 def _evaluation(record: dict[str, Any]) -> str:
     losses = record.get("eval_loss_by_source", {}).items()
     by_source = "".join(f"  {name} {_number(loss)}" for name, loss in losses)
-    return f"eval loss {_number(record['eval_loss'])}  perplexity {_number(record['perplexity'])}{by_source}"
+    quality = {name.replace("_", " "): record[name] for name in ("perplexity", "reward_accuracy") if name in record}
+    said = "".join(f"  {name} {_number(value)}" for name, value in quality.items())
+    return f"eval loss {_number(record['eval_loss'])}{said}{by_source}"
 
 
 def _number(value: float | None) -> str:

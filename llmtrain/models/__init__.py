@@ -9,13 +9,15 @@ from llmtrain.models.build import (
     stage_names,
 )
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
-from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum
+from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum, target_losses
+from llmtrain.models.objective import Objective
 from llmtrain.models.stages import Stage
 from llmtrain.models.varlen import takes_bounds
 
 __all__ = [
     "IGNORE",
     "ChunkedLoss",
+    "Objective",
     "Stage",
     "build_model",
     "check_trained",
@@ -27,4 +29,5 @@ __all__ = [
     "stage_names",
     "takes_bounds",
     "target_loss_sum",
+    "target_losses",
 ]

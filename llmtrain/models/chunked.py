@@ -75,7 +75,7 @@ class Losses(ModelOutput):  # type: ignore[misc]
     tensors."""
 
     loss_sum: Tensor | None = None
-    """Sum of the cross-entropies over the target tokens."""
+    """Sum of the cross-entropies over the target tokens, or each of them, as `ChunkedLoss.loss_of` returns them."""
     aux_loss: Tensor | None = None
 
 
@@ -91,7 +91,8 @@ class ChunkedLoss:
     """Number of tokens in a chunk."""
     recomputed: bool
     loss_of: Callable[[Tensor, Tensor], Tensor] = target_loss_sum
-    """Returns the sum of the cross-entropies of a chunk, given its logits and labels."""
+    """Returns the sum of the cross-entropies of a chunk, given its logits and labels; or, if `recomputed`, each of
+    them, [1, tokens]. Those of all chunks are then joined."""
     _whole: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _kind: type = field(init=False, repr=False)
@@ -136,11 +137,14 @@ class ChunkedLoss:
         return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
 
     def loss_sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Returns the sum of the cross-entropies.
+        """Returns the sum of the cross-entropies, or each of them.
 
         hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
         """
-        hidden, targets = hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1)
+        loss = self._loss(hidden.reshape(1, -1, hidden.size(-1)), targets.reshape(1, -1))
+        return loss.view_as(targets) if loss.ndim else loss
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or targets.size(1) <= self.tokens:
             return self._sum(self._parts(hidden, targets), self._part)
         if self.recomputed:
@@ -152,7 +156,8 @@ class ChunkedLoss:
         return zip(*(torch.split(tensor, self.tokens, dim=1) for tensor in tensors), strict=True)
 
     def _sum(self, parts: Iterator[tuple[Tensor, ...]], loss_of: Callable[..., Tensor]) -> Tensor:
-        return torch.stack([loss_of(*part) for part in parts]).sum()
+        losses = [loss_of(*part) for part in parts]
+        return torch.cat(losses, dim=1) if losses[0].ndim else torch.stack(losses).sum()
 
     def _part(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.loss import target_loss_sum
+from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.proof.cut import MODEL_ERRORS, TOLERANCE, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Placeholder, decoder_layers
@@ -89,9 +89,12 @@ def share_processors(ranks: int) -> None:
 
 
 @cache
-def compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns `target_loss_sum`, compiled: the logits are read once and their gradient is written once."""
-    return _compiled(target_loss_sum, is_whole=True)
+def compiled_loss(of_tokens: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns `target_loss_sum`, compiled: the logits are read once and their gradient is written once.
+
+    of_tokens: returns `target_losses` instead.
+    """
+    return _compiled(target_losses if of_tokens else target_loss_sum, is_whole=True)
 
 
 def _compiled(function: Compiled, is_whole: bool, backend: Compiled | None = None, limit: int = VARIANTS) -> Compiled:

@@ -29,6 +29,17 @@ def target_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
+def target_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy of each target token, [batch, T], in nats, in fp32; 0 without a target.
+
+    logits and labels: as for `target_loss_sum`.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().view(-1, logits.size(-1)), labels.view(-1), ignore_index=IGNORE, reduction="none"
+    )
+    return losses.view_as(labels)
+
+
 def router_loss_weight(config: PreTrainedConfig) -> float:
     """Returns the coefficient of the auxiliary loss of a mixture of experts.
 

@@ -140,6 +140,11 @@ def hash_of_weights(source: ModelConfig) -> str:
     return digest.hexdigest()[:16]
 
 
+def weight_files(source: ModelConfig) -> list[Path]:
+    """Returns the files of the weights of `model.pretrained`."""
+    return sorted(set(_files(source).values()))
+
+
 def _files(source: ModelConfig) -> dict[str, Path]:
     """Maps each tensor of a local folder or hub repository to its file."""
     assert source.pretrained is not None

@@ -58,5 +58,9 @@ def needs_whole_loss(recipe: Recipe) -> str:
 
 
 def recomputes_loss(recipe: Recipe) -> bool:
-    """Whether a chunk's logits are computed again in the backward pass (`llmtrain.models.chunked`)."""
-    return recipe.parallel.zero_stage == 3 or recipe.parallel.precision in ("fp16", "autocast_fp16")
+    """Whether a chunk's logits are computed again in the backward pass (`llmtrain.models.chunked`).
+
+    The weight of a token in an objective that compares pairs is only known once all tokens of its pair are.
+    """
+    scaled = recipe.parallel.precision in ("fp16", "autocast_fp16")
+    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.compares_pairs

@@ -20,6 +20,7 @@ from llmtrain.rules import (
     layout,
     memory,
     model,
+    objective,
     pipeline,
     precision,
     tensor,
@@ -39,6 +40,7 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
 LEGALITY: tuple[Rule, ...] = (
     *model.RULES,
     *adapter.RULES,
+    *objective.RULES,
     *kernels.RULES,
     *layout.RULES,
     *checkpoint.RULES,

@@ -72,13 +72,15 @@ def liger_blocks(draft: Draft) -> Iterator[Fault]:
     "read",
 )
 def liger_loss(draft: Draft) -> Iterator[Fault]:
-    """Refuses Liger's loss if the head is sharded or split, or if gradients must be scaled before they are computed."""
+    """Refuses Liger's loss if the head is sharded or split, or if gradients must be weighted before they exist."""
     if draft.recipe.kernels.loss != "liger" or needs_whole_loss(draft.recipe):  # `kernels.loss` refuses the latter
         return
     reasons = []
     if draft.parallel.zero_stage == 3:
         reasons.append("ZeRO-3 gathers the head's weight only while its module runs")
-    elif recomputes_loss(draft.recipe):
+    if draft.recipe.objective.compares_pairs:
+        reasons.append("the weight of a token is only known once all tokens of its pair are")
+    elif draft.parallel.zero_stage < 3 and recomputes_loss(draft.recipe):
         reasons.append(f"the loss scale of {draft.parallel.precision} is applied after its gradients are computed")
     if draft.parallel.tensor > 1:
         reasons.append("tensor parallel ranks hold slices of the head")

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
@@ -78,7 +79,7 @@ def fit(run: Run) -> None:
             # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
             at_end = state.step == recipe.train.max_steps
             if at_end or _due(recipe.logging.every_steps, state.step):
-                _log(run, result, meter)
+                _log(run, result, meter, batch)
             # Separate from logging, because results must not depend on what is logged.
             if at_end or recipe.guard.looks_after(state.step):
                 _check_skipped(run)
@@ -96,18 +97,22 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Computes and logs the mean loss over the target tokens of the evaluation data, of all sources and of each."""
+    """Computes and logs the mean loss over the terms of the evaluation data, of all sources and of each."""
     losses: dict[str, float] = defaultdict(float)
-    targets: dict[str, int] = defaultdict(int)
+    terms: dict[str, int] = defaultdict(int)
+    rewards = torch.zeros(3)
     with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
         for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
             run.heart.beat()
             losses[batch.evaluated] += _weighted(run.engine, batch)
-            targets[batch.evaluated] += batch.target_tokens
-    run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(targets.values()), run.state.step
+            terms[batch.evaluated] += batch.terms
+            if run.recipe.objective.compares_pairs:
+                rewards += _rewards(run.engine, batch)
+    run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(terms.values()), run.state.step
     if run.metrics:
-        by_source = {name: loss / targets[name] for name, loss in losses.items()}
-        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source))
+        by_source = {name: loss / terms[name] for name, loss in losses.items()}
+        means = (rewards / sum(terms.values())).tolist() if run.recipe.objective.compares_pairs else None
+        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means))
 
 
 def _save(run: Run) -> None:
@@ -124,7 +129,13 @@ def _saving(run: Run) -> str:
 
 
 def _weighted(engine: Engine, batch: StepBatch) -> float:
-    return engine.eval_step(batch).item() * batch.target_tokens
+    return engine.eval_step(batch).item() * batch.terms
+
+
+def _rewards(engine: Engine, batch: StepBatch) -> Tensor:
+    means = engine.rewards(batch)
+    assert means is not None, "the recipe compares pairs"
+    return means.cpu() * batch.pairs
 
 
 def _due(every_steps: int, step: int) -> bool:
@@ -139,8 +150,9 @@ def _check_skipped(run: Run) -> None:
         raise TooManySkippedError(skipped)
 
 
-def _log(run: Run, result: StepResult, meter: Meter) -> None:
+def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
+    rewards = run.engine.rewards(batch) if run.recipe.objective.compares_pairs else None
     if run.metrics is None:
         return
     with run.heart.waiting():
@@ -150,6 +162,7 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
         run.skipped = skipped.total
     with run.heart.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
+        means = None if rewards is None else rewards.tolist()
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,
@@ -163,6 +176,7 @@ def _log(run: Run, result: StepResult, meter: Meter) -> None:
             skipped_steps=skipped.total,
             rollbacks=run.state.rollbacks,
             slowest=run.heart.slowest(),
+            rewards=means,
         )
     )
     run.progress.show(record)

@@ -148,6 +148,7 @@ class _Worker:
         from llmtrain.data import Schedule
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure
+        from llmtrain.engines.reference_model import with_references
         from llmtrain.overrides import untried_versions
         from llmtrain.runtime.devices import free_device_memory
 
@@ -165,6 +166,8 @@ class _Worker:
                 self.output.warn(line)
             engine = build_engine(plan, ds_config, device)
             measure(plan, engine, self.heart)
+            with self.heart.phase(Phase.EVALUATING):
+                prepared = with_references(engine, plan, prepared, self.heart.beat)
             state = self._start(engine, choice, prepared.key, storage)
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)

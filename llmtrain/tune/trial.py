@@ -93,7 +93,7 @@ class Trial:
     def _pass(self) -> torch.Tensor:
         with autocast(self.precision, self.device.type):
             loss_sum, auxiliary = forward(self.model, self.model, self.batch, self.device)
-        loss = loss_sum / self.targets
+        loss = loss_sum.sum() / self.targets  # an objective that compares pairs has a loss for each token
         (loss if auxiliary is None else loss + auxiliary).backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad(set_to_none=True)
         return loss.detach()

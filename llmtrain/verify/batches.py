@@ -4,24 +4,34 @@ A loss averaged by micro-batch, or by rank, instead of by token is right if all 
 well-packed sequences almost have. Therefore sample j of a batch of B loses the first j·T/(2·B) of its targets. Whether
 documents attend to each other only matters if several share a sequence, which long ones rarely do. Therefore, if the
 recipe masks documents, another one begins at position (j+1)·T/(B+1) of sample j.
+
+If the objective compares pairs, every third sample loses its first pair instead: the loss is a mean over pairs, and
+their documents share sequences anyway.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from llmtrain.data import MicroBatch, Prepared, Schedule, StepBatch
+from llmtrain.data import MicroBatch, Pairs, Prepared, PreparedSource, Schedule, StepBatch
+from llmtrain.data.store import Split
+from llmtrain.engines import Engine
+from llmtrain.engines.reference_model import Values, attach, log_probs
 from llmtrain.models import IGNORE
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from llmtrain.verify.documents import read_documents
-from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, Sequences, count_targets
+from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, Sequences, count_terms
 
+LOSES_A_PAIR = 3
 EVAL_SEQUENCES = 16
 """Largest number of held-out sequences in the comparison."""
 
@@ -60,7 +70,31 @@ class Batches:
             for index, micro_batch in enumerate(batch.micro_batches):
                 first = (index * dp + dp_rank) * micro
                 uneven.append(self._uneven(micro_batch, torch.arange(first, first + micro)))
-            yield replace(batch, micro_batches=uneven, target_tokens=batch.target_tokens - hidden)
+            targets, pairs = (0, hidden) if batch.pairs else (hidden, 0)
+            yield replace(
+                batch,
+                micro_batches=uneven,
+                target_tokens=batch.target_tokens - targets,
+                pairs=batch.pairs - pairs,
+            )
+
+    def referenced(self, engine: Engine, plan: Plan) -> Batches:
+        """Returns batches with what the engine finds to be the references of their pairs. All ranks call it."""
+        if not plan.recipe.objective.needs_reference:
+            return self
+        wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
+        schedule, order = Schedule.of(plan, self.prepared, 0), self.prepared.eval_order()
+        drawn = schedule.sample_ids(0, self.steps * self.size)
+        for number, source in enumerate(self.prepared.sources):
+            wanted[source.key, "train"].append(drawn[1][drawn[0] == number])
+        for number, index in order.by_source(self._held_out):
+            wanted[self.prepared.evaluated[number].key, "eval"].append(index)
+
+        def found(source: PreparedSource, split: Split) -> Values:
+            sequences = np.unique(np.concatenate([np.empty(0, np.int64), *wanted[source.key, split]]))
+            return log_probs(engine, plan, self.prepared, getattr(source, split), sequences)
+
+        return Batches(self.recipe, attach(self.prepared, found), self.steps)
 
     def held_out_part(self, plan: Plan, dp_rank: int) -> Iterator[StepBatch]:
         """Yields held-out sequences as a plan gives them to a data parallel rank."""
@@ -92,9 +126,9 @@ class Batches:
 
     @cached_property
     def _hidden(self) -> list[int]:
-        """Number of targets that each global batch has lost."""
+        """Number of terms that each global batch has lost."""
         steps = zip(self._read_steps, self._uneven_steps, strict=True)
-        return [count_targets(read) - count_targets(uneven) for read, uneven in steps]
+        return [count_terms(read) - count_terms(uneven) for read, uneven in steps]
 
     def _places(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the number of targets that samples lose, and the position where they are cut.
@@ -106,6 +140,10 @@ class Batches:
 
     def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
         """Makes rows uneven; `samples` are their indices within their batch."""
+        if rows.pairs is not None:
+            lost = (samples[:, None] % LOSES_A_PAIR == 1) & (rows.pairs.segments < 2)
+            labels = rows.labels.masked_fill(lost, IGNORE)
+            return replace(rows, labels=labels, pairs=Pairs.of(rows.pairs.segments, labels, rows.pairs.references))
         hidden, start = (one[:, None] for one in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
@@ -117,6 +155,10 @@ class Batches:
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
+        if self.recipe.objective.compares_pairs:
+            lost = 2 if sample % LOSES_A_PAIR == 1 else 0
+            empty = [ReferenceDocument(one.inputs, torch.full_like(one.targets, NO_TARGET)) for one in documents[:lost]]
+            return [*empty, *documents[lost:]]
         hidden, start = (int(one) for one in self._places(torch.tensor(sample)))
         found: list[ReferenceDocument] = []
         begin = 0

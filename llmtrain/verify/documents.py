@@ -31,7 +31,11 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
             targets = tokens[1:].clone()
             if samples.stream.trained is not None:
                 targets[torch.from_numpy(~samples.stream.trained[first + 1 : last + 1])] = NO_TARGET
-            found.append(ReferenceDocument(tokens[:-1], targets))
+            pair = None
+            if samples.stream.holds_pairs:
+                number_in_stream = int(np.searchsorted(samples.stream.documents, np.uint64(first)))
+                pair = number_in_stream // 2, number_in_stream % 2 == 1
+            found.append(ReferenceDocument(tokens[:-1], targets, pair))
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))

@@ -47,6 +47,8 @@ class ReferenceDocument:
     """[n], int64."""
     targets: Tensor
     """[n], int64: the token to predict at each position; `NO_TARGET` if there is none."""
+    pair: tuple[int, bool] | None = None
+    """Number of the pair of which it is one conversation, and whether it is the rejected one."""
 
 
 Sequences = Sequence[Sequence[ReferenceDocument]]
@@ -58,7 +60,7 @@ class ReferenceStep:
     """One update."""
 
     loss: float
-    """Mean cross-entropy per target token."""
+    """Mean cross-entropy per target token, or mean loss per pair."""
     grad_norm: float
     """Norm before clipping."""
     lr: float
@@ -98,6 +100,8 @@ class ReferenceLoop:
         self.together = together
         self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self.initial = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        """The reference of an objective that compares pairs."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
         self.optimizer = _optimizer(self.masters.values(), recipe.optim)
@@ -110,11 +114,11 @@ class ReferenceLoop:
         micro_batches = [
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
         ]
-        targets = count_targets(sequences)
+        terms = count_terms(sequences)
         total = 0.0
         for micro_batch in micro_batches:
             loss_sum, auxiliary = self._losses(micro_batch)
-            (loss_sum / targets + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+            (loss_sum / terms + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
         gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
@@ -127,13 +131,13 @@ class ReferenceLoop:
             group["lr"] = lr
         self.optimizer.step()
         self.steps += 1
-        return ReferenceStep(total / targets, norm, lr)
+        return ReferenceStep(total / terms, norm, lr)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Returns the mean cross-entropy per target token."""
+        """Returns the mean cross-entropy per target token, or the mean loss per pair."""
         self.model.eval()
-        return sum(self._losses([one])[0].item() for one in sequences) / count_targets(sequences)
+        return sum(self._losses([one])[0].item() for one in sequences) / count_terms(sequences)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -147,14 +151,49 @@ class ReferenceLoop:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the cross-entropies of a micro-batch, and its router's loss."""
-        total = torch.zeros((), device=self.device)
+        """Returns the sum of the losses of a micro-batch, of target tokens or of pairs, and its router's loss."""
+        losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
-        for documents in self._passes(sequences):
-            loss, logits = self._forward(documents)
-            total = total + loss
+        for rows in self._passes(sequences):
+            loss, logits = self._forward(rows, self._rounded())
+            losses.append(loss)
             routers.append(logits)
-        return total, self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
+        auxiliary = self._router_loss([torch.cat(layer) for layer in zip(*routers, strict=True)])
+        if self.recipe.objective.name == "language_model":
+            return torch.cat(losses).sum(), auxiliary
+        with torch.no_grad():
+            references = torch.cat([self._forward(rows, self.initial)[0] for rows in self._passes(sequences)])
+        return self._pair_losses(sequences, torch.cat(losses), references), auxiliary
+
+    def _pair_losses(self, sequences: Sequences, losses: Tensor, references: Tensor) -> Tensor:
+        """Returns the sum of the losses of all pairs.
+
+        losses, references: the sum of the cross-entropies of each document, under the model and under the initial
+        weights.
+        """
+        documents = iter(zip(losses, references, strict=True))
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for sequence in sequences:
+            found = {one.pair: (*next(documents), count_targets([[one]])) for one in sequence}
+            for number in {pair[0] for pair in found if pair is not None}:
+                total = total + self._pair_loss(found[number, False], found[number, True])
+        return total
+
+    def _pair_loss(self, chosen: tuple[Tensor, Tensor, int], rejected: tuple[Tensor, Tensor, int]) -> Tensor:
+        """Returns the loss of a pair, given both cross-entropies of each completion, and its number of targets."""
+        objective = self.recipe.objective
+        (won, won_before, won_size), (lost, lost_before, lost_size) = chosen, rejected
+        if objective.name == "orpo":
+            likelihoods = [torch.exp(-won / won_size), torch.exp(-lost / lost_size)]
+            won_odds, lost_odds = (likelihood / (1 - likelihood) for likelihood in likelihoods)
+            return won / won_size - objective.beta * torch.log(torch.sigmoid(torch.log(won_odds / lost_odds)))
+        extra = objective.sft_weight * won / won_size
+        if objective.name == "ipo":
+            preferred = (won_before - won) / won_size - (lost_before - lost) / lost_size
+            return (preferred - 0.5 / objective.beta) ** 2 + extra
+        preferred = objective.beta * ((won_before - won) - (lost_before - lost))
+        right, wrong = -torch.log(torch.sigmoid(preferred)), -torch.log(torch.sigmoid(-preferred))
+        return (1 - objective.label_smoothing) * right + objective.label_smoothing * wrong + extra
 
     def _passes(self, sequences: Sequences) -> list[list[tuple[ReferenceDocument, Tensor]]]:
         """Returns the rows of each forward pass of a micro-batch with their positions.
@@ -167,8 +206,10 @@ class ReferenceLoop:
         joined = [(join(row), torch.cat([torch.arange(len(one.inputs)) for one in row])) for row in rows]
         return [joined] if self.together else [[one] for one in joined]
 
-    def _forward(self, rows: list[tuple[ReferenceDocument, Tensor]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """Returns the sum of the cross-entropies, and the logits of each layer's router.
+    def _forward(
+        self, rows: list[tuple[ReferenceDocument, Tensor]], weights: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the sum of the cross-entropies of each row, and the logits of each layer's router.
 
         The logits are those of all tokens except for the padding of shorter rows.
         """
@@ -178,9 +219,10 @@ class ReferenceLoop:
             "use_cache": False,
         }
         with self._autocast():
-            output = functional_call(self.model, self._rounded(), kwargs=inputs)
+            output = functional_call(self.model, dict(weights), kwargs=inputs)
         targets = _pad([one.targets for one, _ in rows], NO_TARGET).to(self.device)
-        loss = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        losses = cross_entropy(output.logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        loss = losses.double().view_as(targets).sum(1)
         if getattr(output, "aux_loss", None) is None:
             return loss, ()
         real = _pad([torch.ones_like(one.inputs, dtype=torch.bool) for one, _ in rows]).flatten().to(self.device)
@@ -204,6 +246,12 @@ class ReferenceLoop:
     def _autocast(self) -> AbstractContextManager[object]:
         dtype = AUTOCAST.get(self.recipe.parallel.precision)
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+
+def count_terms(sequences: Sequences) -> int:
+    """Returns the number of pairs in all documents, or of targets if there are no pairs."""
+    conversations = sum(one.pair is not None for documents in sequences for one in documents)
+    return conversations // 2 or count_targets(sequences)
 
 
 def count_targets(sequences: Sequences) -> int:

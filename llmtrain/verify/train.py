@@ -152,7 +152,7 @@ def _compare_probe(
     `check_saved` does.
     """
     engine = build_engine(plan, render(plan), device)
-    replica = engine.data_parallel_rank
+    replica, batches = engine.data_parallel_rank, batches.referenced(engine, plan)
     ours = _trace(engine, batches.part(plan, replica), batches.held_out_part(plan, replica))
     found = _worst_rank(deviation(ours, theirs, initial))
     if saved_in is not None and found.within(allowed):
@@ -204,8 +204,8 @@ def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBa
     results = [engine.train_step(batch) for batch in steps]
     total, targets = 0.0, 0
     for batch in held_out:
-        total += engine.eval_step(batch).item() * batch.target_tokens
-        targets += batch.target_tokens
+        total += engine.eval_step(batch).item() * batch.terms
+        targets += batch.terms
     return Trace(
         losses=[result.loss.item() for result in results],
         grad_norms=[result.grad_norm.item() for result in results],

@@ -48,7 +48,8 @@ def stream() -> Stream:
 
 
 def everything(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return samples.read(np.arange(len(samples)))
+    inputs, positions, labels, *_ = samples.read(np.arange(len(samples)))
+    return inputs, positions, labels
 
 
 def test_every_token_but_the_first_of_a_document_is_a_target_exactly_once(stream: Stream, length: int) -> None:
@@ -91,7 +92,7 @@ def test_positions_are_plain_where_documents_are_not_masked(stream: Stream) -> N
 def test_targets_are_known_without_reading(stream: Stream, length: int) -> None:
     samples = pack(stream, length)
     for index in ([0], [1, 1, 0], list(range(len(samples)))):
-        _, _, labels = samples.read(np.array(index))
+        _, _, labels, *_ = samples.read(np.array(index))
         assert samples.targets(np.array(index)).tolist() == (labels != NO_TARGET).sum(axis=1).tolist()
 
 

@@ -29,7 +29,9 @@ def _on_batch(patch, change):
 def _on_micro_batch(patch, change):
     """Calls the model on `change(micro_batch)`."""
     original = engine.forward
-    patch.setattr(engine, "forward", lambda model, config, rows, device: original(model, config, change(rows), device))
+    patch.setattr(
+        engine, "forward", lambda model, config, rows, *others: original(model, config, change(rows), *others)
+    )
 
 
 def _on_ds_config(patch, change):
@@ -46,8 +48,8 @@ def loss_by_micro_batch(patch):
         seen["mean"] = batch.target_tokens / passes
         return batch
 
-    def forward(model, config, rows, device):
-        loss_sum, auxiliary = original(model, config, rows, device)
+    def forward(model, config, rows, *others):
+        loss_sum, auxiliary = original(model, config, rows, *others)
         return loss_sum * (seen["mean"] / (rows.labels != IGNORE).sum() if model.module.training else 1), auxiliary
 
     _on_batch(patch, note)

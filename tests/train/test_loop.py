@@ -44,7 +44,7 @@ class Engine:
 
 def _batches(_samples):
     while True:
-        yield SimpleNamespace(samples=8, target_tokens=512)
+        yield SimpleNamespace(samples=8, target_tokens=512, terms=512)
 
 
 def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
@@ -102,7 +102,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
         flush=lambda: None,
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
-    batches = [SimpleNamespace(evaluated=name, loss=loss, target_tokens=tokens) for name, loss, tokens in of]
+    batches = [SimpleNamespace(evaluated=name, loss=loss, terms=tokens) for name, loss, tokens in of]
     data = SimpleNamespace(train_batches=_batches, eval_batches=lambda most: iter(batches))
     quiet = SimpleNamespace(**dict.fromkeys(("show", "note", "advance"), lambda _: None))
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
@@ -117,7 +117,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
 
 def test_an_evaluation_is_a_mean_over_tokens_of_all_and_of_each_source():
     (logged,) = _evaluations(0, **{"evaluation.every_steps": 50})
-    assert logged == (3, (6 * 10 + 2 * 30 + 1 * 60) / 100, {"web": 6.0 - 3, "code": 4.0 - 3})
+    assert logged == (3, (6 * 10 + 2 * 30 + 1 * 60) / 100, {"web": 6.0 - 3, "code": 4.0 - 3}, None)
 
 
 @pytest.mark.parametrize(

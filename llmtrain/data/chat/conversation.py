@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 from llmtrain.errors import DataError, Problem, nearest, shown
 
-Format = Literal["messages", "prompt_completion", "instruction"]
+Format = Literal["messages", "prompt_completion", "instruction", "preference"]
 Message = dict[str, Any]
 """As chat templates read it: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id` and `name` if
 there are any. The arguments of a tool call are an object."""
@@ -32,12 +33,18 @@ NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
         "completion": ("completion", "response", "answer"),
     },
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
+    "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
 }
 """What each format needs, with the columns in which it usually is, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"system": ("system", "system_prompt"), "tools": ("tools", "functions")},
     "prompt_completion": {"system": ("system", "system_prompt"), "tools": ("tools",)},
     "instruction": {"input": ("input", "context"), "system": ("system", "system_prompt")},
+    "preference": {
+        "prompt": ("prompt", "question", "query"),
+        "system": ("system", "system_prompt"),
+        "tools": ("tools",),
+    },
 }
 
 
@@ -69,10 +76,23 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
 
-    def read(self, row: Mapping[str, Any]) -> Conversation:
-        """Returns the conversation of a row. Raises RowError."""
+    @property
+    def holds_pairs(self) -> bool:
+        """Whether each row holds two conversations, which differ in their completions."""
+        return self.format == "preference"
+
+    def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
+        """Returns the conversation of a row, or the chosen and the rejected one of a pair. Raises RowError."""
         parts = {part: row.get(column) for part, column in self.columns.items()}
-        turns = _TURNS[self.format](parts)
+        if not self.holds_pairs:
+            return (self._conversation(_TURNS[self.format](parts), parts),)
+        prompt, *completions = _pair(parts)
+        pair = [(self._conversation([*prompt, *turns], parts), len(turns)) for turns in completions]
+        return tuple(
+            replace(one, trained=(*[False] * (len(one.messages) - own), *one.trained[-own:])) for one, own in pair
+        )
+
+    def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
         if not any(_role(turn) == "system" for turn in turns) and (system := parts.get("system") or self.system):
             turns = [{"role": "system", "content": system}, *turns]
         return conversation(turns, parts.get("tools"))
@@ -96,7 +116,7 @@ class ChatSource:
 def find_layout(
     columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
 ) -> Layout:
-    """Finds the conversations among columns.
+    """Finds the conversations among columns; pairs only if `format` says so.
 
     named: the column of a part that has none of the usual names. field: the recipe field of the source.
     Raises DataError if they are not found, or could be in several ways.
@@ -106,7 +126,7 @@ def find_layout(
         if column not in known:
             message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
-    formats = [format] if format else list(NAMES)
+    formats = [format] if format else [one for one in NAMES if one != "preference"]
     for one in formats:
         found = {part: _column(part, names, named, known) for part, names in (NAMES[one] | OPTIONAL[one]).items()}
         if all(found[part] for part in NAMES[one]):
@@ -145,7 +165,7 @@ def _message(number: int, turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise RowError(f"message {number} is {shown(turn)}, not an object")
     role = _role(turn)
-    content = _text(number, turn.get("content", turn.get("value")))
+    content = _text(number, _content(turn))
     message: Message = {"role": role, "content": content}
     if turn.get("role", turn.get("from")) in FUNCTION_CALL:
         message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
@@ -162,6 +182,10 @@ def _message(number: int, turn: Any) -> Message:
     if not message["content"].strip() and "tool_calls" not in message and role != "tool":
         raise RowError(f"message {number} ({role}) is empty")
     return message
+
+
+def _content(turn: Any) -> Any:
+    return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else turn
 
 
 def _role(turn: Any) -> str | None:
@@ -240,6 +264,27 @@ def _from_prompt(parts: dict[str, Any]) -> list[Any]:
 
 def _turns(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
+
+
+def _pair(parts: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the turns of the prompt, of the chosen and of the rejected completion. Raises RowError."""
+    chosen, rejected = (_turns(parts[part], "assistant") for part in ("chosen", "rejected"))
+    given = parts.get("prompt")
+    prompt = [] if given is None else _turns(given, "user")
+    if chosen and rejected and _role(chosen[0]) != "assistant":  # both begin with the prompt
+        size = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+        shared, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        if prompt and [_content(turn) for turn in prompt] != [_content(turn) for turn in shared[-len(prompt) :]]:
+            raise RowError("the prompt is not that of the messages with which chosen and rejected begin")
+        prompt = shared
+    if not prompt:
+        raise RowError("has no prompt: neither a column nor messages with which chosen and rejected both begin")
+    if chosen == rejected:
+        raise RowError("chosen and rejected are the same")
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        if not turns or _role(turns[0]) != "assistant":
+            raise RowError(f"{name} does not continue the prompt with a turn of the assistant")
+    return prompt, chosen, rejected
 
 
 def _from_instruction(parts: dict[str, Any]) -> list[Any]:

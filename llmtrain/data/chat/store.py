@@ -112,29 +112,33 @@ def tokenize_conversations(
         batches = prefetched(_batches(corpus))
         stack.callback(batches.close)
         for batch in batches:
-            chats: list[tuple[Document, Conversation]] = []
+            chats: list[tuple[Document, tuple[Conversation, ...]]] = []
             for document in batch:
                 counts.rows += 1
                 finder.look(document.text)
                 characters += len(document.text)
-                row = json.loads(document.text)
-                columns = tuple(row)
+                values = json.loads(document.text)
+                columns = tuple(values)
                 try:
                     if columns not in layouts:
                         layouts[columns] = source.layout(columns, place)
-                    chats.append((document, layouts[columns].read(row)))
+                    chats.append((document, layouts[columns].read(values)))
                     where = str(layouts[columns])
                     counts.columns[where] = counts.columns.get(where, 0) + 1
                 except (RowError, DataError) as error:
                     counts.fault(document.place, error)
-            for (document, _), one in zip(chats, encoder.encode([chat for _, chat in chats]), strict=True):
-                if isinstance(one, RowError):
-                    counts.fault(document.place, one)
-                elif size := _size(one, most, reading.too_long):
+            encoded = iter(encoder.encode([one for _, row in chats for one in row]))
+            for document, row in chats:
+                found = [next(encoded) for _ in row]
+                whole = [one for one in found if not isinstance(one, RowError)]
+                if len(whole) < len(found):
+                    counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
+                elif sizes := _sizes(whole, most, reading.too_long):
                     counts.kept += 1
-                    counts.cut += size < len(one.ids)
-                    counts.trained_tokens += int(one.trained[1:size].sum())
-                    writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
+                    for one, size in zip(whole, sizes, strict=True):
+                        counts.cut += size < len(one.ids)
+                        counts.trained_tokens += int(one.trained[1:size].sum())
+                        writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
                 else:
                     counts.dropped += 1
             task.update(batch[-1].fraction, f"{counts.rows:,} conversations")
@@ -153,8 +157,20 @@ def tokenize_conversations(
         "characters": characters,
         "special_tokens": asdict(finder.found()),
         "conversations": asdict(counts),
+        "pairs": source.format == "preference",
         "seconds": time.perf_counter() - started,
     }
+
+
+def _sizes(row: list[Encoded], most: int, too_long: str) -> list[int]:
+    """Returns how many tokens of each conversation of a row are kept; none if the row does not fit into a sequence.
+
+    The two conversations of a pair must fit into one sequence, without the last token of each, which is no input.
+    """
+    if len(row) == 1:
+        return [size] if (size := _size(row[0], most, too_long)) else []
+    sizes = [len(one.ids) for one in row]
+    return sizes if sum(size - 1 for size in sizes) < most else []
 
 
 def _size(one: Encoded, most: int, too_long: str) -> int:

@@ -79,6 +79,11 @@ class EngineAxis:
         return None
 
     @property
+    def slices(self) -> dist.ProcessGroup | None:
+        """The ranks that hold slices of this rank's sequences; None if this axis does not divide them."""
+        return None
+
+    @property
     def copies(self) -> dist.ProcessGroup | None:
         """The ranks of a replica that hold equal copies of what this axis does not divide; None for this rank alone."""
         return None

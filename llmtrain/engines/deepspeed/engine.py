@@ -21,7 +21,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import check_kernels, documents_known, forward, use_kernels
+from llmtrain.engines.forward import check_kernels, documents_known, forward, objective_of, use_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.optim import gradients_of, parameter_groups, schedule
 from llmtrain.engines.state.held import held
@@ -169,6 +169,7 @@ class DeepSpeedEngine:
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
         for axis in axes:
             axis.attach(self)
+        self.objective = objective_of(recipe, next((axis.slices for axis in axes if axis.slices is not None), None))
         self.guard = Guard(recipe.guard, device)
         self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
         self.guard.watch(self.engine.basic_optimizer)
@@ -209,19 +210,21 @@ class DeepSpeedEngine:
         """Puts the model in training mode."""
         if not self.model.training:  # visiting every module costs as much as a small update
             self.engine.train()
+        if self.objective:
+            self.objective.begin()
 
     def passing(self, is_last: bool) -> AbstractContextManager[object]:
         """Returns the context of a micro-batch's passes; DeepSpeed itself knows which micro-batch is the last."""
         return nullcontext()
 
     def forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's sum of cross-entropies, and the auxiliary loss of a mixture of experts."""
+        """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
         with documents_known(micro_batch):
-            return forward(self.engine, self.model, self.slice(micro_batch), self.device)
+            return forward(self.engine, self.model, self.slice(micro_batch), self.device, self.objective)
 
-    def weigh(self, loss_sum: Tensor, target_tokens: int) -> Tensor:
+    def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Scales a rank's loss by the number of ranks, because DeepSpeed averages gradients over ranks."""
-        return loss_sum * (self.averaged_ranks / target_tokens)
+        return loss_sum * (self.averaged_ranks / terms)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Accumulates the gradients of a micro-batch."""
@@ -265,13 +268,21 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:
-        """Returns the mean cross-entropy over the target tokens of all ranks."""
+        """Returns the mean loss over the terms of all ranks."""
+        if self.objective:
+            self.objective.begin()
         with self._active():
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
-        return self._sum_over_replicas(total) / batch.target_tokens
+        return self._sum_over_replicas(total) / batch.terms
+
+    def rewards(self, batch: StepBatch) -> Tensor | None:
+        """Returns the mean rewards of the last batch over all ranks."""
+        if self.objective is None:
+            return None
+        return self._sum_over_replicas(self.objective.rewards(self.device)) / batch.pairs
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
-        """Returns this rank's sum of cross-entropies."""
+        """Returns this rank's sum of losses."""
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:

@@ -7,6 +7,7 @@ share sequences (`llmtrain.engines.deepspeed.sequence`) are data parallel ranks,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,12 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.data import MicroBatch, Pairs, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import bounds_for, documents_known
+from llmtrain.engines.forward import bounds_for, documents_known, loss_of
 from llmtrain.engines.state.pieces import Region
-from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names, target_loss_sum
+from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
@@ -110,13 +111,13 @@ class PipelineAxis(EngineAxis):
         lr = self._engine.learning_rate
         self._start(batch)
         measured = self._engine.judged(
-            lambda: self._total / batch.target_tokens,
+            lambda: self._total / batch.terms,
             lambda: self._engine.engine.train_batch(self._micro_batches(batch)),
         )
         return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Returns this replica's sum of cross-entropies on the last stage, and zero on the others."""
+        """Returns this replica's sum of losses on the last stage, and zero on the others."""
         self._start(batch)
         self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
         return self._total
@@ -187,10 +188,13 @@ class PipelineAxis(EngineAxis):
         """Prepares a pass over a batch.
 
         DeepSpeed averages over micro-batches and ranks. Each loss is therefore multiplied by their numbers, so that
-        the result is the sum divided by the target tokens.
+        the result is the sum divided by the number of terms.
         """
-        self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.target_tokens
+        self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.terms
+        self._pairs: deque[Pairs | None] = deque()
         self._total = torch.zeros((), device=self.device)
+        if self._engine.objective:
+            self._engine.objective.begin()
         self._awaited = iter(batch.micro_batches)
 
     def _tell_documents(self) -> None:
@@ -205,6 +209,7 @@ class PipelineAxis(EngineAxis):
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:
             own = self._engine.slice(one)
+            self._pairs.append(own.pairs)
             labels = own.labels
             if chunked_loss(self._stage.model):
                 # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
@@ -217,7 +222,8 @@ class PipelineAxis(EngineAxis):
         output: logits, or the sum of the losses if the stage's model computes it.
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = result if chunked_loss(self._stage.model) else target_loss_sum(result, labels)
+        # The last stage reads, runs and judges one micro-batch after the other.
+        loss_sum = loss_of(result, labels, self._stage.model, self._pairs.popleft(), self._engine.objective)
         self._total += loss_sum.detach()
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:

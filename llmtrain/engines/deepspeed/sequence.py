@@ -43,6 +43,11 @@ class SequenceAxis(EngineAxis):
         """Returns the context of both passes; with activation checkpointing the backward pass calls attention again."""
         return self.ulysses.active()
 
+    @property
+    def slices(self) -> Group:
+        """The ranks of the sequence group."""
+        return sequence_group(self.plan.parallel)
+
     def slice(self, batch: MicroBatch) -> MicroBatch:
         """Returns this rank's slice of each sequence."""
         return self.ulysses.slice(batch)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,12 @@ class Ulysses:
         Positions are those of the whole sequence.
         """
         self._positions = batch.position_ids
-        return MicroBatch(self._part(batch.input_ids), self._part(batch.position_ids), self._part(batch.labels))
+        return MicroBatch(
+            self._part(batch.input_ids),
+            self._part(batch.position_ids),
+            self._part(batch.labels),
+            batch.pairs and replace(batch.pairs, segments=self._part(batch.pairs.segments)),
+        )
 
     def _part(self, whole: Tensor) -> Tensor:
         return whole.view(len(whole), self.size, -1)[:, self.rank].contiguous()

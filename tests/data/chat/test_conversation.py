@@ -14,7 +14,8 @@ SAID = {"role": "assistant", "content": "b"}
 
 
 def read(row: dict[str, Any], system: str | None = None, **named: str) -> Conversation:
-    return find_layout(row, "data.sources.0", format=None, named=named, system=system).read(row)
+    (found,) = find_layout(row, "data.sources.0", format=None, named=named, system=system).read(row)
+    return found
 
 
 def test_formats_with_usual_columns_come_to_one_form() -> None:

@@ -1,0 +1,117 @@
+"""The log-probabilities of completions under the weights from which training starts, computed once and kept on disk.
+
+The engine of the plan computes them before its first step, in passes without gradients, as it evaluates. No second
+model is held in memory, and under every strategy they are those of the same weights that training then changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed as dist
+
+from llmtrain.data import Prepared, PreparedSource, Schedule
+from llmtrain.data.arrays import ArrayWriter, open_array
+from llmtrain.data.cache import META, Cache, cache_folder, key_of
+from llmtrain.data.progress import Progress
+from llmtrain.data.samples import PackedSamples, Samples
+from llmtrain.data.sources.files import Fingerprints
+from llmtrain.data.store import SPLITS, Split
+from llmtrain.engines.engine import Engine
+from llmtrain.models.pretrained import weight_files
+from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
+from llmtrain.runtime.agree import broadcast, gather, world_size
+
+FORMAT = 1
+"""Version of how they are computed and kept; part of their key."""
+KIND = "references"
+
+Values = NDArray[np.float64]
+Beat = Callable[[], object]
+
+
+def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat = lambda: None) -> Prepared:
+    """Returns the data with the log-probabilities of all completions, read from the cache or computed.
+
+    All ranks call it, before the engine has taken a step or loaded a checkpoint. beat: called after each pass.
+    """
+    if not plan.recipe.objective.needs_reference:
+        return prepared
+    cache = Cache(cache_folder(plan.recipe.data), Progress())
+    weights = broadcast(_identity(plan.recipe, cache) if not dist.is_initialized() or dist.get_rank() == 0 else {})
+
+    def kept(source: PreparedSource, split: Split) -> Values:
+        key = key_of(KIND, FORMAT, source.key, split, weights)
+        view, values = getattr(source, split), np.empty(0)
+        if not all(gather((cache.folder / KIND / key / META).exists())):
+            values = log_probs(engine, plan, prepared, view, beat=beat)
+
+        def build(folder: Path) -> dict[str, Any]:
+            with ArrayWriter(folder, KIND, np.float64) as writer:
+                writer.append(values)
+            return {"source": source.name, "split": split, "weights": weights}
+
+        entry = cache.entry(KIND, key, build)
+        return open_array(entry.path, KIND, np.float64, len(view.starts))
+
+    return attach(prepared, kept)
+
+
+def attach(prepared: Prepared, values_of: Callable[[PreparedSource, Split], Values]) -> Prepared:
+    """Returns the data with the log-probabilities that `values_of` returns for each split of each source."""
+
+    def attached(source: PreparedSource) -> PreparedSource:
+        views = {split: replace(getattr(source, split), references=values_of(source, split)) for split in SPLITS}
+        return replace(source, train=views["train"], eval=views["eval"])
+
+    return replace(
+        prepared,
+        sources=tuple(attached(source) for source in prepared.sources),
+        evaluation_sources=tuple(attached(source) for source in prepared.evaluation_sources),
+    )
+
+
+def log_probs(
+    engine: Engine,
+    plan: Plan,
+    prepared: Prepared,
+    view: Samples,
+    sequences: NDArray[np.int64] | None = None,
+    beat: Beat = lambda: None,
+) -> Values:
+    """Returns [pieces] on all ranks: the log-probability of each completion in some sequences (default: all), else NaN.
+
+    All ranks call it.
+    """
+    assert isinstance(view, PackedSamples), "pairs are packed"
+    assert engine.objective is not None, "the recipe compares pairs"
+    schedule = Schedule.of(plan, prepared, engine.data_parallel_rank)
+    values = torch.full((len(view.starts),), -torch.inf, dtype=torch.float64)
+    for mine, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):
+        engine.eval_step(batch)
+        for found in engine.objective.log_probs:  # only the last stage of a pipeline has seen any
+            for row, sequence in zip(found.cpu(), mine.tolist(), strict=False):
+                first, end = (int(one) for one in view.offsets[sequence : sequence + 2])
+                values[first:end] = row[: end - first]
+        beat()
+    if world_size() > 1:
+        shared = values.to(engine.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)  # ranks that share a sequence have equal values
+        values = shared.cpu()
+    return values.masked_fill(values == -torch.inf, torch.nan).numpy()
+
+
+def _identity(recipe: Recipe, cache: Cache) -> dict[str, Any]:
+    """Returns what determines the initial weights, and the precision in which they compute."""
+    identity = {"model": recipe.model.model_dump(mode="json"), "precision": recipe.parallel.precision}
+    if recipe.model.pretrained is None:
+        return identity | {"vocab_size": recipe.vocab_size, "seed": recipe.train.seed}
+    files = weight_files(recipe.model)
+    return identity | {"files": [one.hash for one in Fingerprints(cache, recipe.model.pretrained).of(files)]}

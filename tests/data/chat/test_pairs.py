@@ -1,0 +1,195 @@
+"""Pairs of completions from rows to batches: found, validated, and packed as a unit."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmtrain.data import Prepared, Schedule, notes, prepare
+from llmtrain.data.chat.conversation import RowError, find_layout
+from llmtrain.data.samples import NO_TARGET, PackedSamples
+from llmtrain.errors import DataError, RecipeError
+from llmtrain.recipe import Recipe, parse_recipe
+from tests.helpers.chat_tokenizers import Case, case
+
+ASKED = {"role": "user", "content": "a"}
+GOOD = {"role": "assistant", "content": "good"}
+BAD = {"role": "assistant", "content": "bad"}
+LENGTH = 256
+
+
+def read(row: dict[str, Any]) -> list[list[tuple[str, str, bool]]]:
+    """Role, text and whether it is trained on, of each message of both conversations."""
+    found = find_layout(row, "data.sources.0", format="preference", named={}).read(row)
+    return [
+        [(turn["role"], turn["content"], trained) for turn, trained in zip(one.messages, one.trained, strict=True)]
+        for one in found
+    ]
+
+
+def test_prompts_are_columns_or_what_both_begin_with() -> None:
+    expected = [[("user", "a", False), ("assistant", text, True)] for text in ("good", "bad")]
+    assert read({"prompt": "a", "chosen": "good", "rejected": "bad"}) == expected
+    assert read({"question": "a", "chosen": "good", "rejected": "bad"}) == expected
+    assert read({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}) == expected
+    assert read({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
+    assert read({"prompt": "a", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
+    assert read({"prompt": None, "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
+
+
+def test_only_completions_are_trained_on() -> None:
+    before = [ASKED, {"role": "assistant", "content": "b"}, ASKED]
+    row = {"system": "s", "chosen": [*before, GOOD, ASKED, GOOD], "rejected": [*before, {**BAD, "train": True}]}
+    chosen, rejected = read(row)
+    assert [trained for _, _, trained in chosen] == [False] * 4 + [True] * 3
+    assert [trained for _, _, trained in rejected] == [False] * 4 + [True]
+    assert chosen[:4] == rejected[:4]
+    assert chosen[0] == ("system", "s", False)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, "has no prompt"),
+        ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "other"}, BAD]}, "has no prompt"),
+        ({"prompt": "a", "chosen": "same", "rejected": "same"}, "are the same"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, "are the same"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD, ASKED, BAD]}, "chosen does not continue the prompt"),
+        ({"chosen": [ASKED, GOOD, ASKED, GOOD], "rejected": [ASKED, GOOD]}, "chosen does not continue the prompt"),
+        ({"prompt": "a", "chosen": "good", "rejected": []}, "rejected does not continue the prompt"),
+        ({"prompt": "b", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "the prompt is not that of the messages"),
+        ({"prompt": "a", "chosen": "good", "rejected": None}, "message 2 (assistant) is empty"),
+        ({"prompt": "a", "chosen": "good", "rejected": 3}, "not text"),
+    ],
+)
+def test_faults_of_pairs(row: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RowError) as caught:
+        read(row)
+    assert fault in str(caught.value)
+
+
+@pytest.fixture
+def chatml(tmp_path: Any) -> Case:
+    return case("chatml", tmp_path / "tokenizer")
+
+
+def pair(number: int) -> dict[str, str]:
+    draw = random.Random(number)
+    chosen, rejected = ("".join(draw.choices("abc ", k=draw.randrange(1, 20))).strip() for _ in range(2))
+    return {"prompt": f"question {number}", "chosen": f"yes {chosen}", "rejected": f"no {rejected}"}
+
+
+PAIRS = [pair(number) for number in range(80)]
+
+
+def recipe(one: Case, rows: list[Any], **fields: Any) -> Recipe:
+    path = one.folder.parent / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"tokenizer": str(one.folder), "sequence_length": LENGTH, "cache_dir": str(one.folder.parent / "cache")}
+    values = {
+        "name": "test",
+        "model": {"architecture": "llama", "config": {"vocab_size": 400}},
+        "data": {"sources": [{"name": str(path)}], "eval_fraction": 0.0, **data},
+        "objective": {"name": "dpo"},
+        "optim": {"lr": 1e-3},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 2},
+        "train": {"max_steps": 10},
+    }
+    return parse_recipe(values).with_(**fields)
+
+
+def texts(prepared: Prepared, one: Case) -> list[list[tuple[str, str]]]:
+    """For each sequence, the decoded targets of the chosen and of the rejected conversation of each pair."""
+    samples: Any = prepared.sources[0].train
+    rows = samples.read(np.arange(len(samples)))
+    decode = one.encoder()._plain.decode
+    return [
+        [
+            tuple(decode(labels[(segments == 2 * number + role) & (labels != NO_TARGET)].tolist()) for role in (0, 1))
+            for number in range(pairs)
+        ]
+        for labels, segments, pairs in zip(
+            rows.labels, rows.segments, samples.pairs(np.arange(len(samples))), strict=True
+        )
+    ]
+
+
+def test_a_pair_lies_in_one_sequence_in_its_order(chatml: Case) -> None:
+    made = recipe(chatml, PAIRS)
+    prepared = prepare(made)
+    found = texts(prepared, chatml)
+    assert sorted(two for row in found for two in row) == sorted((one["chosen"], one["rejected"]) for one in PAIRS)
+    assert max(len(row) for row in found) > 1
+    samples = prepared.sources[0].train
+    assert isinstance(samples, PackedSamples)
+    rows = samples.read(np.arange(len(samples)))
+    assert (rows.position_ids == 0).sum() == 2 * len(PAIRS) + _paddings(samples)
+    assert "80 pairs (chosen from 'chosen', rejected from 'rejected', prompt from 'prompt')" in "".join(
+        notes(prepared, made)
+    )
+
+
+def _paddings(samples: PackedSamples) -> int:
+    """How many sequences end in padding, whose positions begin at 0 again."""
+    filled = np.add.reduceat(samples.lengths.astype(int), samples.offsets[:-1].astype(int))
+    return int((filled < samples.sequence_length).sum())
+
+
+def test_batches_carry_segments_lengths_and_references(chatml: Case) -> None:
+    prepared = prepare(recipe(chatml, PAIRS))
+    samples = prepared.sources[0].train
+    assert isinstance(samples, PackedSamples)
+    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
+    held = 0
+    for part in parts:
+        for one in part.micro_batches:
+            assert one.pairs is not None
+            exists = one.pairs.lengths > 0
+            assert (exists[:, 0::2] == exists[:, 1::2]).all()
+            assert int(one.pairs.lengths.sum()) == int((one.labels != NO_TARGET).sum())
+            assert one.pairs.references.isnan().equal(exists)  # unknown until they are computed
+            held += int(exists.sum()) // 2
+    assert {part.pairs for part in parts} == {held}
+    assert {part.terms for part in parts} == {held}
+
+
+def test_pairs_that_do_not_fit_are_dropped_and_counted(chatml: Case) -> None:
+    long = {"prompt": "q", "chosen": "ab" * (LENGTH // 2), "rejected": "b" * (LENGTH // 2)}
+    prepared = prepare(recipe(chatml, [*PAIRS, long]))
+    found = prepared.sources[0].store.meta["conversations"]
+    assert (found["kept"], found["dropped"], found["cut"]) == (80, 1, 0)
+
+
+def test_a_faulty_completion_leaves_out_the_pair(chatml: Case) -> None:
+    rows = [*PAIRS[:3], {**PAIRS[3], "rejected": ""}, *PAIRS[4:]]
+    with pytest.raises(DataError, match=r"pairs.jsonl, line 4: message 2 \(assistant\) is empty"):
+        prepare(recipe(chatml, rows))
+    prepared = prepare(recipe(chatml, rows, **{"data.faulty_rows": "drop"}))
+    assert len([two for row in texts(prepared, chatml) for two in row]) == 79
+
+
+def test_pairs_and_their_objective_go_together(chatml: Case) -> None:
+    made = recipe(chatml, PAIRS)
+    with pytest.raises(RecipeError, match="language_model compares none"):
+        made.with_(**{"objective.name": "language_model", "data.sources.0.format": "preference"})
+    with pytest.raises(RecipeError, match="compares pairs, but a source's format is messages"):
+        made.with_(**{"data.sources.0.format": "messages"})
+    with pytest.raises(RecipeError, match="sft_weight would have no effect on 'orpo'"):
+        made.with_(**{"objective.name": "orpo", "objective.sft_weight": 1.0})
+    with pytest.raises(DataError, match="no conversations were found in the columns prompt, completion"):
+        prepare(recipe(chatml, [{"prompt": "a", "completion": "b"}]))
+
+
+def test_lengths_count_the_targets_of_each_conversation() -> None:
+    from llmtrain.data import Pairs
+
+    labels = torch.tensor([[5, -100, 6, 7, -100], [8, 9, -100, -100, -100]])
+    segments = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 0, 0]])
+    pairs = Pairs.of(segments, labels, torch.zeros(2, 4, dtype=torch.float64))
+    assert pairs.lengths.tolist() == [[1, 2, 0, 0], [1, 1, 0, 0]]

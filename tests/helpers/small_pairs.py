@@ -1,0 +1,41 @@
+"""Pairs of short completions, and a recipe that compares them, small enough to train some dozen times in a test."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from llmtrain.recipe import Recipe
+from tests.helpers.chat_tokenizers import case
+from tests.helpers.small_verify import small
+
+LENGTH = 192
+VOCAB = 384
+
+
+def write_pairs(folder: Path, number: int = 300) -> Path:
+    """Pairs of many lengths, one to a few of which fit into a sequence, and a tokenizer with a chat template."""
+    case("chatml", folder / "tokenizer")
+    draw = random.Random(1)
+
+    def text() -> str:
+        return " ".join("".join(draw.choices("abcde", k=draw.randrange(1, 6))) for _ in range(draw.randrange(1, 9)))
+
+    rows = [{"prompt": text(), "chosen": f"yes {text()}", "rejected": f"no {text()}"} for _ in range(number)]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def small_pairs(pairs: Path, **fields: Any) -> Recipe:
+    """As `small`, with pairs that `write_pairs` has written."""
+    own = {
+        "data.tokenizer": str(pairs.parent / "tokenizer"),
+        "data.sequence_length": LENGTH,
+        "model.config.max_position_embeddings": LENGTH,
+        "model.config.vocab_size": VOCAB,
+        "objective.name": "dpo",
+    }
+    return small(pairs, **{**own, **fields})
