@@ -88,12 +88,12 @@ def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_cor
 
 
 def test_there_are_bugs_of_every_kind():
-    kinds = ("", "_zero", "_pipeline", "_shared", "_idle", "_adapter")
+    kinds = ("", "_zero", "_pipeline", "_shared", "_idle", "_adapter", "_pairs")
     modules = [importlib.import_module(f"tests.helpers.planted{kind}") for kind in kinds]
-    planted, zero, pipeline, shared, idle, adapter = modules
+    planted, zero, pipeline, shared, idle, adapter, pairs = modules
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
     lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
-    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED)
+    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, pairs.COMPARED, pairs.SLICED)
     assert len({bug for bugs in lists for bug in bugs}) >= 50
     defined = {
         value

@@ -1,0 +1,94 @@
+"""The reference's log-probabilities: those of the initial weights, computed once, kept, and read again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from llmtrain.data import Prepared, Schedule, prepare
+from llmtrain.ds_config import render
+from llmtrain.engines import build_engine, reference_model
+from llmtrain.engines.reference_model import with_references
+from llmtrain.models import build_model
+from llmtrain.plan import Plan
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_pairs import small_pairs, write_pairs
+from tests.helpers.small_verify import CPU, job_of
+
+EXACT = 1e-6
+"""Relative: each token's log-probability is off by some units of 2⁻²⁴, and their sum is in fp64."""
+
+
+def _alone(plan: Plan, prepared: Prepared) -> dict[str, list[float]]:
+    """The log-probability of each completion, by a plain forward pass over its conversation alone."""
+    model = build_model(plan.recipe, torch.float32, CPU).eval()
+    found: dict[str, list[float]] = {"train": [], "eval": []}
+    for split, values in found.items():
+        view: Any = getattr(prepared.sources[0], split)
+        for start, length in zip(view.starts.tolist(), view.lengths.tolist(), strict=True):
+            tokens = torch.from_numpy(view.stream.tokens[start : start + length + 1].astype(np.int64))
+            trained = torch.from_numpy(view.stream.trained[start + 1 : start + length + 1].copy())
+            with torch.no_grad():
+                logits = model(tokens[None, :-1]).logits[0]
+            taken = log_softmax(logits.double(), -1).gather(1, tokens[1:, None])[:, 0]
+            values.append(float(taken[trained].sum()))
+    return found
+
+
+def _references(prepared: Prepared) -> dict[str, list[float]]:
+    views: Any = prepared.sources[0]
+    return {split: getattr(views, split).references.tolist() for split in ("train", "eval")}
+
+
+def _work(rank: int, plan: Plan) -> tuple[dict[str, list[float]], dict[str, list[float]], list[float], list[float]]:
+    """Log-probabilities as found and as expected; the rewards of a step, and of an evaluation, before any update."""
+    prepared = prepare(plan.recipe)
+    engine = build_engine(plan, render(plan), CPU)
+    known = with_references(engine, plan, prepared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference_model, "log_probs", None)  # nothing is computed again
+        assert _references(with_references(engine, plan, prepared)) == _references(known)
+    batch = Schedule.of(plan, known, engine.data_parallel_rank).train_batch(0)
+    engine.eval_step(batch)
+    evaluated = engine.rewards(batch)
+    engine.train_step(batch)
+    trained = engine.rewards(batch)
+    assert evaluated is not None
+    assert trained is not None
+    return _references(known), _alone(plan, prepared), trained.tolist(), evaluated.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("dp1-zero2-acc1", 1),
+        pytest.param("dp2-zero3-acc2", 2, marks=pytest.mark.breadth),
+        pytest.param("dp1-pp2-zero1-acc4", 2, marks=pytest.mark.slow),
+        pytest.param("dp1-sp2-zero1-acc4", 2, marks=pytest.mark.breadth),
+        pytest.param("dp1-tp2-zero1-acc4", 2, marks=pytest.mark.breadth),
+        pytest.param("dp2-fsdp2-acc2", 2, marks=pytest.mark.breadth),
+    ],
+)
+def test_references_are_those_of_the_initial_weights(name: str, world: int, tmp_path: Any) -> None:
+    recipe = small_pairs(write_pairs(tmp_path, 60))
+    plan = job_of(recipe, [name]).plans[name]
+    for found, expected, *rewards in run_ranks(world, _work, plan):
+        for split, values in expected.items():
+            assert found[split] == pytest.approx(values, rel=EXACT)
+        for chosen, rejected, accuracy in rewards:
+            # The model is its own reference, so that every log-ratio is rounding.
+            assert max(abs(chosen), abs(rejected)) < 1e-4
+            assert 0 <= accuracy <= 1
+
+
+def test_other_weights_have_other_references(tmp_path: Any) -> None:
+    recipe = small_pairs(write_pairs(tmp_path, 60))
+    plans = [
+        job_of(one, ["dp1-zero2-acc1"]).plans["dp1-zero2-acc1"] for one in (recipe, recipe.with_(**{"train.seed": 2}))
+    ]
+    first, second = (run_ranks(1, _work, plan)[0][0] for plan in plans)
+    assert first["train"][0] != second["train"][0]

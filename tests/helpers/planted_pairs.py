@@ -1,0 +1,133 @@
+"""Bugs as trainers of pairs have them, planted into the real engine. Each is `bug(patch)`, as in `planted`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import distributed as dist
+
+from llmtrain.data import Pairs
+from llmtrain.engines.deepspeed import engine
+from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+from llmtrain.models import objective
+from llmtrain.models.objective import Objective
+
+
+def _on_pairs(patch, change, only_training=True):
+    """Compares `change(pairs)`; the references are computed as they should be unless the change is for all passes."""
+    original = engine.forward
+
+    def forward(call, model, rows, *others):
+        if model.training or not only_training:
+            rows = replace(rows, pairs=change(rows.pairs))
+        return original(call, model, rows, *others)
+
+    patch.setattr(engine, "forward", forward)
+
+
+def _on_losses(patch, change):
+    """Computes the losses of pairs from `change(config, log_probs, lengths, references)`."""
+    original = objective.pair_losses
+    patch.setattr(objective, "pair_losses", lambda *arguments: original(*change(*arguments)))
+
+
+def swapped_on_one_rank(patch):
+    def swap(pairs):
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return pairs
+        other = torch.arange(pairs.lengths.shape[1]) ^ 1
+        return Pairs(pairs.segments ^ 1, pairs.lengths[:, other], pairs.references[:, other])
+
+    _on_pairs(patch, swap)
+
+
+def reference_not_frozen(patch):
+    _on_losses(patch, lambda config, log_probs, lengths, _: (config, log_probs, lengths, log_probs.detach()))
+
+
+def reference_of_another_pair(patch):
+    def roll(config, log_probs, lengths, references):
+        return config, log_probs, lengths, references.roll(1, dims=0)
+
+    _on_losses(patch, roll)
+
+
+def pairs_by_micro_batch(patch):
+    """Each micro-batch weighs the same, however many pairs it has."""
+    original, train, seen = engine.forward, DeepSpeedEngine.train_step, {}
+
+    def train_step(self, batch):
+        seen["mean"] = batch.pairs / (self.plan.data_parallel_size * self.plan.batch.gradient_accumulation_steps)
+        return train(self, batch)
+
+    def forward(call, model, rows, *others):
+        loss_sum, auxiliary = original(call, model, rows, *others)
+        own = (rows.pairs.lengths > 0).sum() / 2
+        return loss_sum * (seen["mean"] / own if model.training else 1), auxiliary
+
+    patch.setattr(DeepSpeedEngine, "train_step", train_step)
+    patch.setattr(engine, "forward", forward)
+
+
+def segments_shifted(patch):
+    """By one token, for the references as well."""
+    _on_pairs(patch, lambda pairs: replace(pairs, segments=pairs.segments.roll(1, dims=1)), only_training=False)
+
+
+def label_smoothing_ignored(patch):
+    def ignore(config, *others):
+        return config.model_copy(update={"label_smoothing": 0.0}), *others
+
+    _on_losses(patch, ignore)
+
+
+def sft_ignored(patch):
+    _on_losses(patch, lambda config, *others: (config.model_copy(update={"sft_weight": 0.0}), *others))
+
+
+def mean_over_tokens(patch):
+    """As in IPO, for a loss that is defined by sums."""
+
+    def mean(config, log_probs, lengths, references):
+        counts = lengths.clamp(min=1)
+        return config, log_probs / counts, torch.ones_like(lengths), references / counts
+
+    _on_losses(patch, mean)
+
+
+def slices_not_summed(patch):
+    """Each rank compares the slices that it holds."""
+    patch.setattr(objective._SummedOverSlices, "apply", staticmethod(lambda log_probs, group: log_probs))
+
+
+def slices_summed_without_gradient_of_others(patch):
+    """The gradient of a share, as if the other ranks computed nothing from the sum."""
+
+    def backward(ctx, gradient):
+        return gradient, None
+
+    patch.setattr(objective._SummedOverSlices, "backward", staticmethod(backward))
+
+
+def every_slice_counts_the_whole_loss(patch):
+    original = Objective.__call__
+
+    def whole(self, losses, pairs):
+        return original(self, losses, pairs) * dist.get_world_size(self._slices)
+
+    patch.setattr(Objective, "__call__", whole)
+
+
+COMPARED = (
+    swapped_on_one_rank,
+    reference_not_frozen,
+    reference_of_another_pair,
+    pairs_by_micro_batch,
+    segments_shifted,
+    label_smoothing_ignored,
+    sft_ignored,
+    mean_over_tokens,
+)
+SLICED = (slices_not_summed, slices_summed_without_gradient_of_others, every_slice_counts_the_whole_loss)
+"""Those of ranks that share sequences."""

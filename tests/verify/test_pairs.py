@@ -1,0 +1,59 @@
+"""Objectives that compare pairs are certified under every strategy, and every planted bug is caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.harness import run_ranks
+from tests.helpers.small_pairs import small_pairs, write_pairs
+from tests.helpers.small_verify import MOE, certified, job_of, plant, refer
+
+SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
+DPO = {"objective.name": "dpo", "objective.label_smoothing": 0.1, "objective.sft_weight": 0.3}
+SHARED = ["dp1-pp2-zero1-acc4", "dp1-sp2-zero3-acc1", "dp1-tp2-zero1-acc4"]
+FLAT = ["dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
+THREE = ["dp1-pp2-sp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-pp2-zero1-acc2"]
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.mark.parametrize(
+    ("names", "fields"),
+    [
+        pytest.param(["dp1-zero2-acc4"], DPO),
+        pytest.param(SHARED, DPO, marks=SLOW),
+        pytest.param(FLAT, DPO, marks=BREADTH),
+        pytest.param(THREE, DPO, marks=BREADTH),
+        pytest.param([*FLAT, *SHARED], {"objective.name": "ipo", "objective.beta": 0.5}, marks=BREADTH),
+        pytest.param([*FLAT, *SHARED], {"objective.name": "orpo"}, marks=BREADTH),
+        pytest.param([*FLAT, *SHARED], DPO | {"parallel.precision": "bf16"}, marks=BREADTH),
+        pytest.param(["dp1-zero0-acc4", *SHARED], DPO | {"kernels.loss": "chunked"}, marks=BREADTH),
+        pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
+    job = job_of(small_pairs(pairs, **fields), names, nproc=4)
+    run_ranks(1, refer, job, tmp_path)
+    world = max(plan.workers for plan in job.plans.values())
+    assert run_ranks(world, certified, job, tmp_path, timeout=600)[0] == dict.fromkeys(names, True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "bugs"),
+    [
+        pytest.param("dp2-zero2-acc2", "COMPARED", marks=SLOW),
+        pytest.param("dp1-sp2-zero1-acc4", "SLICED", marks=SLOW),
+        pytest.param("dp2-zero3-acc2", "COMPARED", marks=BREADTH),
+    ],
+)
+def test_every_planted_bug_is_caught(plan, bugs, pairs, tmp_path):
+    job = job_of(small_pairs(pairs, **DPO), [plan])
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_pairs", bugs, timeout=600)[0]
+    assert found.pop("none") == [plan]
+    assert found
+    assert {name for name, plans in found.items() if plans} == set()
