@@ -34,7 +34,7 @@ def completions(draft: Draft) -> Iterator[Fault]:
 @rule(
     "objective.documents",
     "Both completions of a pair lie in one sequence: the second one would follow from the first.",
-    "run",
+    "read",
 )
 def documents(draft: Draft) -> Iterator[Fault]:
     """Refuses documents that see each other, and families that carry state from one to the next."""

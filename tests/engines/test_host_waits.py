@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.rules import resolve
-from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe, with_pairs
 from tests.helpers.harness import run_ranks
 
 LOGGED = 4
@@ -86,6 +86,8 @@ def _fit(rank, world, fields):
         step_batch(step, micro, accumulation, engine.data_parallel_rank, plan.data_parallel_size)
         for step in range(STEPS)
     ]
+    if recipe.objective.compares_pairs:
+        batches = [with_pairs(batch) for batch in batches]
 
     questions = Questions()
     run = Run(
@@ -122,6 +124,7 @@ LOGGING = {(True, "llmtrain: guard.py read"), (True, "llmtrain: loop.py _log")}
     [
         (1, {"parallel.zero_stage": 0}),
         (2, {"parallel.zero_stage": 1, "parallel.precision": "bf16"}),
+        (1, {"parallel.zero_stage": 1, "objective.name": "dpo"}),
         pytest.param(2, {"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.slow),
         *(
             pytest.param(world, fields, marks=pytest.mark.breadth)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.data import MicroBatch, Pairs, StepBatch
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 
 VOCAB = 256
@@ -62,6 +64,16 @@ def global_batch(step: int, size: int = GLOBAL_BATCH, length: int = T, vocab: in
         labels[first + second :] = -100
         samples.append(MicroBatch(input_ids=tokens[None, :-1], position_ids=positions[None], labels=labels[None]))
     return samples
+
+
+def with_pairs(batch: StepBatch) -> StepBatch:
+    """The batch with the two documents of each sample as a pair, with made-up references."""
+    micro_batches = []
+    for one in batch.micro_batches:
+        segments = ((one.position_ids == 0).cumsum(1) - 1).clamp(max=1)
+        references = torch.full((len(one.labels), 2), -50.0, dtype=torch.float64)
+        micro_batches.append(replace(one, pairs=Pairs.of(segments, one.labels, references)))
+    return replace(batch, micro_batches=micro_batches, pairs=batch.samples)
 
 
 def step_batch(

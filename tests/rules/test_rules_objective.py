@@ -1,0 +1,42 @@
+"""What cannot be compared is refused, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.rules import resolve
+from tests.helpers.batches import tiny_recipe
+
+DPO = {"objective.name": "dpo", "data.sources": [{"name": "pairs.jsonl"}]}
+MAMBA = {
+    "model.architecture": "mamba",
+    "model.config": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule", "field"),
+    [
+        ({"data.packing": "concat"}, "objective.whole_pairs", "data.packing"),
+        ({"data.too_long": "cut_turns"}, "objective.whole_pairs", "data.too_long"),
+        ({"data.train_on": "all"}, "objective.completions", "data.train_on"),
+        ({"data.mask_documents": False}, "objective.documents", "data.mask_documents"),
+        (MAMBA, "objective.documents", "objective.name"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(fields, rule, field):
+    resolve(tiny_recipe(**DPO), Cluster())
+    resolve(tiny_recipe(**fields), Cluster())  # without pairs it is allowed
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**DPO, **fields), Cluster())
+    assert [(problem.rule, problem.field) for problem in caught.value.problems] == [(rule, field)]
+
+
+def test_a_loss_that_needs_its_weights_at_once_is_refused():
+    gpu = Cluster(device="h100")
+    with pytest.raises(RecipeError, match="only known once all tokens of its pair are"):
+        resolve(tiny_recipe(**DPO, **{"kernels.loss": "liger"}), gpu)
+    for loss in ("whole", "chunked", "compiled"):
+        resolve(tiny_recipe(**DPO, **{"kernels.loss": loss}), gpu)
