@@ -153,7 +153,7 @@ class _Worker:
         from llmtrain.runtime.devices import free_device_memory
 
         plan, run_dir = self.plan, self.run_dir
-        with self.output.console.status("starting torch and DeepSpeed"):
+        with self.output.console.status("starting torch and DeepSpeed") as status:
             storage = probe(run_dir.checkpoints)
             # A checkpoint is verified before the engine is built: a damaged one costs no minutes.
             choice = self._choose(resume, storage)
@@ -166,8 +166,10 @@ class _Worker:
                 self.output.warn(line)
             engine = build_engine(plan, ds_config, device)
             measure(plan, engine, self.heart)
-            with self.heart.phase(Phase.EVALUATING):
-                prepared = with_references(engine, plan, prepared, self.heart.beat)
+            if plan.recipe.objective.needs_reference:
+                status.update("reading or computing the reference's log-probabilities")
+                with self.heart.phase(Phase.EVALUATING):
+                    prepared = with_references(engine, plan, prepared, self.heart.beat)
             state = self._start(engine, choice, prepared.key, storage)
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)

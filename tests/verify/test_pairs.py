@@ -30,6 +30,7 @@ def pairs(tmp_path_factory):
         pytest.param([*FLAT, *SHARED], {"objective.name": "ipo", "objective.beta": 0.5}, marks=BREADTH),
         pytest.param([*FLAT, *SHARED], {"objective.name": "orpo"}, marks=BREADTH),
         pytest.param([*FLAT, *SHARED], DPO | {"parallel.precision": "bf16"}, marks=BREADTH),
+        pytest.param(FLAT, DPO | {"parallel.precision": "autocast_bf16"}, marks=BREADTH),
         pytest.param(["dp1-zero0-acc4", *SHARED], DPO | {"kernels.loss": "chunked"}, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
     ],
