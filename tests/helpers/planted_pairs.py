@@ -71,8 +71,9 @@ def pairs_by_micro_batch(patch):
 
 
 def segments_shifted(patch):
-    """By one token, for the references as well."""
-    _on_pairs(patch, lambda pairs: replace(pairs, segments=pairs.segments.roll(1, dims=1)), only_training=False)
+    """The last token of each completion is counted for the next conversation, for the references as well. Shifted the
+    other way nothing would change, because each conversation begins with a prompt, whose tokens have no target."""
+    _on_pairs(patch, lambda pairs: replace(pairs, segments=pairs.segments.roll(-1, dims=1)), only_training=False)
 
 
 def label_smoothing_ignored(patch):
