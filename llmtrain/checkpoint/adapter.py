@@ -15,8 +15,6 @@ from llmtrain.models.hub_names import empty_model
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 
-ADAPTER_FILE = "adapter_model.safetensors"
-
 
 def write_adapter(
     recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
@@ -33,5 +31,5 @@ def write_adapter(
         like = trained[files[key]]
         return source.read_as(files[key], like).view(like.shape).to(dtype)
 
-    with create(folder / ADAPTER_FILE) as target:
+    with create(folder / adapter.ADAPTER_FILE) as target:
         stream_tensors(target.stream, {key: trained[name].data for key, name in files.items()}, read)

@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from llmtrain.checkpoint.adapter import ADAPTER_FILE
 from llmtrain.checkpoint.contents import read_plan
 from llmtrain.checkpoint.export import SHARD_BYTES, Dtype, export, read_tokenizer, write_configuration, write_weights
 from llmtrain.checkpoint.folder import check_new, new_folder
 from llmtrain.errors import CheckpointError, Problem
-from llmtrain.models.adapter import FILE_PREFIX, adapter_configuration
+from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names

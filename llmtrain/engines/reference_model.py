@@ -24,8 +24,10 @@ from llmtrain.data.samples import PackedSamples, Samples
 from llmtrain.data.sources.files import Fingerprints
 from llmtrain.data.store import SPLITS, Split
 from llmtrain.engines.engine import Engine
+from llmtrain.models.adapter import ADAPTER_FILE
 from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
+from llmtrain.plan.hub import stored_file
 from llmtrain.recipe import Recipe
 from llmtrain.runtime.agree import broadcast, gather, world_size
 
@@ -114,4 +116,8 @@ def _identity(recipe: Recipe, cache: Cache) -> dict[str, Any]:
     if recipe.model.pretrained is None:
         return identity | {"vocab_size": recipe.vocab_size, "seed": recipe.train.seed}
     files = weight_files(recipe.model)
+    if (lora := recipe.model.adapter) and lora.pretrained:
+        file = stored_file(lora.pretrained, ADAPTER_FILE, lora.revision)
+        assert file is not None, "the engine has read it"
+        files.append(file)
     return identity | {"files": [one.hash for one in Fingerprints(cache, recipe.model.pretrained).of(files)]}

@@ -42,6 +42,8 @@ from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
 ADAPTER = "default"
 """PEFT's name of a model's only adapter."""
+ADAPTER_FILE = "adapter_model.safetensors"
+"""File of the weights in a folder of PEFT."""
 FILE_PREFIX = "base_model.model."
 """What the names of all weights begin with in the file of an adapter."""
 DORA = "lora_magnitude_vector"

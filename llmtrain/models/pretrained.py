@@ -133,7 +133,7 @@ def hash_of_weights(source: ModelConfig) -> str:
     none.
     """
     digest = hashlib.sha256()
-    for file in sorted(set(_files(source).values())):
+    for file in weight_files(source):
         target = file.resolve()
         is_named = file.is_symlink() and target.parent.name == "blobs"
         digest.update(f"{file.name} {target.name if is_named else fingerprint(file).xxh3_128}\n".encode())

@@ -100,7 +100,8 @@ class ReferenceLoop:
         self.together = together
         self.runs_whole = _runs_whole(self.model.config, recipe.data.sequence_length)
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        self.initial = {name: one.detach().clone() for name, one in self.model.named_parameters()}
+        needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
+        self.initial = {name: one.detach().clone() for name, one in needed.items()}
         """The reference of an objective that compares pairs."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
