@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
 MOST_SKELETONS = 10_000
 """Number of proven skeletons that are kept."""
+UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Encoded:
     """Whether the loss includes the prediction of this token."""
     turns: tuple[int, ...]
     """Number of tokens up to the end of each turn of the assistant: where it may be cut."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A rendered conversation."""
+
+    conversation: Conversation
+    whole: Rendered
+    turns: list[Turn]
+    """The turns of the assistant."""
 
 
 class ChatEncoder:
@@ -54,6 +65,8 @@ class ChatEncoder:
             [one.content for one in tokens if one.special], sorted(text for text in added if text in literal)
         )
         self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
+        self._is_alias = np.zeros(max(self._tokenizer.get_vocab().values()) + 1, bool)
+        self._is_alias[[copy for copy, _ in self._aliases.values()]] = True
         special = template.special
         self._eos = self._plain.token_to_id(special["eos_token"]) if "eos_token" in special else None
         bos = special.get("bos_token")
@@ -63,15 +76,16 @@ class ChatEncoder:
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Returns the tokens of each conversation, or why it has none."""
-        prepared = [self._prepare(one) for one in conversations]
-        texts = [one[0].text for one in prepared if not isinstance(one, RowError)]
-        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
-        return [
-            one if isinstance(one, RowError) else self._encoded(conversation, *one, next(encodings))
-            for conversation, one in zip(conversations, prepared, strict=True)
-        ]
+        return self.tokenize([self.render(one) for one in conversations])
 
-    def _prepare(self, conversation: Conversation) -> tuple[Rendered, list[Turn]] | RowError:
+    def tokenize(self, rendered: Sequence[Chat | RowError]) -> list[Encoded | RowError]:
+        """Returns the tokens of rendered conversations, on all cores."""
+        texts = [one.whole.text for one in rendered if not isinstance(one, RowError)]
+        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        return [one if isinstance(one, RowError) else self._encoded(one, next(encodings)) for one in rendered]
+
+    def render(self, conversation: Conversation) -> Chat | RowError:
+        """Renders a conversation and establishes its turns, or returns why that is not possible."""
         try:
             reject_reserved([conversation.messages, conversation.tools])
             if len(conversation.messages) > MOST_MESSAGES:
@@ -85,80 +99,121 @@ class ChatEncoder:
                 if len(self._proven) >= MOST_SKELETONS:
                     self._proven.clear()
                 self._proven[key] = turns
-            return whole, self._proven[key]
+            return Chat(conversation, whole, self._proven[key])
         except RowError as fault:
             return fault
 
     def _check_tokens(self, whole: Rendered) -> None:
-        """Raises RowError if the tokens are not those of the tokenizer as it is, where no text was broken up."""
+        """Raises RowError if the tokens are not those of the tokenizer as it is, or stand for unknown characters."""
+        encoding = self._tokenizer.encode(whole.text, add_special_tokens=False)
+        ids = self._ids(whole.text, encoding)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        covered = np.zeros(len(whole.text) + 1, np.int64)
+        np.add.at(covered, starts, 1)
+        np.add.at(covered, ends, -1)
+        bare = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
+        if any(whole.text[place].isalnum() for place in bare) or (np.diff(starts) < 0).any():
+            raise RowError(UNKNOWN_PLACES)
         controls = self._renderer.controls
         plain = controls.plain(whole.text)
         if controls.alias(plain) != whole.text:
             return  # a message spells a control token; its text and the token look the same in `plain`
-        ids, _, _ = self._aligned(whole.text, self._tokenizer.encode(whole.text, add_special_tokens=False))
         if ids.tolist() != self._plain.encode(plain, add_special_tokens=False).ids:
             raise RowError("the tokenizer reads the template's special tokens in another way than one by one")
 
-    def _aligned(self, text: str, encoding: Any) -> tuple[Array, Array, Array]:
-        """Returns the tokens of a text, and where each begins and ends in it. Raises RowError if that is not known."""
+    def _ids(self, text: str, encoding: Any) -> Array:
+        """Returns the tokens of a text with characters for control tokens. Raises RowError if one became another."""
         ids = np.array(encoding.ids, np.int64)
-        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T.copy()
-        places = np.array([found.start() for found in CONTROL.finditer(text)], np.int64)
-        aliases = np.array([self._aliases[text[place]] for place in places], np.int64).reshape(-1, 2)
-        tokens = np.searchsorted(ends, places, side="right")
-        covered = np.zeros(len(text) + 1, np.int64)
-        np.add.at(covered, starts, 1)
-        np.add.at(covered, ends, -1)
-        bare = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
-        known = not any(text[place].isalnum() for place in bare) and (np.diff(starts) >= 0).all()
-        if not known or (len(tokens) and (tokens[-1] >= len(ids) or (ids[tokens] != aliases[:, 0]).any())):
-            raise RowError("the tokenizer does not say which characters its tokens stand for")
-        # Some tokens take in the white space beside them; their place is their own.
-        ids[tokens], starts[tokens], ends[tokens] = aliases[:, 1], places, places + 1
-        return ids, starts, ends
+        known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
+        places = np.flatnonzero(self._is_alias[ids])
+        if not np.array_equal(ids[places], known[:, 0]):
+            raise RowError("the tokenizer does not keep the template's special tokens apart from the text beside them")
+        ids[places] = known[:, 1]
+        return ids
 
-    def _encoded(
-        self, conversation: Conversation, whole: Rendered, turns: list[Turn], encoding: Any
-    ) -> Encoded | RowError:
-        text = whole.text
+    def _encoded(self, chat: Chat, encoding: Any) -> Encoded | RowError:
+        whole, turns = chat.whole, chat.turns
         try:
-            ids, starts, ends = self._aligned(text, encoding)
+            ids = self._ids(whole.text, encoding)
+            places = _Places(whole.text, encoding)
+            spans = [
+                (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
+            ]
+            if (
+                turns[-1].message + 1 == len(chat.conversation.messages)
+                and not turns[-1].ended
+                and self._eos is not None
+            ):
+                # Otherwise no model would learn to stop.
+                ids = np.append(ids, self._eos)
+                spans[-1] = (spans[-1][0], len(ids))
+            trained = self._trained(chat, spans, places, len(ids))
         except RowError as fault:
             return fault
-        if turns[-1].message + 1 == len(conversation.messages) and not turns[-1].ended and self._eos is not None:
-            # Otherwise no model would learn to stop.
-            ids = np.append(ids, self._eos)
-            starts, ends = (np.append(places, len(text)) for places in (starts, ends))
-        spans = [(_position(whole, turn.start), _position(whole, turn.end)) for turn in turns]
-        trained = self._trained(conversation, whole, turns, spans, starts, ends)
         if not trained[1:].any():
             return RowError("nothing of it is trained on")
-        cuts = {turn.message: int((ends <= end).sum()) for turn, (_, end) in zip(turns, spans, strict=True)}
+        cuts = {turn.message: end for turn, (_, end) in zip(turns, spans, strict=True)}
         return Encoded(ids, trained, tuple(cuts.values()))
 
-    def _trained(
-        self,
-        conversation: Conversation,
-        whole: Rendered,
-        turns: list[Turn],
-        spans: list[tuple[int, int]],
-        starts: Array,
-        ends: Array,
-    ) -> NDArray[np.bool_]:
+    def _trained(self, chat: Chat, spans: list[tuple[int, int]], places: _Places, length: int) -> NDArray[np.bool_]:
+        is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
-            trained = np.ones(len(starts), bool)
-            pieces = [(one.message, (one.start, one.end)) for one in whole.stretches]
-            pieces += [(turn.message, span) for turn, span in zip(turns, spans, strict=True)]
-            for message, (first, end) in pieces:
-                if not conversation.trained[message]:
-                    trained &= (ends <= first) | (starts >= end)
+            trained = np.ones(length, bool)
+            for one in chat.whole.stretches:
+                if not is_trained[one.message]:
+                    # A token that is partly of such a message is not trained on either.
+                    trained[places.after(one.start) : places.first(one.end)] = False
+            for turn, (first, end) in zip(turns, spans, strict=True):
+                if not is_trained[turn.message]:
+                    trained[first:end] = False
             return trained
         last = turns[-1].message
-        trained = np.zeros(len(starts), bool)
+        trained = np.zeros(length, bool)
         for turn, (first, end) in zip(turns, spans, strict=True):
-            if conversation.trained[turn.message] and (self._train_on == "assistant" or turn.message == last):
-                trained |= (starts >= first) & (ends <= end)
+            if is_trained[turn.message] and (self._train_on == "assistant" or turn.message == last):
+                trained[first:end] = True
         return trained
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Finds tokens by places in a text.
+
+    Asks for single tokens, since a list of the places of all takes longer than to tokenize.
+    """
+
+    text: str
+    encoding: Any
+
+    def first(self, place: int) -> int:
+        """Returns the first token that begins at a place or after it."""
+        return self._skip(place, lambda start, end: start < place)
+
+    def after(self, place: int) -> int:
+        """Returns the first token that ends after a place."""
+        return self._skip(place, lambda start, end: end <= place)
+
+    def _skip(self, place: int, before: Callable[[int, int], bool]) -> int:
+        found = self._covering(place)
+        while found < len(self.encoding) and before(*self._own(found)):
+            found += 1
+        return found
+
+    def _covering(self, place: int) -> int:
+        """Returns the token that a place, or the next one that has a token, belongs to."""
+        for character in range(place, len(self.text)):
+            token = self.encoding.char_to_token(character)
+            if token is not None:
+                return int(token)
+            if self.text[character].isalnum():
+                raise RowError(UNKNOWN_PLACES)
+        return len(self.encoding)
+
+    def _own(self, token: int) -> tuple[int, int]:
+        """Returns where a token begins and ends, without the white space that some control tokens take in."""
+        start, end = self.encoding.token_to_chars(token)
+        control = CONTROL.search(self.text, start, end)
+        return control.span() if control else (start, end)
 
 
 def _position(whole: Rendered, place: tuple[int, int]) -> int:

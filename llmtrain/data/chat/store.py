@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
-from llmtrain.data.chat.conversation import ChatSource, Conversation, Layout, RowError
+from llmtrain.data.chat.conversation import ChatSource, Layout, RowError
 from llmtrain.data.chat.encode import ChatEncoder, Encoded, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
@@ -105,30 +106,16 @@ def tokenize_conversations(
     place: the recipe field of the source. Raises DataError for rows that are no conversation, unless they are left out.
     """
     started, counts, characters = time.perf_counter(), _Counts(), 0
-    layouts: dict[tuple[str, ...], Layout] = {}
     most = reading.sequence_length + 1
     with ExitStack() as stack:
         writers = {split: _Writer(folder, split, vocab_size, stack) for split in SPLITS}
-        batches = prefetched(_batches(corpus))
+        # One thread reads and renders, while the tokenizer works on the batch before.
+        batches = prefetched(_batches(corpus, source, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
-            chats: list[tuple[Document, tuple[Conversation, ...]]] = []
-            for document in batch:
-                counts.rows += 1
-                finder.look(document.text)
+            encoded = iter(encoder.tokenize([chat for _, row in batch for chat in row]))
+            for document, row in batch:
                 characters += len(document.text)
-                values = json.loads(document.text)
-                columns = tuple(values)
-                try:
-                    if columns not in layouts:
-                        layouts[columns] = source.layout(columns, place)
-                    chats.append((document, layouts[columns].read(values)))
-                    where = str(layouts[columns])
-                    counts.columns[where] = counts.columns.get(where, 0) + 1
-                except (RowError, DataError) as error:
-                    counts.fault(document.place, error)
-            encoded = iter(encoder.encode([one for _, row in chats for one in row]))
-            for document, row in chats:
                 found = [next(encoded) for _ in row]
                 whole = [one for one in found if not isinstance(one, RowError)]
                 if len(whole) < len(found):
@@ -141,7 +128,8 @@ def tokenize_conversations(
                         writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
                 else:
                     counts.dropped += 1
-            task.update(batch[-1].fraction, f"{counts.rows:,} conversations")
+                counts.rows += 1
+            task.update(batch[-1][0].fraction, f"{counts.rows:,} conversations")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
     if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
@@ -181,12 +169,28 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
     return fitting[-1] if fitting and too_long == "cut_turns" else 0
 
 
-def _batches(corpus: Corpus) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    for document in corpus.documents():
-        batch.append(document)
-        if len(batch) >= BATCH_CONVERSATIONS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _batches(
+    corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
+) -> Iterator[list[tuple[Document, list[ChatText | RowError]]]]:
+    """Yields documents with their rendered conversations; of a pair there are two."""
+    layouts: dict[tuple[str, ...], Layout] = {}
+
+    def rendered(document: Document) -> list[ChatText | RowError]:
+        finder.look(document.text)
+        row = json.loads(document.text)
+        columns = tuple(row)
+        try:
+            if columns not in layouts:
+                layouts[columns] = source.layout(columns, place)
+            conversations = layouts[columns].read(row)
+        except RowError as error:
+            return [error]
+        except DataError as error:
+            return [RowError(str(error))]
+        where = str(layouts[columns])
+        counts.columns[where] = counts.columns.get(where, 0) + 1
+        return [encoder.render(one) for one in conversations]
+
+    documents = corpus.documents()
+    while batch := list(islice(documents, BATCH_CONVERSATIONS)):
+        yield [(document, rendered(document)) for document in batch]
