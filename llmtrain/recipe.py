@@ -171,7 +171,8 @@ class Source(Part):
     """What a row holds: a text; a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or as
     an instruction, its input and the output; or a pair, one conversation with two completions, of which the first is
     preferred. `auto`: a pair if `objective` compares pairs, else a text if local files have `text_column`, else a
-    conversation if they have columns with the usual names; a text for a hub dataset."""
+    conversation if they have columns with the usual names; the same for a hub dataset that declares its columns, else a
+    text."""
     text_column: str = "text"
     """Column that contains the document."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -190,7 +191,8 @@ class TrainedTokenizer(Part):
     """A byte-level BPE tokenizer trained on the recipe's own training documents."""
 
     vocab_size: Annotated[int, Field(gt=0, le=LARGEST_TRAINED)]
-    """Largest number of tokens, including special tokens."""
+    """Largest number of tokens, including special tokens: `<|endoftext|>` and, with conversations, those of
+    `data.chat_template` (`<|…|>`)."""
 
 
 class DataConfig(Part):

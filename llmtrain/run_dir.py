@@ -241,12 +241,18 @@ class RunDir:
             problem = Problem("run_dir.damaged", str(file), f"cannot be read: {why(error)}", fix)
         raise CheckpointError(problem)
 
-    def keep_tokenizer(self, folder: Path) -> None:
-        """Copies a tokenizer to the run directory. Raises RecipeError if it cannot be written."""
+    def keep_tokenizer(self, folder: Path, chat_template: str | None, stop_ids: list[int]) -> None:
+        """Copies a tokenizer to the run directory, with the chat template and the tokens at which generation stops.
+
+        Raises RecipeError if it cannot be written.
+        """
         with _writing(self.tokenizer):
             self.tokenizer.mkdir(exist_ok=True)
             for file in folder.iterdir():
                 shutil.copyfile(file, self.tokenizer / file.name)  # without its permissions: the umask determines them
+            if chat_template is not None:
+                (self.tokenizer / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+            write_json(self.tokenizer / "generation_config.json", {"eos_token_id": stop_ids})
 
     def write_environment(self) -> None:
         """Records versions, machine, commit and the relevant variables of this process."""

@@ -32,7 +32,7 @@ from llmtrain.models.precision import weight_dtype
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan import Plan
 from llmtrain.system.durable import create
-from llmtrain.system.untrusted import utf8_name
+from llmtrain.system.untrusted import read_json, utf8_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 BASE = "base"
@@ -138,6 +138,9 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
     if pads and model.generation_config is not None:
         unused = range(max(text.get_vocab().values()) + 1, model.config.vocab_size)
         model.generation_config.suppress_tokens = list(unused) or None
+    if (stops := tokenizer / "generation_config.json").is_file() and model.generation_config:
+        found = read_json(stops, dict[str, list[int]])["eos_token_id"]
+        model.generation_config.eos_token_id = found if len(found) > 1 else found[0]
     write_configuration(model, folder)
     text.save_pretrained(folder)
 

@@ -13,7 +13,7 @@ import numpy as np
 from llmtrain.data import packing
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
 from llmtrain.data.chat.store import ChatReading
-from llmtrain.data.chat.template import load_template
+from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import ConcatSamples, EvalOrder, Samples, packed_samples
@@ -60,6 +60,8 @@ class Prepared:
     """Whether this call made anything; False if everything was in the cache."""
     seconds: float
     """Duration of this call, including the time spent waiting for another process."""
+    chat_template: ChatTemplate | None = None
+    """The template that writes the conversations; None if there are none."""
 
     @property
     def key(self) -> str:
@@ -84,6 +86,12 @@ class Prepared:
     def eos_id(self) -> int:
         """The token that ends each document, and pads."""
         return self.tokenizer.eos_id
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The tokens at which generation stops: the end of a text, and of a turn of the assistant."""
+        chats = [source.store.meta.get("conversations", {}) for source in self.sources]
+        return sorted({self.eos_id, *(int(token) for chat in chats for token in chat.get("ends", ()))})
 
     @property
     def train_sequences(self) -> int:
@@ -154,14 +162,14 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     eval_corpora = open_corpora(_as_compared(recipe, recipe.evaluation.sources), cache, EVAL_FIELD)
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
-    reading = Reading(
-        tokenizer, data.special_tokens, held_out, _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
-    )
+    chat = _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
+    reading = Reading(tokenizer, data.special_tokens, held_out, chat)
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
     reading = replace(reading, eval_fraction=1.0)
     evaluation = _prepare_sources(data, EVAL_FIELD, recipe.evaluation.sources, eval_corpora, reading, cache)
     made = tokenizer.made or any(source.made for source in (*sources, *evaluation))
-    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, time.perf_counter() - started)
+    template, seconds = chat.template if chat else None, time.perf_counter() - started
+    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, seconds, template)
     _check_evaluation(recipe, prepared)
     return prepared
 

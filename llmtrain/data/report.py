@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from llmtrain.data.chat.template import DATE
 from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import fill
@@ -70,6 +71,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
             found.append(f"{source.name} contains {special}; they are read as {read} (data.special_tokens)")
     unused = sum(source.train.unused() for source in prepared.sources)
+    if prepared.chat_template and prepared.chat_template.writes_date:
+        found.append(f"the chat template writes the date: {DATE:%Y-%m-%d} in all conversations, on whatever day")
     if unused:
         found.append(f"{unused:,} training tokens at the end of the streams are unused: each is less than a sequence")
     return found

@@ -45,6 +45,10 @@ class Samples(Protocol):
     def announce(self, index: NDArray[np.int64]) -> None:
         """Starts reading from disk what `targets` of `index` needs, without waiting."""
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs in all sequences, without padding."""
+
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
@@ -71,6 +75,11 @@ class ConcatSamples:
 
     def __len__(self) -> int:
         return max(0, len(self.stream) - 1) // self.sequence_length
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs in all sequences, which have no padding."""
+        return len(self) * self.sequence_length
 
     def unused(self) -> int:
         """Returns the size of the rest at the end of the stream."""
@@ -129,6 +138,11 @@ class PackedSamples:
 
     def __len__(self) -> int:
         return len(self.target_counts)
+
+    @property
+    def inputs(self) -> int:
+        """Number of inputs in all sequences, without padding."""
+        return int(self.lengths.sum(dtype=np.int64))
 
     def unused(self) -> int:
         """Returns 0, since every token is used."""
@@ -208,9 +222,9 @@ def packed_samples(
 
 
 def fill(samples: Samples) -> float:
-    """Returns the fraction of slots that contain an input with a target; 0 without sequences."""
+    """Returns the fraction of slots that are not padding; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
-    return int(samples.targets(np.arange(len(samples))).sum()) / slots if slots else 0.0
+    return samples.inputs / slots if slots else 0.0
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:

@@ -12,10 +12,10 @@ import xxhash
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
-from llmtrain.data.sources.corpus import Corpus, first_break, split_documents, split_identity
+from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, first_break, split_documents, split_identity
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.hub import hub_has, is_path
-from llmtrain.plan.vocabulary import named_template, read_template, wanted_tokens
+from llmtrain.plan.vocabulary import control_tokens, named_template, read_template, wanted_tokens
 from llmtrain.recipe import DataConfig, NewTokens, TrainedTokenizer
 from llmtrain.system.untrusted import expanded, read_bytes
 
@@ -23,7 +23,7 @@ FIELD = "data.tokenizer"
 FORMAT = 1
 """Version of the folder's layout; part of its key."""
 END_OF_TEXT = "<|endoftext|>"
-"""The only special token of a trained tokenizer, used as beginning, end and padding."""
+"""The special token of every trained tokenizer, used as beginning, end and padding."""
 BYTES = 256
 TRAINING_CHARACTERS = 64_000_000
 """Most characters to train a tokenizer on: more hardly changes the merges, but takes memory and minutes."""
@@ -102,11 +102,15 @@ def prepare_tokenizer(
         weights = integer_weights([source.weight for source in data.sources])
         identities = [split_identity(corpus, eval_fraction) for corpus in corpora]
         parsed = ["parse"] if data.special_tokens == "parse" else []
-        key = key_of("trained", FORMAT, wanted.vocab_size, eval_fraction, weights, identities, *parsed)
+        has_chats = any(isinstance(corpus, ConversationCorpus) for corpus in corpora)
+        special = control_tokens(named_template(data.chat_template)) if has_chats and data.chat_template else ()
+        chats = ["messages", list(special)] if has_chats else []
+        key = key_of("trained", FORMAT, wanted.vocab_size, eval_fraction, weights, identities, *parsed, *chats)
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task("Training the tokenizer") as task:
-                meta = _train(folder, wanted, data.sequence_length, _training_texts(data, corpora, eval_fraction))
+                texts = _training_texts(data, corpora, eval_fraction)
+                meta = _train(folder, wanted, special, data.sequence_length, texts)
                 task.update(1.0)
             return meta
     else:
@@ -141,19 +145,25 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _train(folder: Path, wanted: TrainedTokenizer, sequence_length: int, texts: Iterator[str]) -> dict[str, Any]:
-    """Trains a byte-level BPE (Radford et al. 2019) and writes it in the format of `transformers`."""
+def _train(
+    folder: Path, wanted: TrainedTokenizer, special: Sequence[str], sequence_length: int, texts: Iterator[str]
+) -> dict[str, Any]:
+    """Trains a byte-level BPE (Radford et al. 2019) and writes it in the format of `transformers`.
+
+    special: special tokens besides `END_OF_TEXT`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if wanted.vocab_size <= BYTES:
-        message = f"{wanted.vocab_size} tokens are too few for {BYTES} bytes and {END_OF_TEXT}"
-        raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"use at least {BYTES + 1}"))
+    tokens = list(dict.fromkeys([END_OF_TEXT, *special]))
+    if wanted.vocab_size < BYTES + len(tokens):
+        message = f"{wanted.vocab_size} tokens are too few for {BYTES} bytes and {', '.join(tokens)}"
+        raise DataError(Problem("data.vocab", f"{FIELD}.vocab_size", message, f"use at least {BYTES + len(tokens)}"))
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=wanted.vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -181,7 +191,7 @@ def _training_texts(data: DataConfig, corpora: Sequence[Corpus], eval_fraction: 
             if left <= 0:
                 break
             if not is_held_out:
-                text = text[: int(left) + 1]
+                text = (corpus.text_of(text) if isinstance(corpus, ConversationCorpus) else text)[: int(left) + 1]
                 left -= len(text)
                 for part in text.split(END_OF_TEXT) if data.special_tokens == "parse" else [text]:
                     yield from cut(part)

@@ -117,7 +117,8 @@ def named_template(wanted: str) -> str:
     if path.is_file():
         return read_bytes(path).decode("utf-8")
     message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
-    raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message))
+    fix = f"--set {TEMPLATE_FIELD}=null takes that of the tokenizer"
+    raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message, fix))
 
 
 def _tokens(tokenizer: str) -> dict[str, int]:

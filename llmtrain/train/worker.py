@@ -174,7 +174,9 @@ class _Worker:
             self._note_history(state)
         data = Schedule.of(plan, prepared, dp_rank=engine.data_parallel_rank)
         if self.rank.is_main:
-            run_dir.keep_tokenizer(prepared.tokenizer_dir)
+            template = prepared.chat_template
+            source = template.source if template else None
+            run_dir.keep_tokenizer(prepared.tokenizer_dir, source, prepared.stop_ids)
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)

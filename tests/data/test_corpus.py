@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from llmtrain.data.cache import Cache
 from llmtrain.data.progress import Progress
-from llmtrain.data.sources.corpus import held_out, open_corpora
+from llmtrain.data.sources.corpus import ConversationCorpus, held_out, open_corpora
 from llmtrain.data.sources.hub import hub_corpus
 from llmtrain.errors import DataError, Exit
 from llmtrain.recipe import Source
@@ -137,6 +138,23 @@ def test_a_dataset_that_datasets_loads(cache: Cache, tmp_path: Path) -> None:
         list(missing.documents())
     with pytest.raises(DataError, match="nosplit"):
         list(hub_corpus(Source(str(folder), split="nosplit"), "data.sources.0", cache, "text").documents())
+
+
+def test_conversations_of_a_dataset_that_declares_its_columns(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("llmtrain.data.sources.corpus.find_files", lambda *_: [])  # as for a name on the hub
+    rows = [{"prompt": "a", "completion": "b"}]
+    declared = "".join(f"  - name: {name}\n    dtype: string\n" for name in rows[0])
+    for name, head in (("declared", f"---\ndataset_info:\n  features:\n{declared}---\n"), ("silent", "")):
+        Path(name).mkdir()
+        Path(name, "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path(name, "README.md").write_text(head)
+    found, unknown = open_corpora([Source("declared"), Source("silent")], cache)
+    assert isinstance(found, ConversationCorpus)
+    assert [json.loads(document.text) for document in found.documents()] == rows
+    assert not isinstance(unknown, ConversationCorpus)
 
 
 def test_a_dataset_that_moved_since_it_was_first_used_is_refused(cache: Cache, tmp_path: Path) -> None:

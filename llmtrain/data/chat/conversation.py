@@ -62,6 +62,14 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that may be called."""
 
+    def text(self) -> str:
+        """Returns what a tokenizer may be trained on: the texts of the messages, calls and tools as JSON."""
+        texts = [json.dumps(tool) for tool in self.tools]
+        for message in self.messages:
+            texts += [message.get("reasoning_content", ""), message["content"]]
+            texts += [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+        return "\n".join(filter(None, texts))
+
 
 @dataclass(frozen=True)
 class Layout:

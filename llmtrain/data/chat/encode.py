@@ -32,6 +32,8 @@ class Encoded:
     """Whether the loss includes the prediction of this token."""
     turns: tuple[int, ...]
     """Number of tokens up to the end of each turn of the assistant: where it may be cut."""
+    ends: frozenset[int]
+    """The tokens that end these turns, at which generation stops."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,8 @@ class ChatEncoder:
             spans = [
                 (places.first(_position(whole, turn.start)), places.after(_position(whole, turn.end))) for turn in turns
             ]
-            if (
-                turns[-1].message + 1 == len(chat.conversation.messages)
-                and not turns[-1].ended
-                and self._eos is not None
-            ):
+            size, last = len(ids), turns[-1]
+            if not last.ended and last.message + 1 == len(chat.conversation.messages) and self._eos is not None:
                 # Otherwise no model would learn to stop.
                 ids = np.append(ids, self._eos)
                 spans[-1] = (spans[-1][0], len(ids))
@@ -153,7 +152,8 @@ class ChatEncoder:
         if not trained[1:].any():
             return RowError("nothing of it is trained on")
         cuts = {turn.message: end for turn, (_, end) in zip(turns, spans, strict=True)}
-        return Encoded(ids, trained, tuple(cuts.values()))
+        ends = {int(ids[end - 1]) for turn, (_, end) in zip(turns, spans, strict=True) if turn.ended or end > size}
+        return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
 
     def _trained(self, chat: Chat, spans: list[tuple[int, int]], places: _Places, length: int) -> NDArray[np.bool_]:
         is_trained, turns = chat.conversation.trained, chat.turns

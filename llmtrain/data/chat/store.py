@@ -15,7 +15,7 @@ import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.chat.conversation import ChatSource, Layout, RowError
-from llmtrain.data.chat.encode import ChatEncoder, Encoded, TrainOn
+from llmtrain.data.chat.encode import Chat, ChatEncoder, Encoded, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
@@ -24,7 +24,7 @@ from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import Finder
 from llmtrain.errors import DataError, Problem
 
-FORMAT = 1
+FORMAT = 2
 """Version of how conversations become tokens; part of a store's key."""
 BATCH_CONVERSATIONS = 1000
 SHOWN = 5
@@ -59,6 +59,8 @@ class _Counts:
     faulty: int = 0
     faults: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    """Tokens that end turns of the assistant, with the number of conversations."""
 
     def fault(self, place: str, error: Exception) -> None:
         self.faulty += 1
@@ -125,6 +127,8 @@ def tokenize_conversations(
                     for one, size in zip(whole, sizes, strict=True):
                         counts.cut += size < len(one.ids)
                         counts.trained_tokens += int(one.trained[1:size].sum())
+                        for token in one.ends:
+                            counts.ends[token] = counts.ends.get(token, 0) + 1
                         writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
                 else:
                     counts.dropped += 1
@@ -171,11 +175,11 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 
 def _batches(
     corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
-) -> Iterator[list[tuple[Document, list[ChatText | RowError]]]]:
+) -> Iterator[list[tuple[Document, list[Chat | RowError]]]]:
     """Yields documents with their rendered conversations; of a pair there are two."""
     layouts: dict[tuple[str, ...], Layout] = {}
 
-    def rendered(document: Document) -> list[ChatText | RowError]:
+    def rendered(document: Document) -> list[Chat | RowError]:
         finder.look(document.text)
         row = json.loads(document.text)
         columns = tuple(row)

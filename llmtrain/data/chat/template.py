@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ from llmtrain.errors import DataError, Problem, reason
 from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template
 from llmtrain.system.untrusted import read_json
 
+DATE = datetime(2024, 7, 26)
+"""What templates write as the date of today, since tokens must not depend on the day; Llama 3.1's without a clock."""
+_FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{- format"
+    + "".join(f"|replace('%{code}', '{DATE.strftime(f'%{code}')}')" for code in ("-d", "-m", *"aAbBdHIjmMpSyY"))
+    + " -}}{%- endmacro -%}"
+)
+"""Replaces the function of the environment, since `transformers` passes no functions to a template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CALL: Message = {"type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
 _PROBE: tuple[Message, ...] = (
@@ -41,6 +50,11 @@ class ChatTemplate:
     def render_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of messages, and what it says to be generated (`{% generation %}`). Raises RowError."""
         return self._render(messages, tools, prompt=False, spans=True)
+
+    @cached_property
+    def writes_date(self) -> bool:
+        """Whether the template writes the date, for which `DATE` is taken."""
+        return "strftime_now" in self.source
 
     @cached_property
     def has_spans(self) -> bool:
@@ -86,7 +100,7 @@ class ChatTemplate:
         texts, found = render_jinja_template(
             [list(messages)],
             tools=list(tools) or None,
-            chat_template=self.source,
+            chat_template=_FIXED_DATE + self.source if self.writes_date else self.source,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=spans,
             **self.special,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import xxhash
 
 from llmtrain.data.cache import Cache, key_of
-from llmtrain.data.chat.conversation import ChatSource, find_layout
+from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
 from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_text
 from llmtrain.data.sources.hub import hub_corpus
@@ -67,6 +67,14 @@ class ConversationCorpus:
     def documents(self) -> Iterator[Document]:
         """Yields the rows."""
         yield from self.rows.documents()
+
+    def text_of(self, row: str) -> str:
+        """Returns the texts of the messages of a row, which is JSON; nothing if it holds no conversation."""
+        values = json.loads(row)
+        try:
+            return "\n".join(one.text() for one in self.chat.layout(values, "").read(values))
+        except (RowError, DataError):
+            return ""
 
 
 class CorpusPart(NamedTuple):
@@ -132,22 +140,29 @@ def first_break(text: str, lowest: int, highest: int) -> int | None:
     return found.end() if found else None
 
 
-def _holds_conversations(source: Source, corpus: FileCorpus, cache: Cache) -> bool:
-    """Whether the first row of files has no text, but a conversation; read once."""
+def _columns(corpus: FileCorpus, cache: Cache) -> list[str]:
+    """Returns the columns of the first row of files, which is read once; none for plain text."""
     reader = READERS.get(corpus.kind, read_text)
     if reader is read_text:
-        return False
+        return []
 
     def build(_: Path) -> dict[str, Any]:
         with closing(reader(corpus.files[0], None)) as rows:  # type: ignore[type-var]
             return {"columns": list(json.loads(first.text)) if (first := next(rows, None)) else []}
 
-    columns = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
+    found: list[str] = cache.entry("columns", key_of(corpus.kind, corpus.prints[0].hash), build).meta["columns"]
+    return found
+
+
+def _hold_conversations(source: Source, columns: Sequence[str]) -> bool:
+    """Whether a source of unknown format has no text, but conversations."""
+    if source.format != "auto" or source.text_column in columns:
+        return False
     try:
-        find_layout(columns, "", format=None, named=source.columns)
+        find_layout(columns, "", format=None, named=source.columns, system=source.system)
     except DataError:
         return False
-    return source.text_column not in columns
+    return True
 
 
 def _holds_out_the_end(corpus: Corpus, eval_fraction: float) -> bool:
@@ -167,12 +182,13 @@ def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None
     if files:
-        found = file_corpus(source, files, cache, column)
-        if source.format == "auto" and _holds_conversations(source, found, cache):
-            column = None
-        opened: Corpus = replace(found, column=column)
+        in_files = file_corpus(source, files, cache, column)
+        column = None if _hold_conversations(source, _columns(in_files, cache)) else column
+        opened: Corpus = replace(in_files, column=column)
     elif HUB_NAME.fullmatch(source.name) and not source.name.endswith((*READERS, *COMPRESSIONS)):
-        opened = hub_corpus(source, field, cache, column)
+        on_hub = hub_corpus(source, field, cache, column)
+        column = None if _hold_conversations(source, on_hub.columns) else column
+        opened = replace(on_hub, column=column)
     else:
         raise DataError(_missing(source, field))
     if column is not None:

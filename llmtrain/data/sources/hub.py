@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmtrain.data.cache import Cache, key_of
@@ -24,6 +25,8 @@ class HubCorpus:
     """Column of the text; None for whole rows."""
     version: str
     """The version that the name referred to when it was first used; for a hub dataset, the commit."""
+    columns: tuple[str, ...]
+    """Its columns, if they are known before it is downloaded."""
 
     @property
     def name(self) -> str:
@@ -73,9 +76,13 @@ def hub_corpus(source: Source, field: str, cache: Cache, column: str | None) -> 
 
     Raises DataError if `datasets` does not find it.
     """
-    key = key_of(source.name, source.subset, source.revision)
-    pin = cache.entry("pins", key, lambda _: {"name": source.name, "version": _builder(source, field).hash})
-    return HubCorpus(source, field, column, pin.meta["version"])
+
+    def build(_: Path) -> dict[str, Any]:
+        builder = _builder(source, field)
+        return {"name": source.name, "version": builder.hash, "columns": list(builder.info.features or ())}
+
+    pin = cache.entry("pins", key_of(source.name, source.subset, source.revision), build).meta
+    return HubCorpus(source, field, column, pin["version"], tuple(pin.get("columns", ())))
 
 
 def _builder(source: Source, field: str) -> Any:

@@ -86,6 +86,19 @@ def test_a_message_that_spells_special_tokens_stays_text(name: str, tmp_path: Pa
         assert len(specials(parsed)) == len(specials(plain)) + len(one.about["special"])
 
 
+def test_a_turn_that_begins_at_token_0_is_trained_on_whole(chatml: Case) -> None:
+    """transformers#47325: `return_assistant_tokens_mask` masks a span that begins at token 0."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ '<|im_start|>' + m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": "It is 4."}, *turns("What is 2+2?", "Bye.")]
+    one = chatml._replace(source=source, template=ChatTemplate(source, chatml.template.special))
+    found = encoded(one, messages)
+    assert one.trained(found) == ["It is 4.<|im_end|>", "Bye.<|im_end|>"]
+    assert found.trained[0]
+
+
 def test_white_space_at_the_ends_is_as_the_template_leaves_it(tmp_path: Path) -> None:
     kept, trimmed = case("chatml", tmp_path / "a"), case("llama3", tmp_path / "b")
     assert kept.trained(encoded(kept, turns("a", "  b \n"))) == ["  b \n<|im_end|>"]

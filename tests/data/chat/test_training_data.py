@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from llmtrain.data import Prepared, Schedule, notes, prepare
-from llmtrain.data.samples import NO_TARGET
+from llmtrain.data.samples import NO_TARGET, fill
 from llmtrain.errors import DataError
 from llmtrain.recipe import Recipe, parse_recipe
 from llmtrain.verify.documents import read_documents
@@ -143,3 +144,45 @@ def test_parquet_and_text_beside_conversations(chatml: Case) -> None:
 def test_conversations_are_not_cut_into_a_stream(chatml: Case) -> None:
     with pytest.raises(DataError, match="a conversation is never split"):
         prepare(recipe(chatml, ROWS, packing="concat"))
+
+
+def test_the_fill_counts_inputs_and_not_targets(chatml: Case) -> None:
+    prepared = prepare(recipe(chatml, ROWS))
+    samples, stream = prepared.sources[0].train, prepared.sources[0].store.streams["train"]
+    inputs = len(stream) - len(ROWS)  # the last token of each conversation is only a target
+    assert fill(samples) == inputs / (len(samples) * 256)
+
+
+def test_a_tokenizer_is_trained_on_texts_and_has_the_tokens_of_the_template(chatml: Case) -> None:
+    """Trained on the rows' JSON, its merges would be those of keys and quotes."""
+    words = "unmistakable perspicacity "
+    rows = [
+        {"messages": [{"role": "user", "content": words * 3}, {"role": "assistant", "content": f"{words}{n}"}]}
+        for n in range(60)
+    ]
+    trained = {"tokenizer": {"vocab_size": 300}, "chat_template": "chatml"}
+    prepared = prepare(recipe(chatml, rows, **trained))
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json"))
+    assert len(tokenizer.encode("perspicacity").ids) <= 2
+    assert len(tokenizer.encode('"messages"').ids) > 4
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert tokenizer.encode("<|im_start|>user<|im_end|>").ids[-1] == end
+    assert prepared.stop_ids == sorted({prepared.eos_id, end})
+    stream = prepared.sources[0].store.streams["train"]
+    assert stream.trained is not None
+    assert (stream.tokens == end).sum() == 2 * (stream.trained & (stream.tokens == end)).sum() == 120
+
+
+def test_the_word_none_is_no_template(chatml: Case) -> None:
+    with pytest.raises(DataError, match="chat_template=null takes that of the tokenizer"):
+        prepare(recipe(chatml, ROWS, chat_template="None"))
+
+
+def test_tokens_do_not_depend_on_the_day(chatml: Case) -> None:
+    source = '{{ strftime_now("%d %b %Y") }}' + chatml.source
+    made = recipe(chatml, ROWS[:8], chat_template=source)
+    prepared = prepare(made)
+    stream = prepared.sources[0].store.streams["train"]
+    text = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json")).decode(stream.tokens[:12].tolist())
+    assert text.startswith("26 Jul 2024")
+    assert "2024-07-26 in all conversations" in "".join(notes(prepared, made))
