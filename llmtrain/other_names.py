@@ -48,7 +48,8 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
     "parallel.offload_optimizer": ("cpu_offload", "optimizer_offload"),
     "parallel.offload_param": ("cpu_offload_param", "offload_params", "param_offload"),
     "parallel.backend": ("strategy", "distributed_type"),
-    "train.max_steps": ("num_train_epochs", "num_epochs", "epochs", "total_num_steps", "training_steps", "max_iters"),
+    "train.max_steps": ("total_num_steps", "training_steps", "max_iters"),
+    "train.epochs": ("num_train_epochs", "num_epochs"),
     "train.seed": ("data_seed", "random_seed"),
     "evaluation.every_steps": (
         "eval_steps",

@@ -204,8 +204,9 @@ class DataConfig(Part):
     """Folder or hub name of a tokenizer, or one to train."""
     sequence_length: Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
     """Tokens that the model reads per sequence, T."""
-    packing: Literal["best_fit", "concat"] = "best_fit"
-    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T."""
+    packing: Literal["best_fit", "concat", "none"] = "best_fit"
+    """`best_fit`: no document of at most T tokens is split (arXiv 2404.10830); `concat`: one stream, cut every T;
+    `none`: one document per sequence, then padding."""
     mask_documents: bool = True
     """Restart positions at each document, and prevent attention to other documents."""
     special_tokens: Literal["refuse", "text", "parse"] = "refuse"
@@ -355,10 +356,25 @@ class ParallelConfig(Part):
 class TrainConfig(Part):
     """Length and seed of the run."""
 
-    max_steps: PositiveInt
-    """Number of optimizer steps."""
+    max_steps: PositiveInt | None = None
+    """Number of optimizer steps. Give either this or `epochs`, from which it follows once the data are prepared."""
+    epochs: PositiveInt | None = None
+    """Number of times that every training sequence is read, exactly: several sources are mixed in proportion to their
+    sequences, and the last step reads what is left."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
+
+    @property
+    def steps(self) -> int:
+        """The number of steps, once it is known."""
+        assert self.max_steps is not None, "the number of steps of an epoch is known once the data are prepared"
+        return self.max_steps
+
+    @model_validator(mode="after")
+    def _has_length(self) -> Self:
+        if self.max_steps is None and self.epochs is None:
+            raise ValueError("give either `max_steps` or `epochs`")
+        return self
 
 
 class EvalConfig(Part):

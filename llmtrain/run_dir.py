@@ -35,7 +35,7 @@ MOST_ID_BYTES = 4096
 # key in the checkpoints differs.)
 MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
-    r"|batch\.(global|micro)_batch_size|train\.max_steps|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
+    r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
     r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
 )
@@ -320,8 +320,15 @@ def changes(old: Recipe, new: Recipe, what: str) -> list[Problem]:
             "restore the value to continue the run, or start another run with --run-dir",
         )
         for field in fields
-        if before.get(field) != now.get(field) and not MAY_CHANGE.fullmatch(field)
+        if before.get(field) != now.get(field) and not _may_change(field, new)
     ]
+
+
+def _may_change(field: str, recipe: Recipe) -> bool:
+    """Whether a run may be continued with another value; the steps that epochs take follow from their batches."""
+    return MAY_CHANGE.fullmatch(field) is not None and not (
+        field == "batch.global_batch_size" and recipe.train.epochs is not None
+    )
 
 
 def check_unchanged(old: Recipe, new: Recipe, what: str) -> None:

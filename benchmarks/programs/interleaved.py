@@ -141,7 +141,7 @@ def peer_of(kind: str, plan: Plan, config: dict[str, Any], rank: int, local_rank
     device = torch.device("cpu") if plan.cluster.spec.on_cpu else torch.device("cuda", local_rank)
     model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
     model.train()
-    arguments = (recipe.optim, recipe.train.max_steps, recipe.logging.every_steps)
+    arguments = (recipe.optim, recipe.train.steps, recipe.logging.every_steps)
     if kind == "torch":
         taken = torch_steps(model, batches, *arguments)
     else:

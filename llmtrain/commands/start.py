@@ -289,7 +289,7 @@ def _launch(
 
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.commands.precheck import check_stages
-    from llmtrain.data import Progress, Schedule, prepare, report
+    from llmtrain.data import Progress, Schedule, prepare, report, with_steps
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.tools import check_tool
     from llmtrain.predict import memory_of
@@ -309,7 +309,11 @@ def _launch(
             forked_from.start(common_environment(plan.workers))  # a new one, with one worker that drives all devices
         check_stages(plan)
         prepared = prepare(plan.recipe, Progress(console))
+        plan = with_steps(plan, prepared)
         console.print(report(prepared, plan.recipe))
+        if plan.recipe.train.epochs and (nothing_left := _nothing_left(plan, folder, request.max_steps)):
+            console.print(nothing_left, highlight=False, soft_wrap=True)
+            return Exit.DONE
         if checkpoint:
             check_data(checkpoint, prepared.key)
         Schedule.of(plan, prepared, dp_rank=0)  # reports data too short for a batch before anything is started
@@ -355,7 +359,7 @@ def _nothing_left(plan: Plan, folder: RunDir, stop_after: int | None) -> str | N
     if checkpoint is None:
         return None
     manifest = read_manifests(checkpoint)[0]
-    if manifest.step >= plan.recipe.train.max_steps:
+    if plan.recipe.train.max_steps and manifest.step >= plan.recipe.train.max_steps:
         is_done = not plan.recipe.export.at_end or is_exported(folder.export, manifest)
         return f"{folder.path} is finished: {manifest.step:,} steps" if is_done else None
     return already_taken(folder.path, manifest.step, stop_after)

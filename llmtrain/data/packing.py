@@ -33,8 +33,11 @@ class Pieces(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any]:
-    """Writes the index of both splits of a store; returns the numbers of sequences and pieces of each."""
+def pack(folder: Path, store: TokenStore, sequence_length: int, alone: bool = False) -> dict[str, Any]:
+    """Writes the index of both splits of a store; returns the numbers of sequences and pieces of each.
+
+    alone: whether each piece has a sequence of its own.
+    """
     meta: dict[str, Any] = {}
     for split in SPLITS:
         with ExitStack() as stack:
@@ -45,7 +48,7 @@ def pack(folder: Path, store: TokenStore, sequence_length: int) -> dict[str, Any
             targets = stack.enter_context(ArrayWriter(folder, f"{split}_targets", np.uint32))
             offsets.append(np.zeros(1, np.uint64))
             for pieces in _chunks(store.streams[split], sequence_length):
-                order, sizes = _placed(pieces, sequence_length, 2 if store.streams[split].holds_pairs else 1)
+                order, sizes = _placed(pieces, sequence_length, 2 if store.streams[split].holds_pairs else 1, alone)
                 ends = np.cumsum(sizes)
                 offsets.append(starts.length + ends)
                 starts.append(pieces.starts[order])
@@ -87,9 +90,13 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
     return Pieces(bounds[document] + offset, np.minimum(sequence_length, inputs[document] - offset))
 
 
-def _placed(pieces: Pieces, capacity: int, together: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Does the same as `best_fit`, with each `together` consecutive pieces in one bin, in their order."""
-    order, sizes = best_fit(pieces.lengths.reshape(-1, together).sum(axis=1), capacity)
+def _placed(pieces: Pieces, capacity: int, together: int, alone: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Does the same as `best_fit`, with each `together` consecutive pieces in one bin, in their order.
+
+    alone: whether a bin holds nothing else.
+    """
+    units = pieces.lengths.reshape(-1, together).sum(axis=1)
+    order, sizes = (np.arange(len(units)), np.ones(len(units), np.int64)) if alone else best_fit(units, capacity)
     return (order[:, None] * together + np.arange(together)).ravel(), sizes * together
 
 

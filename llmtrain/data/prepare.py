@@ -165,6 +165,8 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     chat = _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
     reading = Reading(tokenizer, data.special_tokens, held_out, chat)
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
+    if recipe.train.epochs:
+        sources = tuple(replace(one, weight=max(1, len(one.train))) for one in sources)
     reading = replace(reading, eval_fraction=1.0)
     evaluation = _prepare_sources(data, EVAL_FIELD, recipe.evaluation.sources, eval_corpora, reading, cache)
     made = tokenizer.made or any(source.made for source in (*sources, *evaluation))
@@ -238,7 +240,7 @@ def packed_source(
 
         def build(folder: Path) -> dict[str, Any]:
             with cache.progress.task(f"Packing {name}"):
-                return packing.pack(folder, store, length)
+                return packing.pack(folder, store, length, alone=data.packing == "none")
 
         entry = cache.entry("packs", key, build)
         made = store.made or entry.made

@@ -61,8 +61,8 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     """Returns remarks on the data, one line each."""
     found = []
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
-        if epochs > 1:
-            found.append(f"{source.name} repeats: {recipe.train.max_steps:,} steps are {epochs:.3g} epochs of it")
+        if epochs > 1 and not recipe.train.epochs:
+            found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in (*prepared.sources, *prepared.evaluation_sources):
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source.name, chats, recipe, source.store.streams["train"].holds_pairs))
@@ -91,7 +91,9 @@ def _conversations(name: str, chats: dict[str, Any], recipe: Recipe, are_pairs: 
 
 def _epochs(prepared: Prepared, recipe: Recipe) -> list[float]:
     """Returns how many times the whole run reads each source."""
-    samples = recipe.train.max_steps * recipe.batch.global_batch_size
+    if recipe.train.epochs:
+        return [float(recipe.train.epochs)] * len(prepared.sources)
+    samples = recipe.train.steps * recipe.batch.global_batch_size
     weights = integer_weights([source.weight for source in prepared.sources])
     return [
         samples * weight / sum(weights) / len(source.train) if len(source.train) else math.inf

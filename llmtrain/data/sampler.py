@@ -140,6 +140,15 @@ def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) 
     return slice(start, start + micro_batch_size)
 
 
+def with_steps(plan: Plan, prepared: Prepared) -> Plan:
+    """Returns a plan with the number of steps that its epochs take."""
+    epochs = plan.recipe.train.epochs
+    if epochs is None:
+        return plan
+    steps = -(-epochs * prepared.train_sequences // plan.batch.global_batch_size)
+    return plan.model_copy(update={"recipe": plan.recipe.with_(**{"train.max_steps": max(1, steps)})})
+
+
 class Schedule:
     """The batches of one rank, distributed as in `rows_of`."""
 
@@ -153,8 +162,11 @@ class Schedule:
         gradient_accumulation_steps: int,
         dp_rank: int,
         dp_size: int,
+        epochs: int | None = None,
     ) -> None:
-        """Raises DataError if a source has fewer sequences than one global batch takes from it."""
+        """epochs: after these, the batch is smaller and the next one begins anew; None: batches run on.
+
+        Raises DataError if a source has fewer sequences than one global batch takes from it."""
         if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
             raise ValueError(
                 f"{global_batch_size} != {micro_batch_size} * {gradient_accumulation_steps} * {dp_size} sequences"
@@ -166,6 +178,7 @@ class Schedule:
         self._steps = gradient_accumulation_steps
         self._rank = dp_rank
         self._size = dp_size
+        self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
         self._eval = [source.eval for source in prepared.evaluated]
@@ -182,6 +195,7 @@ class Schedule:
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
             dp_rank=dp_rank,
             dp_size=plan.readers,
+            epochs=plan.recipe.train.epochs,
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
@@ -194,7 +208,7 @@ class Schedule:
         return sources, sequences
 
     def train_batch(self, cursor: int) -> StepBatch:
-        """Returns the batch of samples `cursor` to `cursor + global_batch_size`; `cursor` counts samples from 0."""
+        """Returns the batch that begins with sample `cursor`, counted from 0."""
         return self._train_steps(cursor, 1)[0]
 
     def train_batches(self, cursor: int) -> Iterator[StepBatch]:
@@ -245,25 +259,31 @@ class Schedule:
         own_tokens = self._steps * self._micro * self._prepared.sequence_length
         steps, most = 1, max(1, READ_TOKENS // own_tokens)
         while True:
-            yield self._train_steps(cursor, steps)
-            cursor += steps * self._global
+            batches = self._train_steps(cursor, steps)
+            yield batches
+            cursor += sum(batch.samples for batch in batches)
             steps = min(2 * steps, most)
 
     def _train_steps(self, cursor: int, steps: int) -> list[StepBatch]:
-        """Reads the batches of `steps` steps from sample `cursor` on.
+        """Reads the batches of `steps` steps from sample `cursor` on, or of those up to the last epoch's end.
 
         They are read together to pay the overhead of numpy calls, which hold the interpreter lock, once.
         """
-        sources, sequences = self.sample_ids(cursor, steps * self._global)
+        samples = steps * self._global
+        if cursor < self._end:
+            samples = min(samples, self._end - cursor)
+            steps = -(-samples // self._global)
+        sources, sequences = self.sample_ids(cursor, samples)
         _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
         micro_batches = self._micro_batches(self._train, sources, sequences, steps * self._steps)
-        counts = (one.reshape(steps, self._global).sum(axis=1) for one in _counts(self._train, sources, sequences))
-        targets, pairs = (one.tolist() for one in counts)
+        first = np.arange(steps) * self._global
+        counts = _counts(self._train, sources, sequences)
+        targets, pairs = (np.add.reduceat(one, first).tolist() for one in counts)
         return [
             StepBatch(
                 micro_batches[step * self._steps : (step + 1) * self._steps],
                 targets[step],
-                self._global,
+                min(self._global, samples - step * self._global),
                 cursor + step * self._global,
                 pairs=pairs[step],
             )

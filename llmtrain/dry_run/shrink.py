@@ -118,6 +118,7 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         **_types_and_places(recipe),
         # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
+        "train.epochs": None,
         "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
         "optim.decay_steps": min(recipe.optim.decay_steps, 1),
         "evaluation.max_sequences": total,
@@ -196,12 +197,17 @@ def _trained(model: ModelConfig) -> str:
     return f"adapters of {targets if isinstance(targets, str) else ', '.join(targets)}"
 
 
+def _length(recipe: Recipe) -> str:
+    train = recipe.train
+    return f"{train.epochs} epochs" if train.epochs else f"{train.steps:,}"
+
+
 def _run_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     one, other = plan.recipe, small.recipe
     yield "data", ", ".join(source.name for source in one.data.sources), "random documents", "corpus and tokenizer"
     yield "sequence", f"{one.data.sequence_length} tokens", f"{other.data.sequence_length} tokens", "long attention"
     yield "batch", triangle(plan), triangle(small), "larger sums"
-    yield "steps", f"{one.train.max_steps:,}", f"{other.train.max_steps}", "that it learns; the learning rate's course"
+    yield "steps", _length(one), f"{other.train.steps}", "that it learns; the learning rate's course"
     yield "precision", one.parallel.precision, other.parallel.precision, "the loss scale, and what overflows"
     for field, name in PLACES.items():
         places = (getattr(one.parallel, field), getattr(other.parallel, field))

@@ -63,7 +63,7 @@ def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
         names.get(optim.schedule, optim.schedule),
         optimizer,
         num_warmup_steps=optim.warmup_steps,
-        num_training_steps=recipe.train.max_steps,
+        num_training_steps=recipe.train.steps,
         scheduler_specific_kwargs=extras,
     )
     return made

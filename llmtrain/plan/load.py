@@ -148,7 +148,30 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     module = import_recipe(Path(path))
     recipe, cluster = recipe_of(module, variant), cluster_of(module, variant)
     fields = parse_assignments(assignments)
-    return grown(recipe.with_(**fields) if fields else recipe), cluster
+    recipe = recipe.with_(**fields) if fields else recipe
+    _check_length(recipe)
+    return grown(recipe), cluster
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Raises RecipeError for two lengths, or shares of sources beside epochs.
+
+    Checked here, since the recipe of a started run has the steps that its epochs take.
+    """
+    if recipe.train.epochs is None:
+        return
+    problems = []
+    if recipe.train.max_steps is not None:
+        message = f"{recipe.train.max_steps} was given, and epochs={recipe.train.epochs}, from which it follows"
+        fix = "--set train.max_steps=null, or --set train.epochs=null"
+        problems.append(Problem("recipe.length", "train.max_steps", message, fix))
+    for number, source in enumerate(recipe.data.sources):
+        if source.weight != 1:
+            message = f"{source.weight} was given, but an epoch reads every sequence of '{source.name}' once"
+            fix = f"--set data.sources.{number}.weight=1, or train.max_steps instead of train.epochs"
+            problems.append(Problem("recipe.length", f"data.sources.{number}.weight", message, fix))
+    if problems:
+        raise RecipeError(problems)
 
 
 def with_variant(spec: str, variant: str) -> str:

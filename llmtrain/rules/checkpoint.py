@@ -59,7 +59,7 @@ def never_evaluated(draft: Draft) -> Iterator[Fault]:
     saved, evaluated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
     if recipe.checkpoint.keep_best is None:
         return
-    if not (saved and evaluated) or math.lcm(saved, evaluated) > recipe.train.max_steps:
+    if not (saved and evaluated) or math.lcm(saved, evaluated) > (recipe.train.max_steps or math.inf):
         message = (
             f"keep_best={recipe.checkpoint.keep_best}, but no step before the last has both a checkpoint "
             f"(every_steps={saved}) and an evaluation (evaluation.every_steps={evaluated})"
@@ -77,7 +77,7 @@ def never(draft: Draft) -> Iterator[Fault]:
     evaluation = draft.recipe.evaluation
     if evaluation.every_steps:
         return
-    fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps)
+    fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps or 100)
     if evaluation.sources:
         yield Fault(
             "evaluation.sources", "sources were given, but evaluation.every_steps is 0: there is no evaluation", fix

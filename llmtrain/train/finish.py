@@ -26,7 +26,7 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
             highlight=False,
         )
     checkpoint = newest(run_dir.checkpoints)
-    if state.step < recipe.train.max_steps or not recipe.export.at_end or checkpoint is None:
+    if state.step < recipe.train.steps or not recipe.export.at_end or checkpoint is None:
         return
     if elsewhere := missing_parts(read_manifests(checkpoint)):
         console.print(f"not exported: parts of {checkpoint} are on {some(elsewhere)}; copy them there", soft_wrap=True)

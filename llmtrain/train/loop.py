@@ -77,7 +77,7 @@ def fit(run: Run) -> None:
             meter.add(batch.target_tokens, waited)
             run.progress.advance(state.step)
             # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
-            at_end = state.step == recipe.train.max_steps
+            at_end = state.step == recipe.train.steps
             if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter, batch)
             # Separate from logging, because results must not depend on what is logged.

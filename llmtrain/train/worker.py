@@ -117,7 +117,7 @@ class _Worker:
 
     def train(self, ds_config: dict[str, object], resume: str, max_steps: int | None) -> Exit:
         """Runs the whole life of a worker."""
-        from llmtrain.data import Progress, prepare
+        from llmtrain.data import Progress, prepare, with_steps
 
         prepared = prepare(self.plan.recipe, Progress(self.output.console))
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -127,7 +127,8 @@ class _Worker:
             device = init_process_group(self.rank, self.plan.cluster.spec.on_cpu)
             secret = agreed_secret(self.secret, self.rank)
             self.watch.meet(store("watch"), secret.seal)
-            settled = replace(self, secret=secret, plan=with_kernels(self.plan, device, self.rank, status.update))
+            plan = with_kernels(with_steps(self.plan, prepared), device, self.rank, status.update)
+            settled = replace(self, secret=secret, plan=plan)
         settled._note_kernels()
         return settled._train(prepared, device, ds_config, resume, max_steps)
 
@@ -178,7 +179,7 @@ class _Worker:
             source = template.source if template else None
             run_dir.keep_tokenizer(prepared.tokenizer_dir, source, prepared.stop_ids)
             print(f"engine: {engine.describe()}")
-        stop_step = min(max_steps or plan.recipe.train.max_steps, plan.recipe.train.max_steps)
+        stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         stopped = self._fit(engine, data, saver, state, stop_step)
         engine.close()

@@ -44,7 +44,7 @@ def _choose(plan: Plan, device: torch.device, threads: int, say: Callable[[str],
         return plan.kernels
     if cached := read_cached(plan.recipe.data, key):
         return cached
-    steps = plan.recipe.train.max_steps * plan.batch.tokens_per_step / plan.cluster.world_size
+    steps = plan.recipe.train.steps * plan.batch.tokens_per_step / plan.cluster.world_size
     if plan.flops_per_token * steps < WORTH_FLOPS and plan.recipe.kernels.fp8 == "off":
         why = "by the rules: the run is too short to measure; `llmtrain tune` measures"
         return KernelChoice(key=key, device=name, why=why, values={})

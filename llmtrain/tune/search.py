@@ -84,7 +84,7 @@ def tune(
 def run_seconds(plan: Plan, seconds: float) -> float:
     """Estimates the duration of a run. seconds: duration of a pass of the trial."""
     layers = max(plan.model.layers / LAYERS, 1) / model_parallel_size(plan.parallel)
-    return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.max_steps
+    return seconds * layers * plan.batch.gradient_accumulation_steps * plan.recipe.train.steps
 
 
 def _try(tuning: Tuning, dotted: str, value: str | int, device: torch.device) -> None:

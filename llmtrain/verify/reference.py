@@ -127,7 +127,7 @@ class ReferenceLoop:
         if limit:
             for gradient in gradients:
                 gradient.mul_(min(1.0, limit / (norm + CLIP_EPS)))
-        lr = learning_rate(self.recipe.optim, self.steps, self.recipe.train.max_steps)
+        lr = learning_rate(self.recipe.optim, self.steps, self.recipe.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
