@@ -17,6 +17,7 @@ import typer
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+from llmtrain.commands.generate import GenerateRequest, generate_text
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
@@ -271,22 +272,10 @@ def export(
     print(f"exported {folder} to {out}")
 
 
-@app.command()
-def generate(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, or an exported folder.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    tokens: Annotated[int, typer.Option(help="Number of tokens to generate.", min=1)] = 48,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
-    ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1,
-) -> None:
-    """Continue a text with an exported model, or with the export in a run directory."""
-    with quiet_libraries():
-        from llmtrain.models.generate import generate as continue_text
-
-        continuation = continue_text(model, prompt, tokens, temperature, seed)
-    print(prompt + continuation)
+@command
+def generate(request: GenerateRequest) -> None:
+    """Continue a text with an exported model, or with the export in a run directory; or talk to it (--chat)."""
+    generate_text(request)
 
 
 @command

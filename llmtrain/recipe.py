@@ -157,10 +157,11 @@ class ModelConfig(Part):
 
 
 class Source(Part):
-    """One corpus: a hub dataset, local files, or `stdlib`."""
+    """One corpus: a hub dataset, local files, or a built-in one."""
 
     name: str
-    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; or `stdlib`."""
+    """Hub dataset name; a file, glob or folder of txt, jsonl, parquet or arrow files; `stdlib`, the source text of
+    Python's standard library; or `stdlib_chat`, questions about it with the answers of its docstrings."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
@@ -214,7 +215,8 @@ class DataConfig(Part):
     characters; `parse`: the token, as a chat template means it; `refuse`: `text` if there are few (10, or one per
     million characters), and an error otherwise."""
     chat_template: str | None = None
-    """Jinja template that writes conversations: its text, a file, or `chatml`. Default: that of the tokenizer."""
+    """Jinja template that writes conversations: its text, a file, `chatml`, or `plain`, which
+    has no special tokens but the one that ends a text. Default: that of the tokenizer."""
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """What is trained on in a conversation: the turns of the assistant, only the last one, or every token. A message
     with `train: false` or `weight: 0` never is."""
@@ -228,6 +230,11 @@ class DataConfig(Part):
     end. If `evaluation.sources` are given, nothing is held out."""
     cache_dir: str | None = None
     """Folder of the token stores; default: `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether sequences hold several documents that are kept apart."""
+        return self.mask_documents and self.packing != "none"
 
 
 class ObjectiveConfig(Part):

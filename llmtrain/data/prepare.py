@@ -21,8 +21,9 @@ from llmtrain.data.sources.corpus import ConversationCorpus, Corpus, open_corpor
 from llmtrain.data.store import SPLITS, Reading, TokenStore, token_store
 from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
-from llmtrain.plan.model_facts import pretrained_vocabulary
+from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
+from llmtrain.rules.model import MIXES_DOCUMENTS
 from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
@@ -162,7 +163,7 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     eval_corpora = open_corpora(_as_compared(recipe, recipe.evaluation.sources), cache, EVAL_FIELD)
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
-    chat = _chat_reading(data, (*corpora, *eval_corpora), tokenizer)
+    chat = _chat_reading(recipe, (*corpora, *eval_corpora), tokenizer)
     reading = Reading(tokenizer, data.special_tokens, held_out, chat)
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
     if recipe.train.epochs:
@@ -183,13 +184,17 @@ def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     return [source.model_copy(update={"format": "preference"}) for source in sources]
 
 
-def _chat_reading(data: DataConfig, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:
+def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:
     """Returns how conversations are read; None if there are none."""
+    data = recipe.data
     if not any(isinstance(corpus, ConversationCorpus) for corpus in corpora):
         return None
     if data.packing == "concat":
         message = "`concat` cuts sequences anywhere, but a conversation is never split"
         raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=best_fit"))
+    if data.packing == "best_fit" and (family := family_of(recipe.model)) in MIXES_DOCUMENTS:
+        message = f"'{family}' carries state from each packed conversation to the next, whatever the attention mask"
+        raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=none"))
     template = load_template(data.chat_template, tokenizer.folder)
     return ChatReading(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
 
@@ -230,7 +235,7 @@ def packed_source(
     data: DataConfig, name: str, weight: float, store: TokenStore, tokenizer: PreparedTokenizer, cache: Cache
 ) -> PreparedSource:
     """Returns the sequences of a source over its tokens."""
-    length, mask = data.sequence_length, data.mask_documents
+    length, mask = data.sequence_length, data.keeps_apart
     views: dict[str, Samples]
     if data.packing == "concat":
         key, made = key_of(store.key, "concat", length), store.made

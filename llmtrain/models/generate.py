@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -24,6 +25,11 @@ def model_folder(path: Path) -> Path:
     raise RecipeError(Problem("generate.folder", str(path), "contains no model (no config.json, no export/)", fix))
 
 
+def sampling(temperature: float) -> dict[str, Any]:
+    """Returns the arguments of `transformers` that sample from the 50 most likely tokens; 0 takes the most likely."""
+    return {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
+
+
 def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: float = 0.8, seed: int = 1) -> str:
     """Returns a continuation of `prompt`, sampled from the 50 most likely tokens; temperature 0 takes the most likely.
 
@@ -33,18 +39,17 @@ def generate(folder: Path, prompt: str, max_new_tokens: int = 48, temperature: f
     with utf8_name(folder) as named:
         tokenizer = AutoTokenizer.from_pretrained(named)
         model = AutoModelForCausalLM.from_pretrained(named)
-    device = _device_for(model)
+    device = device_for(model)
     model = model.to(device).eval()
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     with torch.random.fork_rng(devices=[device] if device == "cuda" else []):
         torch.manual_seed(seed)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature))
     continuation: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return continuation
 
 
-def _device_for(model: PreTrainedModel) -> str:
+def device_for(model: PreTrainedModel) -> str:
     """Returns `cuda` if the free memory of the GPU suffices for the model and half as much again."""
     if not torch.cuda.is_available():
         return "cpu"

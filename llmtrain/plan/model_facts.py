@@ -87,6 +87,11 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     return _facts(model, model.architecture, dict(model.config), vocab_size)
 
 
+def family_of(model: ModelConfig) -> str:
+    """Returns the `model_type` of a model, without its sizes. Raises RecipeError for weights that cannot be found."""
+    return model.architecture or _pretrained_config(model)[0]
+
+
 def pretrained_vocabulary(model: ModelConfig) -> int | None:
     """Returns the rows of the embedding of pretrained weights, from a configuration on this machine only.
 

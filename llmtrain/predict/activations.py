@@ -275,7 +275,7 @@ def _is_fused(experts: list[Weight]) -> bool:
 
 def _has_mask(plan: Plan) -> bool:
     """Whether a mask separates packed documents; without one, attention is causal and needs none."""
-    return plan.recipe.data.mask_documents
+    return plan.recipe.data.keeps_apart
 
 
 def _mask(plan: Plan) -> int:

@@ -188,7 +188,7 @@ def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[floa
 
     A causal kernel skips half. A mask of documents, which `sdpa` needs, prevents it from skipping.
     """
-    kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.mask_documents
+    kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.keeps_apart
     if kind == "eager":
         return 1.0, assumed.attention_eager
     return (1.0 if kind == "sdpa" and masks else 0.5), reached.attention

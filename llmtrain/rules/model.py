@@ -193,11 +193,15 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
     """Notes families in which documents influence each other although `data.mask_documents` is set."""
     facts = draft.facts
-    if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.mask_documents:
+    if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
         message = (
             f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask"
         )
-        yield Fault("data.mask_documents", message, assignment(data__mask_documents="false"))
+        yield Fault(
+            "data.mask_documents",
+            message,
+            f"{assignment(data__packing='none')}, or {assignment(data__mask_documents='false')}",
+        )
 
 
 @rule(

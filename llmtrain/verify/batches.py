@@ -147,7 +147,7 @@ class Batches:
         hidden, start = (one[:, None] for one in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
-        if self.recipe.data.mask_documents:
+        if self.recipe.data.keeps_apart:
             # Only the document that contains the position is cut there.
             across = (places >= start) & (places - positions < start)
             positions = torch.where(across, places - start, positions)
@@ -166,7 +166,7 @@ class Batches:
             end = begin + len(one.inputs)
             places = torch.arange(begin, end)
             targets = one.targets.masked_fill(places < hidden, NO_TARGET)
-            is_cut = self.recipe.data.mask_documents and begin < start < end
+            is_cut = self.recipe.data.keeps_apart and begin < start < end
             sizes = [start - begin, end - start] if is_cut else [end - begin]
             found += map(ReferenceDocument, torch.split(one.inputs, sizes), torch.split(targets, sizes))
             begin = end

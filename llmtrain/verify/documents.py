@@ -39,7 +39,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
-    return found if data.mask_documents else [join(found)]
+    return found if data.keeps_apart else [join(found)]
 
 
 def _pieces(samples: Any, number: int, data: DataConfig) -> Iterator[tuple[int, int]]:

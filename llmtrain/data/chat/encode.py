@@ -11,10 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmtrain.data.chat.conversation import Conversation, RowError
+from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, reject_reserved
 from llmtrain.data.chat.spans import Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -79,6 +80,15 @@ class ChatEncoder:
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Returns the tokens of each conversation, or why it has none."""
         return self.tokenize([self.render(one) for one in conversations])
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the tokens that a model is given to write the next turn. Raises RecipeError if there are none."""
+        try:
+            reject_reserved(list(messages))
+            text = self._renderer.prompt(messages)
+            return self._ids(text, self._tokenizer.encode(text, add_special_tokens=False)).tolist()  # type: ignore[no-any-return]
+        except RowError as fault:
+            raise RecipeError(Problem("chat.template", "the messages", str(fault))) from None
 
     def tokenize(self, rendered: Sequence[Chat | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""

@@ -8,6 +8,7 @@ renderings, and what cannot be is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
@@ -70,6 +71,10 @@ class Renderer:
     def _render(self, messages: tuple[Message, ...], tools: tuple[object, ...], prompt: bool = False) -> Rendered:
         texts = self.template.render(marked(messages, self.breaks), broken_up(tools, self.breaks), prompt)
         return Rendered.of(texts, self.controls)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns what a model is given to write the next turn, with control characters. Raises RowError."""
+        return self._render(tuple(messages), (), prompt=True).text
 
     def _tail(self, conversation: Conversation, count: int, prompt: bool = False) -> tuple[int, str] | None:
         """Returns what stands after the last text of the first messages, and whose text that is."""

@@ -17,6 +17,7 @@ from llmtrain.data.chat.conversation import ChatSource, RowError, find_layout
 from llmtrain.data.sources.files import STDLIB, FileCorpus, file_corpus, find_files, stdlib_corpus
 from llmtrain.data.sources.formats import COMPRESSIONS, READERS, Document, read_text
 from llmtrain.data.sources.hub import hub_corpus
+from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT, stdlib_chat_corpus
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import Source
 from llmtrain.system.untrusted import expanded
@@ -178,6 +179,8 @@ def _cut_before_the_end(text: str, fraction: float) -> int:
 def _open_corpus(source: Source, field: str, cache: Cache) -> Corpus:
     if source.name == STDLIB:
         return stdlib_corpus(cache)
+    if source.name == STDLIB_CHAT:
+        return ConversationCorpus(stdlib_chat_corpus(cache), ChatSource("messages", system=source.system))
     files = find_files(source.name, source.split, field)
     form = None if source.format in ("auto", "text") else source.format
     column = source.text_column if form is None else None

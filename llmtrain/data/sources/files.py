@@ -107,9 +107,14 @@ def file_corpus(source: Source, files: Sequence[Path], cache: Cache, column: str
     return FileCorpus(source.name, kind, column, tuple(files), prints)
 
 
+def stdlib_folder() -> Path:
+    """Returns the folder of the standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def stdlib_corpus(cache: Cache) -> FileCorpus:
     """Returns the source code of this Python's standard library, without its tests; each file is a document."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    root = stdlib_folder()
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in NOT_STDLIB]

@@ -56,7 +56,7 @@ def _key(plan: Plan) -> str:
         recipe.model.attention_kernel,
         recipe.model.revision,
         recipe.data.sequence_length,
-        recipe.data.mask_documents,
+        recipe.data.keeps_apart,
         recipe.batch.micro_batch_size,
         recipe.parallel.precision,
         torch.__version__,
@@ -66,7 +66,7 @@ def _key(plan: Plan) -> str:
 
 def _trace(plan: Plan) -> tuple[int, ...]:
     recipe = plan.recipe
-    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.mask_documents:
+    if recipe.model.attention_kernel not in ("sdpa", "eager") or not recipe.data.keeps_apart:
         # Fused kernels are not available on every machine. If documents are not kept apart, `transformers` reads the
         # positions to decide whether it needs a mask, and fake tensors have no values.
         raise _untraceable("only 'sdpa' and 'eager' attention with documents kept apart")

@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
 
-from llmtrain.data import Prepared, Schedule, notes, prepare
+from llmtrain.data import MicroBatch, Prepared, Schedule, notes, prepare
 from llmtrain.data.samples import NO_TARGET, fill
+from llmtrain.engines.forward import forward
+from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
+from llmtrain.models import build_model
 from llmtrain.recipe import Recipe, parse_recipe
+from llmtrain.verify.compare import FP32
 from llmtrain.verify.documents import read_documents
 from tests.helpers.chat_tokenizers import Case, case
 
@@ -186,3 +192,36 @@ def test_tokens_do_not_depend_on_the_day(chatml: Case) -> None:
     text = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json")).decode(stream.tokens[:12].tolist())
     assert text.startswith("26 Jul 2024")
     assert "2024-07-26 in all conversations" in "".join(notes(prepared, made))
+
+
+def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: Case) -> None:
+    """Packed, the state of one conversation reaches the next (`MIXES_DOCUMENTS`), so that is refused."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 400}
+    fields: dict[str, Any] = {"model": {"architecture": "mamba", "config": sizes, "attention": "eager"}}
+    packed = recipe(chatml, ROWS).with_(**fields)
+    with pytest.raises(DataError, match=r"'mamba' carries state(.|\n)*data.packing=none"):
+        prepare(packed)
+    prepared = prepare(packed.with_(**{"data.packing": "none"}))
+    samples = prepared.sources[0].train
+    assert len(samples) == len(ROWS)
+    model = build_model(packed, torch.float32, torch.device("cpu"))
+    rows = samples.read(np.arange(8))
+    assert (np.diff(rows.position_ids, axis=1) == 1).all()
+    batch = MicroBatch(*map(torch.from_numpy, rows))
+    loss, _ = forward(model, model, batch, torch.device("cpu"))
+    loss.backward()
+    together = [one.clone() for one in gradients_of(model.parameters())]
+    model.zero_grad()
+    stream = prepared.sources[0].store.streams["train"]
+    assert stream.trained is not None
+    alone = torch.zeros(())
+    for number in range(8):
+        first, end = stream.documents[number : number + 2].astype(int)
+        tokens = torch.from_numpy(stream.tokens[first:end].astype(int))
+        logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+        mine = torch.from_numpy(stream.trained[first + 1 : end].copy())
+        alone = alone + cross_entropy(logits[mine], tokens[1:][mine], reduction="sum")
+    alone.backward()
+    assert torch.isclose(loss, alone, rtol=FP32)
+    for one, other in zip(together, gradients_of(model.parameters()), strict=True):
+        assert (one - other).norm() <= FP32 * other.norm()

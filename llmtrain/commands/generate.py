@@ -1,0 +1,99 @@
+"""`llmtrain generate`: continues a text, or holds a conversation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.system.streams import quiet_libraries
+from llmtrain.system.visible import visible
+
+TOKENS, CHAT_TOKENS = 48, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """All options of the command line."""
+
+    model: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Run directory, or an exported folder.")]
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; with --chat, the only question.")] = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Hold a conversation by the model's chat template: one question per line of the input."
+        ),
+    ] = False
+    system: Annotated[str | None, typer.Option(help="With --chat: the system text.")] = None
+    tokens: Annotated[
+        int | None, typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or {CHAT_TOKENS} an answer.", min=1)
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
+    ] = 0.8
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1
+
+
+def generate_text(request: GenerateRequest) -> None:
+    """Continues a text, or answers questions. Raises RecipeError for options that do not fit together."""
+    if request.chat:
+        _chat(request)
+        return
+    if request.prompt is None or request.system is not None:
+        field = "--prompt" if request.prompt is None else "--system"
+        message = "is required" if request.prompt is None else "is part of a conversation"
+        raise RecipeError(Problem("generate.prompt", field, message, "or hold a conversation with --chat"))
+    with quiet_libraries():
+        from llmtrain.models.generate import generate as continue_text
+
+        tokens = request.tokens or TOKENS
+        continuation = continue_text(request.model, request.prompt, tokens, request.temperature, request.seed)
+    print(request.prompt + continuation)
+
+
+def _chat(request: GenerateRequest) -> None:
+    with quiet_libraries():
+        from llmtrain.models.chat import Chat
+
+        chat = Chat(
+            request.model, request.tokens or CHAT_TOKENS, request.temperature, request.seed, system=request.system
+        )
+    for question in [request.prompt] if request.prompt is not None else _questions():
+        if not question.strip():
+            continue
+        try:
+            left_out = chat.ask(question, _write)
+        except RecipeError as error:
+            if request.prompt is not None:
+                raise
+            print(error.report(), file=sys.stderr)
+            continue
+        print(flush=True)
+        if left_out:
+            print(f"({left_out} old messages were left out: the model has no room for them)", file=sys.stderr)
+
+
+def _questions() -> Iterator[str]:
+    """Yields the lines of the input; asks for them on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 - `input` then edits lines
+
+    print("Ctrl-D ends the conversation.", file=sys.stderr)
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(visible(text))
+    sys.stdout.flush()

@@ -1,0 +1,76 @@
+"""The built-in corpus `stdlib_chat`: questions about Python's standard library, answered by its own docstrings."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmtrain.data.cache import Cache, key_of
+from llmtrain.data.sources.files import FileCorpus, stdlib_corpus, stdlib_folder
+from llmtrain.data.sources.formats import Document
+
+STDLIB_CHAT = "stdlib_chat"
+FORMAT = 1
+"""Version of how conversations are made; part of the corpus' identity."""
+QUESTIONS = ("What does {} do?", "What is {}?", "What is {} for?", "Explain {}.")
+FOLLOWING = ("How is it called?", "What are its arguments?", "Show me how to call it.")
+SHORTEST, LONGEST = 12, 240
+"""Characters of an answer."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class StdlibChat:
+    """A conversation for each public class and function with a docstring; each row is a JSON object with `messages`."""
+
+    files: FileCorpus
+    name: str = STDLIB_CHAT
+    is_one_document: bool = False
+
+    @property
+    def identity(self) -> str:
+        """Identifies the content."""
+        return key_of(STDLIB_CHAT, FORMAT, self.files.identity)
+
+    def documents(self) -> Iterator[Document]:
+        """Yields the rows."""
+        count = len(self.files.files)
+        for number, (path, known) in enumerate(zip(self.files.files, self.files.prints, strict=True), start=1):
+            module = _module(path)
+            if any(part.startswith("_") for part in module.split(".")):
+                continue
+            for file in replace(self.files, files=(path,), prints=(known,)).documents():
+                for name, messages in _conversations(module, ast.parse(file.text).body):
+                    yield Document(json.dumps({"messages": messages}), number / count, f"{STDLIB_CHAT}, {name}")
+
+
+def stdlib_chat_corpus(cache: Cache) -> StdlibChat:
+    """Returns the corpus for this Python's standard library."""
+    return StdlibChat(stdlib_corpus(cache))
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(stdlib_folder()).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _conversations(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    for node in body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{scope}.{node.name}"
+        answer = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        if SHORTEST <= len(answer) <= LONGEST:
+            chosen = len(name) + len(answer)
+            texts = [QUESTIONS[chosen % len(QUESTIONS)].format(name), answer]
+            if isinstance(node, Function):
+                call = f"{node.name}({ast.unparse(node.args)})"
+                if len(call) <= LONGEST:
+                    texts += [FOLLOWING[chosen % len(FOLLOWING)], call]
+            roles = ("user", "assistant")
+            yield name, [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+        if isinstance(node, ast.ClassDef):
+            yield from _conversations(name, node.body)
