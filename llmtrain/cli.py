@@ -152,12 +152,17 @@ def lint(
 def data(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    show: Annotated[
+        int, typer.Option(metavar="N", help="Show the first N sequences: which tokens are trained on.", min=0)
+    ] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write these sequences to a page instead; 8 by default.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Tokenize and pack a recipe's data before training, and print statistics."""
     from rich.console import Console
 
     from llmtrain.data import Progress, prepare, report, summary
+    from llmtrain.data.shown import as_html, first_sequences, on_terminal
     from llmtrain.plan.load import load_recipe
 
     declared, _ = load_recipe(recipe, assignments)
@@ -165,7 +170,14 @@ def data(
     if as_json:
         print(json.dumps(summary(prepared, declared), indent=2))
     else:
-        Console().print(report(prepared, declared))
+        console = Console()
+        console.print(report(prepared, declared))
+        if html:
+            html.write_text(as_html(first_sequences(prepared, declared, show or 8), prepared, declared), "utf-8")
+            console.print(f"wrote {html}", highlight=False, soft_wrap=True)
+        elif show:
+            has_colors = console.color_system is not None and not console.no_color
+            console.print(on_terminal(first_sequences(prepared, declared, show), has_colors))
 
 
 @app.command()

@@ -147,6 +147,11 @@ class RunDir:
         return self.path / "tokenizer"
 
     @property
+    def first_batch(self) -> Path:
+        """The first batch of a run on conversations, as a page for people."""
+        return self.path / "first_batch.html"
+
+    @property
     def export(self) -> Path:
         """The Hugging Face folder of the finished model."""
         return self.path / "export"
@@ -253,6 +258,11 @@ class RunDir:
             if chat_template is not None:
                 (self.tokenizer / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
             write_json(self.tokenizer / "generation_config.json", {"eos_token_id": stop_ids})
+
+    def write_first_batch(self, page: str) -> None:
+        """Writes the page of the first batch. Raises RecipeError if it cannot be written."""
+        with _writing(self.first_batch):
+            write_atomically(self.first_batch, page)
 
     def write_environment(self) -> None:
         """Records versions, machine, commit and the relevant variables of this process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -65,7 +66,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
             found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
     for source in (*prepared.sources, *prepared.evaluation_sources):
         if chats := source.store.meta.get("conversations"):
-            found.append(_conversations(source.name, chats, recipe, source.store.streams["train"].holds_pairs))
+            found.append(_conversations(source, chats, recipe))
         special = source.store.special
         if special and special.count:
             read = "special tokens" if recipe.data.special_tokens == "parse" else "ordinary text"
@@ -78,14 +79,19 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     return found
 
 
-def _conversations(name: str, chats: dict[str, Any], recipe: Recipe, are_pairs: bool) -> str:
+def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe) -> str:
     """Says what became of the rows of a source of conversations."""
     cut = f"{chats['cut']:,} cut at a turn, {chats['dropped']:,} dropped, since longer than a sequence"
     faulty = f"; {chats['faulty']:,} faulty rows left out, such as {chats['faults'][0]}" if chats["faulty"] else ""
-    where, what = " or ".join(chats["columns"]), "pairs" if are_pairs else "conversations"
+    streams = source.store.streams
+    where, what = " or ".join(chats["columns"]), "pairs" if streams["train"].holds_pairs else "conversations"
+    sizes = np.diff(streams["train"].documents.astype(np.int64))
+    middle, most, longest = np.percentile(sizes, (50, 90, 100)).astype(int).tolist() if sizes.size else (0, 0, 0)
     return (
-        f"{name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
-        f"(data.train_on={recipe.data.train_on}); {cut}{faulty}"
+        f"{source.name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
+        f"(data.train_on={recipe.data.train_on}); lengths: median {middle:,}, "
+        f"90 % up to {most:,}, longest {longest:,} tokens; "
+        f"{cut}{faulty}"
     )
 
 

@@ -45,9 +45,8 @@ class Samples(Protocol):
     def announce(self, index: NDArray[np.int64]) -> None:
         """Starts reading from disk what `targets` of `index` needs, without waiting."""
 
-    @property
-    def inputs(self) -> int:
-        """Number of inputs in all sequences, without padding."""
+    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of inputs, without padding, in each sequence of `index`."""
 
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
@@ -76,10 +75,9 @@ class ConcatSamples:
     def __len__(self) -> int:
         return max(0, len(self.stream) - 1) // self.sequence_length
 
-    @property
-    def inputs(self) -> int:
-        """Number of inputs in all sequences, which have no padding."""
-        return len(self) * self.sequence_length
+    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns T for each sequence, since none has padding."""
+        return np.full(len(index), self.sequence_length)
 
     def unused(self) -> int:
         """Returns the size of the rest at the end of the stream."""
@@ -139,10 +137,12 @@ class PackedSamples:
     def __len__(self) -> int:
         return len(self.target_counts)
 
-    @property
-    def inputs(self) -> int:
-        """Number of inputs in all sequences, without padding."""
-        return int(self.lengths.sum(dtype=np.int64))
+    def inputs_of(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the sums of the lengths of the sequences' pieces."""
+        before = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        first, end = self.offsets[index].astype(np.int64), self.offsets[index + 1].astype(np.int64)
+        sizes: NDArray[np.int64] = before[end] - before[first]
+        return sizes
 
     def unused(self) -> int:
         """Returns 0, since every token is used."""
@@ -224,7 +224,7 @@ def packed_samples(
 def fill(samples: Samples) -> float:
     """Returns the fraction of slots that are not padding; 0 without sequences."""
     slots = len(samples) * samples.sequence_length
-    return samples.inputs / slots if slots else 0.0
+    return int(samples.inputs_of(np.arange(len(samples))).sum()) / slots if slots else 0.0
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:

@@ -89,7 +89,7 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
 
 def family_of(model: ModelConfig) -> str:
     """Returns the `model_type` of a model, without its sizes. Raises RecipeError for weights that cannot be found."""
-    return model.architecture or _pretrained_config(model)[0]
+    return model.architecture or pretrained_config(model)[0]
 
 
 def pretrained_vocabulary(model: ModelConfig) -> int | None:

@@ -147,6 +147,7 @@ class _Worker:
         from llmtrain.checkpoint.save import Saver
         from llmtrain.checkpoint.storage import probe
         from llmtrain.data import Schedule
+        from llmtrain.data.shown import first_batch
         from llmtrain.engines import build_engine
         from llmtrain.engines.own_time import measure
         from llmtrain.engines.reference_model import with_references
@@ -178,6 +179,8 @@ class _Worker:
             template = prepared.chat_template
             source = template.source if template else None
             run_dir.keep_tokenizer(prepared.tokenizer_dir, source, prepared.stop_ids)
+            if template and not state.step:
+                run_dir.write_first_batch(first_batch(prepared, plan.recipe))
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)

@@ -1,0 +1,76 @@
+"""What `llmtrain data --show` shows is what the batches hold."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from llmtrain.data import prepare
+from llmtrain.data.samples import NO_TARGET
+from llmtrain.data.shown import Shown, as_html, first_sequences, on_terminal
+from llmtrain.recipe import Recipe
+from llmtrain.system.visible import visible
+from tests.data.chat.test_training_data import recipe
+from tests.helpers.chat_tokenizers import Case, case
+
+NASTY = "<script>alert(1)</script> & \x1b[31mred \u202e 雪🙂 \x00"
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{NASTY} {n}"}, {"role": "assistant", "content": f"snow 雪🙂 {n}"}]}
+    for n in range(40)
+]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Recipe:
+    one: Case = case("chatml", tmp_path / "tokenizer")
+    return recipe(one, ROWS, sequence_length=512)
+
+
+def texts(one: Shown, *, is_trained: bool) -> str:
+    return "".join(token.text for document in one.documents for token in document if token.is_trained is is_trained)
+
+
+def test_it_shows_the_tokens_of_the_first_sequences_and_what_is_trained_on(made: Recipe) -> None:
+    prepared = prepare(made)
+    shown = first_sequences(prepared, made, 3)
+    for one in shown:
+        count = len(one.documents)
+        assert count > 1
+        assert len(re.findall(r"snow 雪🙂 \d+<\|im_end\|>", texts(one, is_trained=True))) == count
+        assert texts(one, is_trained=False).count(NASTY) == count
+        assert "\ufffd" not in texts(one, is_trained=False)
+        assert one.trained == sum(len(t.ids) for document in one.documents for t in document if t.is_trained)
+        inputs = sum(len(token.ids) for document in one.documents for token in document)
+        assert inputs + one.padding == 512
+    samples = prepared.sources[0].train
+    everything = samples.read(np.arange(len(samples))).labels
+    assert sum(one.trained for one in first_sequences(prepared, made, len(samples))) == (everything != NO_TARGET).sum()
+
+
+def test_the_page_escapes_what_data_say(made: Recipe) -> None:
+    prepared = prepare(made)
+    page = as_html(first_sequences(prepared, made, 2), prepared, made)
+    assert "<script>" not in page
+    assert not set("\x1b\x00\u202e") & set(page)
+    text = unescape(re.sub(r"<[^>]*>", "", page))
+    assert visible(NASTY, kept="") in text
+    assert "40 conversations" in text
+
+
+@pytest.mark.parametrize("color", ["truecolor", None])
+def test_a_terminal_shows_what_is_trained_on_by_colour_or_brackets(made: Recipe, color: Any) -> None:
+    console = Console(
+        force_terminal=color is not None, color_system=color, width=200, record=True, file=None, quiet=False
+    )
+    with console.capture() as captured:
+        console.print(on_terminal(first_sequences(prepare(made), made, 1), color is not None))
+    written = captured.get()
+    assert "\x1b[31mred" not in written
+    assert r"\x1b[31mred" in written
+    assert ("[[" in written) is (color is None)
