@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -87,6 +88,29 @@ def test_the_tutorials_of_a_corpus_and_of_pretrained_weights(tmp_path):
     for line in shell_lines(text):
         if "MODEL" not in line:
             _run(line, tmp_path, *SHORT)
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_a_chat(tmp_path):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    small = [
+        "--set",
+        "data.tokenizer.vocab_size=512",
+        *(f"--set=model.config.{one}" for one in ("hidden_size=64", "intermediate_size=128")),
+    ]
+    _run("llmtrain train recipes/tiny.py", tmp_path, *SHORT, *small)
+    text = _tutorial("chat")
+    code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    _write_recipe(text, tmp_path)
+    said = [_run(line, tmp_path, "--set", "train.epochs=1") for line in shell_lines(text)]
+    assert len(said) == 4
+    assert "[[ 3 + " in said[0] or "is " in said[0]
+    assert "What is" in (tmp_path / "sums.html").read_text(encoding="utf-8")
+    assert (tmp_path / "runs/sums/first_batch.html").exists()
+    exported = json.loads((tmp_path / "runs/sums/export/generation_config.json").read_text())
+    assert exported["eos_token_id"] == 0
+    assert (tmp_path / "runs/sums/export/chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize("name", ["two_nodes", "slurm"])

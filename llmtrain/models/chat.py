@@ -13,7 +13,7 @@ from llmtrain.data.chat.conversation import Conversation, Message
 from llmtrain.data.chat.encode import ChatEncoder, Encoded
 from llmtrain.data.chat.template import load_template
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.generate import model_folder, sampling
+from llmtrain.models.generate import device_for, model_folder, sampling
 from llmtrain.system.untrusted import utf8_name
 
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
@@ -32,7 +32,7 @@ class Chat:
         with utf8_name(folder) as named:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(named)
             model: Any = AutoModelForCausalLM.from_pretrained(named)
-        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        self._model = model.to(device_for(model)).eval()
         self._tokens, self._temperature = tokens, temperature
         self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63
         self._said: list[Message] = [{"role": "system", "content": system}] if system else []

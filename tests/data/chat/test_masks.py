@@ -205,12 +205,20 @@ def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
 
 
 def test_the_shipped_templates_pass_the_proof(tmp_path: Path) -> None:
-    for name, source in shipped_templates().items():
-        one = case("chatml", tmp_path / name)._replace(template=ChatTemplate(source, {"eos_token": "<|im_end|>"}))
-        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
-        messages = [*turns("a"), {"role": "assistant", "content": "b", "thinking": "t"}, *turns("c"), call]
-        runs = one.trained(encoded(one, messages))
-        assert runs == [
-            "<think>\nt\n</think>\n\nb<|im_end|>",
-            '\n<tool_call>{"name": "f", "arguments": {"x": "y"}}</tool_call><|im_end|>',
-        ]
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
+    messages = [*turns("a"), {"role": "assistant", "content": "b", "thinking": "t"}, *turns("c"), call]
+    spoken = [{"role": "system", "content": "Be brief."}, *turns("a", "b", "c", "d")]
+    special = {"eos_token": "<|im_end|>"}
+    chatml, plain = (
+        case("chatml", tmp_path / name)._replace(template=ChatTemplate(shipped_templates()[name], special))
+        for name in ("chatml", "plain")
+    )
+    assert chatml.trained(encoded(chatml, messages)) == [
+        "<think>\nt\n</think>\n\nb<|im_end|>",
+        '\n<tool_call>{"name": "f", "arguments": {"x": "y"}}</tool_call><|im_end|>',
+    ]
+    assert chatml.trained(encoded(chatml, spoken)) == ["b<|im_end|>", "d<|im_end|>"]
+    assert plain.trained(encoded(plain, spoken)) == [" b<|im_end|>", " d<|im_end|>"]
+    for refused in (messages[:2], [*turns("c"), call]):
+        (fault,) = plain.encoder().encode([conversation(refused)])
+        assert "has no form for" in str(fault)
