@@ -39,6 +39,25 @@ MOE = {
 }
 
 
+CHATS = {"data.chat_template": "chatml", "data.sequence_length": 96, "model.config.max_position_embeddings": 96}
+"""With `write_chats`: conversations, several of which share a sequence."""
+
+
+def write_chats(folder: Path) -> Path:
+    """Conversations of uneven lengths."""
+    path = folder / "chats.jsonl"
+    roles = ("user", "assistant")
+    rows = [
+        [
+            {"role": roles[turn % 2], "content": f"{turn} of {row}" + " and" * (row % 7)}
+            for turn in range(2 + row % 2 * 2)
+        ]
+        for row in range(160)
+    ]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
 def write_corpus(folder: Path) -> Path:
     """Documents that fill many sequences, and others of which several share one."""
     path = folder / "corpus.jsonl"

@@ -11,7 +11,7 @@ from llmtrain.verify.job import certified as is_certified
 from llmtrain.verify.job import read_references, read_verdicts
 from tests.helpers import planted_shared
 from tests.helpers.harness import run_ranks
-from tests.helpers.small_verify import CPU, MOE, certified, job_of, plant, refer, small
+from tests.helpers.small_verify import CHATS, CPU, MOE, certified, job_of, plant, refer, small, write_chats
 
 REPRESENTATIVE = ["dp2-zero2-acc1-offload", "dp2-zero3-acc2", "dp1-pp2-zero1-acc4"]
 GPT2 = {
@@ -47,6 +47,16 @@ def test_every_planted_bug_is_caught(plan, module, bugs, precision, verify_corpu
     found = run_ranks(world_size, plant, job, tmp_path, module, bugs, timeout=600)[0]
     assert found.pop("none") == [plan]
     assert found
+    assert {name for name, plans in found.items() if plans} == set()
+
+
+@pytest.mark.slow
+def test_every_bug_of_a_mask_of_conversations_is_caught(tmp_path):
+    job = job_of(small(write_chats(tmp_path), **CHATS), ["dp2-zero1-acc2"])
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_masks", "MASKED", timeout=600)[0]
+    assert found.pop("none") == ["dp2-zero1-acc2"]
+    assert len(found) == 7
     assert {name for name, plans in found.items() if plans} == set()
 
 
@@ -88,12 +98,12 @@ def test_a_bug_that_all_engines_share_is_caught(fields, bugs, chosen, verify_cor
 
 
 def test_there_are_bugs_of_every_kind():
-    kinds = ("", "_zero", "_pipeline", "_shared", "_idle", "_adapter", "_pairs")
+    kinds = ("", "_zero", "_pipeline", "_shared", "_idle", "_adapter", "_pairs", "_masks")
     modules = [importlib.import_module(f"tests.helpers.planted{kind}") for kind in kinds]
-    planted, zero, pipeline, shared, idle, adapter, pairs = modules
+    planted, zero, pipeline, shared, idle, adapter, pairs, masks = modules
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
     lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
-    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, pairs.COMPARED, pairs.SLICED)
+    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, pairs.COMPARED, pairs.SLICED, masks.MASKED)
     assert len({bug for bugs in lists for bug in bugs}) >= 50
     defined = {
         value
