@@ -37,12 +37,30 @@ def recipe() -> Recipe:
             sequence_length=256,
             eval_fraction=0.03,
         ),
-        optim=OptimConfig(lr=1e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1),
+        optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1),
         batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
-        train=TrainConfig(epochs=2),
+        train=TrainConfig(epochs=4),
         evaluation=EvalConfig(every_steps=100, max_sequences=64),
         checkpoint=CheckpointConfig(every_steps=100, keep_last=2),
         logging=LoggingConfig(every_steps=10),
+    )
+
+
+def recipe_verify() -> Recipe:
+    """Small, with a model and a tokenizer of its own: `llmtrain verify recipes/sft_chat.py --nproc 2`."""
+    return recipe().with_(
+        **{
+            "model": architecture(),
+            "model.config.hidden_size": 64,
+            "model.config.intermediate_size": 128,
+            "model.config.vocab_size": 512,
+            "data.tokenizer": {"vocab_size": 512},
+            "data.chat_template": "chatml",
+            "optim.clip_grad_norm": 0.5,
+            "optim.warmup_steps": 2,
+            "train.max_steps": 10,
+            "train.epochs": None,
+        }
     )
 
 

@@ -127,7 +127,13 @@ def test_each_field_decides_whether_it_may_change(plan):
         "data.special_tokens",  # another choice that changes tokens is found by their key
         *("kernels.blocks", "kernels.loss", "kernels.threads"),
         *("batch.micro_batch_size", "batch.global_batch_size"),
-        *("train.max_steps", "evaluation.every_steps", "evaluation.max_sequences", "evaluation.at_start"),
+        *(
+            "train.max_steps",
+            "train.epochs",
+            "evaluation.every_steps",
+            "evaluation.max_sequences",
+            "evaluation.at_start",
+        ),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
         "checkpoint.background",
         *(

@@ -14,7 +14,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.visible import visible
 
-TOKENS, CHAT_TOKENS = 48, 256
+TOKENS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class GenerateRequest:
     ] = False
     system: Annotated[str | None, typer.Option(help="With --chat: the system text.")] = None
     tokens: Annotated[
-        int | None, typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or {CHAT_TOKENS} an answer.", min=1)
+        int | None, typer.Option(help=f"Most tokens to generate; default: {TOKENS}, or up to 256 an answer.", min=1)
     ] = None
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature; 0 always takes the most likely token.", min=0)
@@ -60,9 +60,7 @@ def _chat(request: GenerateRequest) -> None:
     with quiet_libraries():
         from llmtrain.models.chat import Chat
 
-        chat = Chat(
-            request.model, request.tokens or CHAT_TOKENS, request.temperature, request.seed, system=request.system
-        )
+        chat = Chat(request.model, request.tokens, request.temperature, request.seed, system=request.system)
     for question in [request.prompt] if request.prompt is not None else _questions():
         if not question.strip():
             continue

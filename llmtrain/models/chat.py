@@ -16,14 +16,18 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.generate import device_for, model_folder, sampling
 from llmtrain.system.untrusted import utf8_name
 
+TOKENS = 256
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 
 
 class Chat:
     """The model, and what has been said."""
 
-    def __init__(self, path: Path, tokens: int, temperature: float, seed: int, system: str | None = None) -> None:
-        """path: folder of a model, or a run directory. tokens: most tokens of an answer.
+    def __init__(
+        self, path: Path, tokens: int | None, temperature: float, seed: int, system: str | None = None
+    ) -> None:
+        """path: folder of a model, or a run directory. tokens: most tokens of an answer;
+        by default 256, or a quarter of the positions.
 
         Raises RecipeError if it contains no model, and DataError if its tokenizer has no chat template.
         """
@@ -33,8 +37,9 @@ class Chat:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(named)
             model: Any = AutoModelForCausalLM.from_pretrained(named)
         self._model = model.to(device_for(model)).eval()
-        self._tokens, self._temperature = tokens, temperature
+        self._temperature = temperature
         self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63
+        self._tokens = tokens or max(1, min(TOKENS, self._most // 4))
         self._said: list[Message] = [{"role": "system", "content": system}] if system else []
         self._first = len(self._said)
         self._stops = self._ends()

@@ -80,7 +80,13 @@ def test_layouts_are_what_their_names_say():
 def test_every_recipe_shrinks_by_set(path, tmp_path):
     small = ['data.tokenizer={"vocab_size": 512}', 'data.sources=[{"name": "stdlib"}]', "data.sequence_length=64"]
     small += ["parallel.pipeline=1", "parallel.sequence=1", "parallel.expert=1", "model.attention=sdpa"]
-    small += ["batch.global_batch_size=8", "batch.micro_batch_size=2", "parallel.zero_stage=1", "train.max_steps=2"]
+    small += [
+        "batch.global_batch_size=8",
+        "batch.micro_batch_size=2",
+        "parallel.zero_stage=1",
+        "train.max_steps=2",
+        "train.epochs=null",
+    ]
     small += ["model.config.vocab_size=512"]
     recipe, _ = load_recipe(str(path), small)
     if recipe.model.pretrained is None:

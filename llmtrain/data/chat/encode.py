@@ -38,7 +38,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatText:
     """A rendered conversation."""
 
     conversation: Conversation
@@ -90,13 +90,13 @@ class ChatEncoder:
         except RowError as fault:
             raise RecipeError(Problem("chat.template", "the messages", str(fault))) from None
 
-    def tokenize(self, rendered: Sequence[Chat | RowError]) -> list[Encoded | RowError]:
+    def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
         texts = [one.whole.text for one in rendered if not isinstance(one, RowError)]
         encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
         return [one if isinstance(one, RowError) else self._encoded(one, next(encodings)) for one in rendered]
 
-    def render(self, conversation: Conversation) -> Chat | RowError:
+    def render(self, conversation: Conversation) -> ChatText | RowError:
         """Renders a conversation and establishes its turns, or returns why that is not possible."""
         try:
             reject_reserved([conversation.messages, conversation.tools])
@@ -111,7 +111,7 @@ class ChatEncoder:
                 if len(self._proven) >= MOST_SKELETONS:
                     self._proven.clear()
                 self._proven[key] = turns
-            return Chat(conversation, whole, self._proven[key])
+            return ChatText(conversation, whole, self._proven[key])
         except RowError as fault:
             return fault
 
@@ -143,7 +143,7 @@ class ChatEncoder:
         ids[places] = known[:, 1]
         return ids
 
-    def _encoded(self, chat: Chat, encoding: Any) -> Encoded | RowError:
+    def _encoded(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
         whole, turns = chat.whole, chat.turns
         try:
             ids = self._ids(whole.text, encoding)
@@ -165,7 +165,7 @@ class ChatEncoder:
         ends = {int(ids[end - 1]) for turn, (_, end) in zip(turns, spans, strict=True) if turn.ended or end > size}
         return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
 
-    def _trained(self, chat: Chat, spans: list[tuple[int, int]], places: _Places, length: int) -> NDArray[np.bool_]:
+    def _trained(self, chat: ChatText, spans: list[tuple[int, int]], places: _Places, length: int) -> NDArray[np.bool_]:
         is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
             trained = np.ones(length, bool)

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
 from llmtrain.data.chat.conversation import ChatSource, Layout, RowError
-from llmtrain.data.chat.encode import Chat, ChatEncoder, Encoded, TrainOn
+from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
@@ -175,11 +175,11 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 
 def _batches(
     corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
-) -> Iterator[list[tuple[Document, list[Chat | RowError]]]]:
+) -> Iterator[list[tuple[Document, list[ChatText | RowError]]]]:
     """Yields documents with their rendered conversations; of a pair there are two."""
     layouts: dict[tuple[str, ...], Layout] = {}
 
-    def rendered(document: Document) -> list[Chat | RowError]:
+    def rendered(document: Document) -> list[ChatText | RowError]:
         finder.look(document.text)
         row = json.loads(document.text)
         columns = tuple(row)

@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from llmtrain.data.cache import Cache, key_of
@@ -19,12 +20,15 @@ QUESTIONS = ("What does {} do?", "What is {}?", "What is {} for?", "Explain {}."
 FOLLOWING = ("How is it called?", "What are its arguments?", "Show me how to call it.")
 SHORTEST, LONGEST = 12, 240
 """Characters of an answer."""
+SUBJECTS = 2
+"""Classes and functions that a conversation is about: what is asked is then not known from its place."""
+ROLES = ("user", "assistant")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class StdlibChat:
-    """A conversation for each public class and function with a docstring; each row is a JSON object with `messages`."""
+    """Conversations about public classes and functions with a docstring; each row is a JSON object with `messages`."""
 
     files: FileCorpus
     name: str = STDLIB_CHAT
@@ -43,8 +47,12 @@ class StdlibChat:
             if any(part.startswith("_") for part in module.split(".")):
                 continue
             for file in replace(self.files, files=(path,), prints=(known,)).documents():
-                for name, messages in _conversations(module, ast.parse(file.text).body):
-                    yield Document(json.dumps({"messages": messages}), number / count, f"{STDLIB_CHAT}, {name}")
+                found = _answered(module, ast.parse(file.text).body)
+                while subjects := list(islice(found, SUBJECTS)):
+                    texts = [text for _, texts in subjects for text in texts]
+                    messages = [{"role": ROLES[place % 2], "content": text} for place, text in enumerate(texts)]
+                    place = f"{STDLIB_CHAT}, {subjects[0][0]}"
+                    yield Document(json.dumps({"messages": messages}), number / count, place)
 
 
 def stdlib_chat_corpus(cache: Cache) -> StdlibChat:
@@ -57,7 +65,8 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _conversations(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+def _answered(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list[str]]]:
+    """Yields names with questions about them, each followed by its answer."""
     for node in body:
         if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
             continue
@@ -70,7 +79,6 @@ def _conversations(scope: str, body: list[ast.stmt]) -> Iterator[tuple[str, list
                 call = f"{node.name}({ast.unparse(node.args)})"
                 if len(call) <= LONGEST:
                     texts += [FOLLOWING[chosen % len(FOLLOWING)], call]
-            roles = ("user", "assistant")
-            yield name, [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+            yield name, texts
         if isinstance(node, ast.ClassDef):
-            yield from _conversations(name, node.body)
+            yield from _answered(name, node.body)
