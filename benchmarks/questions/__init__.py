@@ -1,7 +1,7 @@
 """All questions, in the order in which they are shown."""
 
 from benchmarks.question import Question, Script
-from benchmarks.questions import cpu, data, gpu, litgpt, scale, scripts, startup, trainer, wrapper
+from benchmarks.questions import chats, cpu, data, gpu, litgpt, scale, scripts, startup, trainer, wrapper
 
 QUESTIONS: dict[str, Question | Script] = {
     one.name: one
@@ -13,6 +13,8 @@ QUESTIONS: dict[str, Question | Script] = {
         cpu.HOST,
         data.QUESTION,
         data.WHOLE,
+        chats.TOKENS,
+        chats.SFT,
         startup.QUESTION,
         *scripts.PIPELINE,
         scale.QUESTION,

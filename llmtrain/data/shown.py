@@ -119,9 +119,12 @@ def on_terminal(sequences: Sequence[Shown], has_colors: bool) -> Group:
         for place, document in enumerate(one.documents, start=1):
             lines.append(Text(f"--- document {place}", "dim"))
             line = Text()
-            for kind, tokens in groupby(document, key=lambda token: token.kind):
-                text = _visible("".join(token.text for token in tokens))
-                line.append(text if has_colors or "trained" not in kind else f"[[{text}]]", STYLES[kind])
+            for is_trained, tokens in groupby(document, key=lambda token: token.is_trained):
+                brackets = ("[[", "]]") if is_trained and not has_colors else ("", "")
+                line.append(brackets[0])
+                for kind, alike in groupby(tokens, key=lambda token: token.kind):
+                    line.append(_visible("".join(token.text for token in alike)), STYLES[kind])
+                line.append(brackets[1])
             lines.append(line)
         if one.padding:
             lines.append(Text(f"--- {one.padding:,} tokens of padding", "dim"))

@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, reject_reserved
-from llmtrain.data.chat.spans import Renderer, Turn
+from llmtrain.data.chat.spans import MOST_SKELETONS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import Problem, RecipeError
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
-MOST_SKELETONS = 10_000
-"""Number of proven skeletons that are kept."""
 UNKNOWN_PLACES = "the tokenizer does not say which characters its tokens stand for"
 
 
@@ -99,7 +97,6 @@ class ChatEncoder:
     def render(self, conversation: Conversation) -> ChatText | RowError:
         """Renders a conversation and establishes its turns, or returns why that is not possible."""
         try:
-            reject_reserved([conversation.messages, conversation.tools])
             if len(conversation.messages) > MOST_MESSAGES:
                 raise RowError(f"has {len(conversation.messages):,} messages; at most {MOST_MESSAGES:,} can be marked")
             whole = self._renderer.rendered(conversation)

@@ -55,6 +55,10 @@ class Controls:
         tokens = self._special if role == "assistant" else self._all
         return tokens.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
 
+    def spelled(self, text: str) -> bool:
+        """Whether a text spells a control token."""
+        return self._all.search(text) is not None
+
     def alias(self, text: str) -> str:
         """Returns a text with each control token replaced by its character."""
         return self._all.sub(lambda found: self.aliases[found[0]], text)
@@ -100,6 +104,19 @@ class Rendered:
             raise RowError(f"the template cuts off the text of message {opened[0] + 1}")
         return cls("".join(text), tuple(stretches))
 
+    @classmethod
+    def filled(cls, gaps: tuple[tuple[int, str], ...], contents: Sequence[str]) -> Rendered:
+        """Returns what has a content after each gap but the last."""
+        parts, stretches, length = [], [], 0
+        for number, ((_, gap), content) in enumerate(zip(gaps, contents, strict=False)):
+            start = length + len(gap)
+            length = start + len(content)
+            parts += [gap, content]
+            stretches.append(Stretch(number, start, length))
+        made = cls("".join([*parts, gaps[-1][1]]), tuple(stretches))
+        made.__dict__["gaps"] = gaps  # known, so not computed again
+        return made
+
     @staticmethod
     def partial(marked: str, controls: Controls) -> str:
         """Returns the text of the beginning of a rendering."""
@@ -127,6 +144,17 @@ def marked(messages: Sequence[Message], controls: Controls | None, offset: int =
         _map(message, lambda key, text, number=number, role=message["role"]: _mark(key, text, number, role, controls))
         for number, message in enumerate(messages, start=offset)
     ]
+
+
+def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
+    """Returns the contents of messages that have nothing but a text, which marks would not divide or change."""
+    texts = [message["content"] for message in messages]
+    for message, text in zip(messages, texts, strict=True):
+        if len(message) > 2 or not text or text[0].isspace() or text[-1].isspace() or controls.spelled(text):
+            return None
+        if _TAG.search(text):
+            return None
+    return texts
 
 
 def broken_up(values: Any, controls: Controls | None) -> Any:

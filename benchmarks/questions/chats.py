@@ -1,0 +1,89 @@
+"""Conversations: tokenizing them with masks, and training on them."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict, case_of
+
+PROGRAM = ["python", "-m", "benchmarks.programs.chats"]
+FOLDER = "{work}/chats"
+
+
+def _made(copies: int) -> list[Side]:
+    return [Side("the conversations", [*PROGRAM, "write", FOLDER, "--copies", str(copies)])]
+
+
+def token_cases(quick: bool) -> Sequence[Case]:
+    """On one core and two."""
+    return [
+        Case(
+            f"{cores} core{'s' if cores > 1 else ''}",
+            [Side(name, [*PROGRAM, part, FOLDER, "--cores", str(cores)]) for name, part in SIDES.items()],
+            setup=_made(1 if quick else 10) if cores == 1 else [],
+        )
+        for cores in (1, 2)
+    ]
+
+
+SIDES = {"ours": "ours", "apply_chat_template + encode_batch": "raw"}
+PACKED = {"packed": ["--packed"], "not packed": []}
+
+
+def sft_cases(quick: bool) -> Sequence[Case]:
+    """Packed and not."""
+    steps = ["--steps", "30" if quick else "80"]
+    sides = {"llmtrain train": "train", "TRL's SFTTrainer": "trl"}
+    return [
+        Case(
+            name,
+            [Side(side, [*PROGRAM, part, FOLDER, *words, *steps]) for side, part in sides.items()],
+            setup=_made(1) if name == "packed" else [],
+        )
+        for name, words in PACKED.items()
+    ]
+
+
+def token_verdicts(result: Result) -> Sequence[Verdict]:
+    """The aim of tokenizing."""
+    ratios = [next(iter(case["against"].values()))["tokens_per_second"]["median"] for case in result["cases"]]
+    found = ", ".join(f"{ratio:.2f}× ({case['name']})" for ratio, case in zip(ratios, result["cases"], strict=True))
+    return [Verdict("at least 0.9× of the raw calls on the same cores", found, min(ratios) >= 0.9)]
+
+
+def sft_verdicts(result: Result) -> Sequence[Verdict]:
+    """The aims of training."""
+    ratios = {
+        name: next(iter(case_of(result, name)["against"].values()))["trained_per_second"]["median"] for name in PACKED
+    }
+    aims = {"packed": 1.5, "not packed": 1.0}
+    return [
+        Verdict(f"{name}: at least {aim}× of TRL", f"{ratios[name]:.2f}×", ratios[name] >= aim)
+        for name, aim in aims.items()
+    ]
+
+
+TOKENS = Question(
+    name="chat_tokens",
+    title="Tokenizing conversations",
+    asks=(
+        "From a file of conversations to tokens on disk with the proven mask of what is trained on, beside rendering "
+        "rows in memory with `apply_chat_template` and tokenizing them with `encode_batch`, which gives no mask."
+    ),
+    cases=token_cases,
+    columns={"tokens_per_second": ("tokens/s", ",.0f"), "peak_gib": ("peak, GiB", ".2f")},
+    verdicts=token_verdicts,
+    minutes=10,
+)
+SFT = Question(
+    name="sft",
+    title="Fine-tuning on conversations, beside TRL",
+    asks=(
+        "Trained tokens per second on the same conversations, model and batches in fp32 on two cores: `llmtrain train` "
+        "and TRL's `SFTTrainer`, packed and one conversation per sequence. Packed, `llmtrain` keeps conversations "
+        "apart; TRL does so with flash attention only, and here lets them see each other."
+    ),
+    cases=sft_cases,
+    columns={"trained_per_second": ("trained tokens/s", ",.0f")},
+    verdicts=sft_verdicts,
+    minutes=25,
+)
