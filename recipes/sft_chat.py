@@ -39,7 +39,7 @@ def recipe() -> Recipe:
         ),
         optim=OptimConfig(lr=2e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1),
         batch=BatchConfig(global_batch_size=8, micro_batch_size=2),
-        train=TrainConfig(epochs=4),
+        train=TrainConfig(epochs=3),
         evaluation=EvalConfig(every_steps=100, max_sequences=64),
         checkpoint=CheckpointConfig(every_steps=100, keep_last=2),
         logging=LoggingConfig(every_steps=10),
