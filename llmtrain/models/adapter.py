@@ -38,6 +38,7 @@ from llmtrain.models.proof.cut import MODEL_ERRORS, packed_input, reference
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import TensorParallel
+from llmtrain.plan.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
 ADAPTER = "default"
@@ -263,11 +264,6 @@ def _saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple
             Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
         )
     return tuple(found), problems
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether the name of a module, or its end after a dot, matches one of the patterns."""
-    return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
 
 
 def _dotted(names: Iterable[str]) -> tuple[str, ...]:
