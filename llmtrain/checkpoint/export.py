@@ -13,10 +13,9 @@ from typing import Literal
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from llmtrain.checkpoint.adapter import write_adapter
 from llmtrain.checkpoint.base import state_source
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan, read_state
@@ -26,11 +25,12 @@ from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.engines.state.writer import size_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
-from llmtrain.models import model_configuration
+from llmtrain.models import adapter, model_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan import Plan
+from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 from llmtrain.system.untrusted import read_json, utf8_name
 
@@ -149,6 +149,28 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     """Writes the configurations of a model and of generation, and the code of a custom model."""
     with _no_progress():  # of shards that it does not write
         model.save_pretrained(folder, state_dict={})
+
+
+def write_adapter(
+    recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
+) -> None:
+    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`.
+
+    base: the folder or hub name of the frozen weights.
+    """
+    model = empty_model(config, dtype, recipe.model.trust_remote_code)
+    settings = adapter.outline(model, recipe)
+    settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
+    settings.save_pretrained(folder)
+    trained = {adapter.weight_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+    files = {adapter.file_name(name): name for name in trained}
+
+    def read(key: str) -> Tensor:
+        like = trained[files[key]]
+        return source.read_as(files[key], like).view(like.shape).to(dtype)
+
+    with create(folder / adapter.ADAPTER_FILE) as target:
+        stream_tensors(target.stream, {key: trained[name].data for key, name in files.items()}, read)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

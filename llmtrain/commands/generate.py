@@ -58,7 +58,7 @@ def generate_text(request: GenerateRequest) -> None:
 
 def _chat(request: GenerateRequest) -> None:
     with quiet_libraries():
-        from llmtrain.models.chat import Chat
+        from llmtrain.models.generate import Chat
 
         chat = Chat(request.model, request.tokens, request.temperature, request.seed, system=request.system)
     for question in [request.prompt] if request.prompt is not None else _questions():
