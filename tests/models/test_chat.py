@@ -19,7 +19,9 @@ TOKENS = 4
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    return AutoTokenizer.from_pretrained(case("chatml", tmp_path / "model").folder)
+    loaded = AutoTokenizer.from_pretrained(case("chatml", tmp_path / "model").folder, eos_token="<|endoftext|>")
+    loaded.save_pretrained(tmp_path / "model")  # with another end than that of a turn
+    return loaded
 
 
 def save_model(tokenizer, text):
@@ -44,15 +46,21 @@ def save_model(tokenizer, text):
     return tokenizer.name_or_path
 
 
+class Given(list):
+    written = 0
+
+
 @pytest.fixture
 def given(monkeypatch):
-    """The tokens that the model was given, question by question."""
-    seen = []
+    """The tokens that the model was given, question by question, and how many it wrote (`written`)."""
+    seen = Given()
     original = LlamaForCausalLM.generate
 
     def generate(self, inputs, **options):
         seen.append(inputs[0].tolist())
-        return original(self, inputs, **options)
+        output = original(self, inputs, **options)
+        seen.written = output.shape[1] - inputs.shape[1]
+        return output
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
     return seen
@@ -80,9 +88,10 @@ def test_the_model_is_given_what_the_template_writes(tokenizer, given, tmp_path)
     assert given == expected
 
 
-def test_it_stops_at_the_end_of_a_turn_although_the_model_does_not_say_so(tokenizer, tmp_path):
+def test_it_stops_at_the_end_of_a_turn_although_the_model_does_not_say_so(tokenizer, given, tmp_path):
     chat = Chat(tmp_path / save_model(tokenizer, "<|im_end|>"), TOKENS, 0.0, 1)
     assert asked(chat, "Thanks") == [("", 0)]
+    assert given.written == 1
 
 
 def test_special_tokens_in_a_question_stay_text(tokenizer, given, tmp_path):

@@ -138,7 +138,7 @@ def test_names_of_other_tools_lead_to_fields_that_exist(tiny):
         ("optim.learning_rate", "optim.lr"),
         ("learning_rate", "optim.lr"),
         ("batch.per_device_train_batch_size", "batch.micro_batch_size"),
-        ("train.num_train_epochs", "train.max_steps"),
+        ("train.num_train_epochs", "train.epochs"),
         ("sequence_len", "data.sequence_length"),
         ("zero_optimization", "parallel.zero_stage"),
         ("optim.zero_stage", "parallel.zero_stage"),
