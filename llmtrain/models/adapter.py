@@ -179,9 +179,8 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
         for name, module in adapters(stage.model):
             inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
             slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
-    if not any(one.requires_grad for one in stage.parameters()):
-        # For the optimizer, which cannot be empty; it never has a gradient.
-        stage.idle = nn.Parameter(torch.zeros_like(next(stage.parameters()).view(-1)[:1]))
+    if trained is not None:
+        stage.train_nothing()
     own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
 

@@ -163,6 +163,15 @@ class Stage(nn.Module):
         """
         return self._names
 
+    def train_nothing(self) -> None:
+        """Adds a parameter whose gradient is always 0, if nothing is trained here.
+
+        The engine's optimizer cannot be empty, and its collectives wait for a gradient on every stage.
+        """
+        parameters = list(self.model.parameters())
+        if not any(one.requires_grad for one in parameters):
+            self.idle = nn.Parameter(torch.zeros_like(parameters[0].view(-1)[:1]))
+
     def rename(self, names: dict[str, str]) -> None:
         """Sets what `hf_names` returns, after modules of the stage's model were replaced."""
         self._names = names
@@ -190,17 +199,21 @@ class Stage(nn.Module):
             self._forget()
 
     def _last(self, output: Any) -> Tensor | tuple[Tensor, ...]:
-        result = output.logits if self.targets is None else output.loss_sum
+        result = self._with_idle(output.logits if self.targets is None else output.loss_sum)
         return (result, output.aux_loss) if self.cut.sends_routers else result
 
     def _sent(self, output: Any, position_ids: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        hidden: Tensor = self._exit[0].result
+        hidden = self._with_idle(self._exit[0].result)
         extras = [tokens] if self.cut.sends_tokens else []
         routers = (*self._received_routers, *(getattr(output, "router_logits", None) or ()))
         if routers and self.cut.sends_routers:
             extras.append(torch.stack(routers))
         # Autograd has no graph if nothing before is trained, but the engine starts a backward pass from each output.
         return tuple(_differentiable(one) for one in (hidden, position_ids, *extras))
+
+    def _with_idle(self, result: Tensor) -> Tensor:
+        idle: Tensor | None = getattr(self, "idle", None)
+        return result if idle is None else result + 0 * idle.sum()
 
     def _forget(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""

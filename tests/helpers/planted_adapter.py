@@ -51,10 +51,9 @@ def module_not_saved(patch):
 def adapter_of_one_stage_frozen(patch):
     def freeze(result, arguments):
         stage = arguments[0]
-        for _, one in stage.named_parameters():
-            one.requires_grad_(one.requires_grad and stage.index == 0)
         if stage.index:
-            stage.idle = adapter.nn.Parameter(adapter.torch.zeros(1))
+            stage.model.requires_grad_(False)
+            stage.train_nothing()
 
     _after(patch, "apply_to_stage", freeze)
 
