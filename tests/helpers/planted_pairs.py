@@ -72,7 +72,8 @@ def pairs_by_micro_batch(patch):
 
 def segments_shifted(patch):
     """The last token of each completion is counted for the next conversation, for the references as well. Shifted the
-    other way nothing would change, because each conversation begins with a prompt, whose tokens have no target."""
+    other way nothing would change, because each conversation begins with a prompt, whose tokens have no target; nor if
+    the template wrote something after the last end token."""
     _on_pairs(patch, lambda pairs: replace(pairs, segments=pairs.segments.roll(-1, dims=1)), only_training=False)
 
 

@@ -13,6 +13,11 @@ from tests.helpers.small_verify import small
 
 LENGTH = 192
 VOCAB = 384
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML without the line feed after a turn, so that the last token of a completion is trained on."""
 
 
 def write_pairs(folder: Path, number: int = 300) -> Path:
@@ -33,6 +38,7 @@ def small_pairs(pairs: Path, **fields: Any) -> Recipe:
     """As `small`, with pairs that `write_pairs` has written."""
     own = {
         "data.tokenizer": str(pairs.parent / "tokenizer"),
+        "data.chat_template": TEMPLATE,
         "data.sequence_length": LENGTH,
         "model.config.max_position_embeddings": LENGTH,
         "model.config.vocab_size": VOCAB,

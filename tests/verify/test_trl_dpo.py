@@ -24,14 +24,10 @@ from llmtrain.models import build_model
 from llmtrain.recipe import Recipe
 from llmtrain.verify.batches import Batches
 from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, ReferenceLoop
-from tests.helpers.small_pairs import LENGTH, small_pairs, write_pairs
+from tests.helpers.small_pairs import LENGTH, TEMPLATE, small_pairs, write_pairs
 
 STEPS, BATCH = 20, 4
 CPU = torch.device("cpu")
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TOLERANCE = 1e-5
 """In fp32: sums of some hundred log-probabilities, each with an error of 2⁻²⁴ of its size, times β, over twenty steps
 of Adam."""
@@ -54,7 +50,6 @@ def recipe(folder: Path, **fields: Any) -> Recipe:
     path = write_pairs(folder)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     own = {
-        "data.chat_template": TEMPLATE,
         "data.eval_fraction": 0.0,
         "data.sequence_length": LENGTH,
         "batch.global_batch_size": BATCH,
