@@ -21,6 +21,7 @@ from llmtrain.rules import resolve
 from llmtrain.search.cheapest import cheapest_ways
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.search.nearest import nearest_plans
+from llmtrain.system.streams import quiet_libraries
 
 WITHOUT_PIPELINE = {"parallel.pipeline": 1}
 
@@ -74,9 +75,10 @@ def check_stages(plan: Plan) -> None:
     Raises RecipeError if one of them fails; loads torch.
     """
     if plan.recipe.model.is_frozen_in_part:
-        from llmtrain.models import check_trained
+        with quiet_libraries():
+            from llmtrain.models import check_trained
 
-        check_trained(plan.recipe)
+            check_trained(plan.recipe)
     if plan.parallel.pipeline == 1:
         return
     from llmtrain.models import find_stages

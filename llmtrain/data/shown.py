@@ -81,7 +81,7 @@ def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Show
     found = []
     for source, number in zip(*(one.tolist() for one in schedule.sample_ids(0, count)), strict=True):
         view, index = prepared.sources[source].train, np.array([number])
-        inputs, positions, labels = (row[0] for row in view.read(index))
+        inputs, positions, labels = (row[0] for row in view.read(index)[:3])
         size = int(view.inputs_of(index)[0])
         starts = [0, *(np.flatnonzero(np.diff(positions[:size]) != 1) + 1).tolist(), size]
         documents = []

@@ -6,6 +6,8 @@ adapters have those of PEFT's files.
 
 `modules_to_save` are trained in place. PEFT would train a copy and keep the original, which serves switching an
 adapter off; the computed gradients are the same.
+
+PEFT is imported where it is used, since that takes a second.
 """
 
 from __future__ import annotations
@@ -18,14 +20,10 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,6 +38,9 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import TensorParallel
 from llmtrain.plan.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
+
+if TYPE_CHECKING:
+    import peft
 
 ADAPTER = "default"
 """PEFT's name of a model's only adapter."""
@@ -112,6 +113,8 @@ def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
 
     Raises RecipeError for a pretrained adapter of another kind.
     """
+    import peft
+
     if adapter.pretrained is not None:
         return _pretrained_configuration(adapter)
     assert adapter.rank is not None, "the recipe requires it"
@@ -187,6 +190,8 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields PEFT's modules that stand for linear layers, with the names of these."""
+    from peft.tuners.lora import LoraLayer
+
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
@@ -217,6 +222,8 @@ def _adapted_modules(
 
     saved: modules that are trained as a whole, and have no adapters within.
     """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
     linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
     names = [name for name, _ in whole.named_modules() if name and not f"{name}.".startswith(_dotted(saved))]
@@ -306,6 +313,8 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
 
     Leaves the random state as it is.
     """
+    import peft
+
     own = copy(lora)
     own.target_modules, own.modules_to_save, own.exclude_modules = set(names), None, None
     own.layers_to_transform = own.layers_pattern = None
@@ -392,6 +401,8 @@ def _value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
 
 def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
     """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError."""
+    from peft.utils.save_and_load import load_peft_weights
+
     try:
         stored = load_peft_weights(adapter.pretrained, device="cpu", revision=adapter.revision, use_safetensors=True)
     except (OSError, ValueError) as error:
@@ -403,6 +414,8 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
 
 
 def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
+    import peft
+
     try:
         found = peft.PeftConfig.from_pretrained(adapter.pretrained, revision=adapter.revision)
     except (OSError, ValueError, TypeError) as error:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from peft.tuners.tuners_utils import BaseTunerLayer
-
 
 @contextmanager
 def adapters_without_weight() -> Iterator[None]:
@@ -15,6 +13,8 @@ def adapters_without_weight() -> Iterator[None]:
     AutoTP takes whatever has a matrix of that name for a linear layer: it would replace a module by the layer that it
     stands for, and the adapter would be gone.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     weight = BaseTunerLayer.weight
     del BaseTunerLayer.weight
     try:
