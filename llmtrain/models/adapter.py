@@ -183,7 +183,7 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
             inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
             slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
     if trained is not None:
-        stage.train_nothing()
+        stage.complete_groups()
     own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
 

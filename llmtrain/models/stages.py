@@ -163,14 +163,16 @@ class Stage(nn.Module):
         """
         return self._names
 
-    def train_nothing(self) -> None:
-        """Adds a parameter whose gradient is always 0, if nothing is trained here.
+    def complete_groups(self) -> None:
+        """Adds a matrix or a vector of one number, whose gradient is 0, if this stage trains none.
 
-        The engine's optimizer cannot be empty, and its collectives wait for a gradient on every stage.
+        The engine reduces the norm group by group, and matrices and vectors are groups of their own: stages with
+        another number of groups, or with none, would wait for each other forever.
         """
-        parameters = list(self.model.parameters())
-        if not any(one.requires_grad for one in parameters):
-            self.idle = nn.Parameter(torch.zeros_like(parameters[0].view(-1)[:1]))
+        trained = {min(one.ndim, 2) for one in self.model.parameters() if one.requires_grad}
+        like = next(self.model.parameters())
+        lacking = sorted({1, 2} - trained)
+        self.idle = nn.ParameterList(torch.zeros((1,) * size, dtype=like.dtype, device=like.device) for size in lacking)
 
     def rename(self, names: dict[str, str]) -> None:
         """Sets what `hf_names` returns, after modules of the stage's model were replaced."""
@@ -212,8 +214,9 @@ class Stage(nn.Module):
         return tuple(_differentiable(one) for one in (hidden, position_ids, *extras))
 
     def _with_idle(self, result: Tensor) -> Tensor:
-        idle: Tensor | None = getattr(self, "idle", None)
-        return result if idle is None else result + 0 * idle.sum()
+        for one in getattr(self, "idle", ()):
+            result = result + 0 * one.sum()
+        return result
 
     def _forget(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""

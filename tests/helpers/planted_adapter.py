@@ -53,7 +53,7 @@ def adapter_of_one_stage_frozen(patch):
         stage = arguments[0]
         if stage.index:
             stage.model.requires_grad_(False)
-            stage.train_nothing()
+            stage.complete_groups()
 
     _after(patch, "apply_to_stage", freeze)
 
