@@ -46,7 +46,7 @@ def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
 @pytest.mark.parametrize(
     ("plan", "bugs"),
     [
-        pytest.param("dp2-zero2-acc2", "COMPARED", marks=SLOW),
+        pytest.param("dp2-zero2-acc2", "COMPARED", marks=BREADTH),
         pytest.param("dp1-sp2-zero1-acc4", "SLICED", marks=SLOW),
         pytest.param("dp2-zero3-acc2", "COMPARED", marks=BREADTH),
     ],

@@ -110,8 +110,13 @@ def completion(document: ReferenceDocument) -> list[int]:
     return [label for label in document.targets.tolist() if label != NO_TARGET]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [
+        pytest.param("dpo", "sigmoid", marks=pytest.mark.slow),
+        pytest.param("ipo", "ipo", marks=pytest.mark.breadth),
+    ],
+)
 def test_losses_are_those_of_trl(name: str, loss_type: str, tmp_path: Path) -> None:
     made = recipe(tmp_path, **{"objective.name": name, "objective.beta": 0.3})
     weights = build_model(made, torch.float32, CPU).state_dict()
