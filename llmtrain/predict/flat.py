@@ -120,7 +120,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
         groups += [FlatGroup(tuple(part), holders) for part in parts]
-    return groups
+    return groups or [FlatGroup((1,), ranks)]  # a stage that trains nothing has an idle parameter (`models/stages.py`)
 
 
 def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:

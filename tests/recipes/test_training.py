@@ -37,6 +37,7 @@ SIZES = {
     },
     "continue_pretrained": {},
 }
+FINE_TUNING = ("dpo_llama3_8b_lora", "sft_chat", "sft_llama3_8b_lora")
 SHRUNK = {
     "data.tokenizer": {"vocab_size": 512},
     "data.sequence_length": 64,
@@ -107,7 +108,7 @@ def _assert_learned(lines: list[dict], evaluations: int = 2) -> None:
 
 
 def test_no_recipe_is_forgotten():
-    assert set(SIZES) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {*SIZES, *FINE_TUNING} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
 QUICK = ("qwen3_30b_a3b",)
@@ -138,6 +139,38 @@ def test_training_continues_from_pretrained_weights(zero_stage, corpus, pretrain
     lines = _train("continue_pretrained", fields, tmp_path / "run")
     _assert_learned(lines, evaluations=3)  # pretrained weights are evaluated before the first step
     assert lines[1]["loss"] == pytest.approx(_loss_of(pretrained, fields), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "dpo" in name else pytest.mark.breadth) for name in FINE_TUNING],
+)
+def test_shrunk_fine_tuning_trains(name, pretrained, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = _pair if "dpo" in name else _conversation
+    rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(200)))
+    fields = SHRUNK | {
+        "model.pretrained": str(pretrained),
+        "data.sources": [{"name": str(rows)}],
+        "data.cache_dir": str(tmp_path),
+        "data.tokenizer": str(pretrained),
+        "data.chat_template": "plain",
+        "parallel.precision": "fp32",
+        "train.epochs": None,
+        "export.sample_prompt": None,
+    }
+    _assert_learned(_train(name, fields, tmp_path / "run"), evaluations=3)
+    exported = "model" if name == "sft_chat" else "adapter_model"
+    assert (tmp_path / "run" / "export" / f"{exported}.safetensors").is_file()
+
+
+def _conversation(number: int) -> dict[str, object]:
+    pair = _pair(number)
+    return {"messages": [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["chosen"]}]}
+
+
+def _pair(number: int) -> dict[str, str]:
+    return {"prompt": f"{number}?", "chosen": f"It is {number}.", "rejected": f"No {number} here."}
 
 
 def _loss_of(folder: Path, fields: dict[str, object]) -> float:

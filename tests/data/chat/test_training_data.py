@@ -207,7 +207,7 @@ def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: 
     model = build_model(packed, torch.float32, torch.device("cpu"))
     rows = samples.read(np.arange(8))
     assert (np.diff(rows.position_ids, axis=1) == 1).all()
-    batch = MicroBatch(*map(torch.from_numpy, rows))
+    batch = MicroBatch(*map(torch.from_numpy, rows[:3]))
     loss, _ = forward(model, model, batch, torch.device("cpu"))
     loss.backward()
     together = [one.clone() for one in gradients_of(model.parameters())]
