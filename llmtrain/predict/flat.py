@@ -94,7 +94,8 @@ MOST_EXPERTS = 178_956_971
 
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
-    return _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if one.trained])
+    trained = _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if one.trained])
+    return trained or [FlatGroup((1,), plan.holders)]  # the idle parameter of a stage that trains nothing
 
 
 def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
@@ -120,7 +121,7 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
         groups += [FlatGroup(tuple(part), holders) for part in parts]
-    return groups or [FlatGroup((1,), ranks)]  # a stage that trains nothing has an idle parameter (`models/stages.py`)
+    return groups
 
 
 def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:

@@ -173,7 +173,7 @@ class ReferenceLoop:
         weights.
         """
         documents = iter(zip(losses, references, strict=True))
-        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        total = 0 * losses.double().sum()  # a micro-batch may have no pair, and has a gradient of 0
         for sequence in sequences:
             found = {one.pair: (*next(documents), count_targets([[one]])) for one in sequence}
             for number in {pair[0] for pair in found if pair is not None}:
