@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data import StepBatch
 from llmtrain.ds_config import render
@@ -132,7 +133,7 @@ def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
     reader = engine.data_parallel_rank % plan.readers
     shape = (plan.read_size, plan.batch.gradient_accumulation_steps, reader, plan.readers)
     run, passes = _trace(engine, draft.recipe, *shape, calls=calls)
-    return _did(engine, passes / max(len(_own_layers(engine)) * STEPS * shape[1], 1)), _numpy(run)
+    return _did(engine, plan, passes / max(len(_own_layers(engine)) * STEPS * shape[1], 1)), _numpy(run)
 
 
 def _own_layers(engine: Any) -> list[torch.nn.Module]:
@@ -156,15 +157,16 @@ def _asked(plan: Plan) -> Did:
     }
 
 
-def _did(engine: Any, passes: float) -> Did:
+def _did(engine: Any, plan: Plan, passes: float) -> Did:
     inner = getattr(engine, "engine", None)
     is_deepspeed = hasattr(inner, "zero_optimization_stage")
     optimizer = inner.optimizer if is_deepspeed else None
     model = engine.model
     ulysses = next((axis.ulysses for axis in getattr(engine, "axes", ()) if isinstance(axis, SequenceAxis)), None)
-    sharded = engine.plan.parallel.zero_stage if getattr(engine, "is_sharded", False) else 0
+    # FSDP2 does not tell its two stages apart.
+    sharded = plan.parallel.zero_stage if any(isinstance(one, FSDPModule) for one in model.modules()) else 0
     return {
-        "devices": dist.get_world_size() * len(getattr(engine, "devices", [CPU])),
+        "devices": dist.get_world_size() * len(getattr(getattr(engine, "distribution", None), "devices", [CPU])),
         "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,
         "tensor slices": any(split_of(one) or shard_of(one) for one in model.parameters()),
         "sequence slices": ulysses.size if ulysses else 1,
