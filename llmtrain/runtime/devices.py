@@ -63,6 +63,10 @@ def check_distinct(rank: int, world_size: int, identity: str, store: Store) -> N
         store.set("shared", json.dumps({name: ranks for name, ranks in owners.items() if len(ranks) > 1}))
     shared: dict[str, list[int]] = json.loads(store.get("shared"))
     if shared:
+        store.set(f"told_{rank}", "")
+        if rank == 0:  # the store ends with it, and the others have to read the answer before
+            for other in range(world_size):
+                store.get(f"told_{other}")
         raise RecipeError(
             Problem(RULE, FIELD, f"ranks {', '.join(map(str, ranks))} would share {name}", _FIX)
             for name, ranks in shared.items()
