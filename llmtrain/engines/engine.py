@@ -71,7 +71,7 @@ class Engine(Protocol):
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""
 
     def close(self) -> None:
-        """Ends the use of the engine, so that its memory is freed with it."""
+        """Removes what would keep the engine in memory after its last use."""
 
     def describe(self) -> dict[str, Any]:
         """Returns what the engine actually runs with, for the run's record."""

@@ -162,12 +162,12 @@ def _check_length(recipe: Recipe) -> None:
         return
     problems = []
     if recipe.train.max_steps is not None:
-        message = f"{recipe.train.max_steps} was given, and epochs={recipe.train.epochs}, from which it follows"
+        message = f"{recipe.train.max_steps} is not possible beside epochs={recipe.train.epochs}, which decides it"
         fix = "--set train.max_steps=null, or --set train.epochs=null"
         problems.append(Problem("recipe.length", "train.max_steps", message, fix))
     for number, source in enumerate(recipe.data.sources):
         if source.weight != 1:
-            message = f"{source.weight} was given, but an epoch reads every sequence of '{source.name}' once"
+            message = f"{source.weight} has no effect, since an epoch reads every sequence of '{source.name}' once"
             fix = f"--set data.sources.{number}.weight=1, or train.max_steps instead of train.epochs"
             problems.append(Problem("recipe.length", f"data.sources.{number}.weight", message, fix))
     if problems:

@@ -48,7 +48,7 @@ def experts(draft: Draft) -> Iterator[Fault]:
     )
     patterns = [f"*{one}.*" for one in model.adapter.modules_to_save] if model.adapter else model.trainable
     if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-        message = f"ZeRO-{parallel.zero_stage} was given, which cannot be set up if all distributed experts are frozen"
+        message = f"ZeRO-{parallel.zero_stage} cannot be set up if all distributed experts are frozen"
         yield Fault("parallel.zero_stage", message, STAGES)
 
 

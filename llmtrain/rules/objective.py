@@ -19,7 +19,7 @@ def whole_pairs(draft: Draft) -> Iterator[Fault]:
         message = "`concat` cuts sequences anywhere, but a pair is never split"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
     if data.too_long == "cut_turns":
-        message = "`cut_turns` was given, but completions are compared whole: pairs that are too long are dropped"
+        message = "`cut_turns` is not possible: completions are compared whole, and pairs that are too long are dropped"
         yield Fault("data.too_long", message, assignment(data__too_long="drop"))
 
 
@@ -27,7 +27,7 @@ def whole_pairs(draft: Draft) -> Iterator[Fault]:
 def completions(draft: Draft) -> Iterator[Fault]:
     """Refuses to count the prompt's tokens."""
     if draft.recipe.objective.compares_pairs and draft.recipe.data.train_on == "all":
-        message = "`all` was given, but only the turns of the assistant in the completions are compared"
+        message = "`all` has no effect: only the turns of the assistant in the completions are compared"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
 
