@@ -25,8 +25,7 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.plan import Plan
-from llmtrain.predict import Parts, memory_of
-from llmtrain.predict.memory import MOMENTS
+from llmtrain.predict import memory_of
 from llmtrain.recipe import (
     BatchConfig,
     DataConfig,
@@ -132,8 +131,7 @@ def predicted_bytes(plan: Plan) -> int:
     """Returns the plan's peak without the framework's share."""
     memory = memory_of(plan)
     assert memory is not None, "each case is a chain of layers"
-    moments: list[Parts] = [getattr(stage, name) for stage in memory.stages for name in MOMENTS]
-    return max(parts.total - parts.framework for parts in moments)
+    return memory.allocated
 
 
 def step_batch(plan: Plan, vocabulary: int) -> StepBatch:

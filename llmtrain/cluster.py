@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.recipe import Many, Part, PositiveFloat, PositiveInt
+from llmtrain.system.host import cache_root
+from llmtrain.system.untrusted import UNREADABLE, read_json
 
 GIB = 2**30
 MOST_RANKS = 2**31 - 1
@@ -87,6 +92,28 @@ def known_devices(own: Iterable[Device] = ()) -> dict[str, Device]:
     return DEVICES | {device.name: device for device in own}
 
 
+class MeasuredRates(Part):
+    """The rates that the devices of a node reach together, those of the slowest one (`llmtrain doctor --self-test`).
+
+    They replace the shares of a datasheet's peaks that a prediction of time otherwise assumes.
+    """
+
+    device: str
+    """Name of the device in the catalogue."""
+    matmul: dict[str, PositiveFloat]
+    """FLOP/s of a layer's matrix products, by data type."""
+    attention: dict[str, PositiveFloat]
+    """FLOP/s of causal attention, forward and backward, by data type; the half above the diagonal is not counted."""
+    memory_bandwidth: PositiveFloat
+    """Bytes per second that a copy within the device's memory reads and writes."""
+    launch_s: PositiveFloat
+    """Seconds between the starts of two kernels."""
+    host_bandwidth: PositiveFloat | None = None
+    """Bytes per second, each way, between a device and pinned memory of its host; None on a CPU."""
+    node_bandwidth: PositiveFloat | None = None
+    """Bus bandwidth of a large all-reduce over all devices of the node, in bytes per second; None for a single one."""
+
+
 class Cluster(Part):
     """Equal nodes, each with the same devices."""
 
@@ -102,6 +129,8 @@ class Cluster(Part):
     """Bytes per second, each way, between devices of a node; default: that of the device."""
     network_bandwidth: PositiveFloat | None = None
     """Bytes per second and device, each way, between nodes; default: that of the device."""
+    measured: MeasuredRates | None = None
+    """What was measured on such a node; `measured_on` reads it from the report of a self-test."""
 
     @field_validator("device")
     @classmethod
@@ -121,6 +150,13 @@ class Cluster(Part):
                 f"{info.data['nodes']:,} such nodes have {world:,} ranks, but at most {MOST_RANKS:,} are possible"
             )
         return devices_per_node
+
+    @field_validator("measured")
+    @classmethod
+    def _of_this_device(cls, measured: MeasuredRates | None, info: ValidationInfo) -> MeasuredRates | None:
+        if measured and measured.device != info.data.get("device", measured.device):
+            raise ValueError(f"was measured on '{measured.device}', but the device is '{info.data['device']}'")
+        return measured
 
     @property
     def world_size(self) -> int:
@@ -142,7 +178,7 @@ class Cluster(Part):
         """
         fields: dict[str, Any] = self.model_dump()
         if device is not None and device.lower() != self.device:
-            fields |= {"device": device, "node_bandwidth": None, "network_bandwidth": None}
+            fields |= {"device": device, "node_bandwidth": None, "network_bandwidth": None, "measured": None}
         fields |= {"nodes": nodes or self.nodes, "devices_per_node": devices_per_node or self.devices_per_node}
         return Cluster.model_validate(fields)
 
@@ -150,12 +186,29 @@ class Cluster(Part):
 def local_cluster(nproc: int | None = None) -> Cluster:
     """Returns this machine: its visible GPUs, else `nproc` CPU workers (default 1).
 
-    With GPUs, `nproc` is the number of them to use.
+    With GPUs, `nproc` is the number of them to use. What a self-test has measured here is part of it.
     """
     gpus = [] if os.environ.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
-    if not gpus:
-        return Cluster(devices_per_node=nproc or 1, device="cpu")
-    return Cluster(devices_per_node=nproc or len(gpus), device=device_of(gpus[0]))
+    device = device_of(gpus[0]) if gpus else "cpu"
+    measured = None
+    with suppress(*UNREADABLE):  # there may be no report, or one of an older version
+        measured = measured_on(self_test_folder() / "report.json")
+    if measured and measured.device != device:  # other GPUs have been installed
+        measured = None
+    return Cluster(devices_per_node=nproc or len(gpus) or 1, device=device, measured=measured)
+
+
+def measured_on(report: Path | str) -> MeasuredRates:
+    """Returns what a report of `llmtrain doctor --self-test` has measured, for `Cluster.measured`.
+
+    Raises OSError or ValueError if there is no report, or if it has no measurements.
+    """
+    return MeasuredRates.model_validate(read_json(Path(report), dict[str, Any]).get("measured"))
+
+
+def self_test_folder() -> Path:
+    """Returns the folder of this machine's self-test; a home directory may be shared by machines."""
+    return cache_root() / "self_test" / socket.gethostname()
 
 
 @cache

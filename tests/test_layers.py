@@ -33,6 +33,7 @@ LAYERS = (
     {"tune"},
     {"train"},
     {"verify", "dry_run", "doctor"},
+    {"self_test"},
     {"commands"},
     {"cli"},
     {"script", "__init__", "__main__"},

@@ -42,11 +42,21 @@ class DoctorRequest:
     prebuild: Annotated[
         bool, typer.Option("--prebuild", help="Compile the DeepSpeed operators that training would compile.")
     ] = False
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Try this machine's devices for a minute: compare each strategy with plain PyTorch, and measured "
+            "rates with the predicted ones.",
+        ),
+    ] = False
     as_json: JsonOption = False
 
 
 def visit_doctor(request: DoctorRequest) -> None:
     """Checks, prints the report and exits: with 0 if there is no fault, else 5. Raises RecipeError."""
+    if request.self_test:
+        sys.exit(_self_test(request))
     from rich.console import Console
 
     from llmtrain.doctor.report import show
@@ -66,6 +76,28 @@ def visit_doctor(request: DoctorRequest) -> None:
     else:
         show(report, Console())
     sys.exit(Exit.WORKER if report.of_level("fault") else Exit.DONE)
+
+
+def _self_test(request: DoctorRequest) -> int:
+    """Tests this machine's devices and prints the result; returns the exit code. Raises RecipeError."""
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster, self_test_folder
+    from llmtrain.doctor.report import DoctorReport, show
+    from llmtrain.self_test.run import self_test
+
+    given = {"RECIPE": request.recipe, "--hostfile": request.hostfile, "--prebuild": request.prebuild}
+    if others := [name for name, value in given.items() if value]:
+        message = "does not go together with --self-test, which tries this machine"
+        raise RecipeError([Problem("doctor.options", name, message, "leave it out") for name in others])
+    result = self_test(local_cluster(request.nproc), self_test_folder(), lambda line: print(line, file=sys.stderr))
+    if request.as_json:
+        print(result.report.read_text(), end="")
+    else:
+        console = Console()
+        show(DoctorReport([], together=list(result.findings)), console)
+        console.print(f"report {result.report}", highlight=False, soft_wrap=True)
+    return Exit.WORKER if result.has_fault else Exit.DONE
 
 
 def _visit(request: DoctorRequest) -> Visit:

@@ -70,7 +70,7 @@ def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
 
     lines = [model_line(plan), *split_lines(plan), *(memory.described() if memory else ())]
     if time := predict(plan):
-        lines.append(described_time(time))
+        lines.append(described_time(time, measured=plan.cluster.measured is not None))
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
     for one in plan.notes:

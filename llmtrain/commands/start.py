@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -194,6 +195,7 @@ def _as_worker(request: TrainRequest, rank: Rank) -> None:
     ds_config = render(plan)
     lock = None
     if rank.is_main:
+        _offer_self_test(local_cluster())
         lock = RunLock.take(folder.path, _say)
         folder.create(plan, ds_config)
         folder.write_launch(rank.launcher, rank.world_size, sys.argv)
@@ -211,6 +213,7 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
     from llmtrain.launch.template import Template
 
     cluster = local_cluster(request.nproc or processes_asked())
+    _offer_self_test(cluster)
     if cluster.spec.on_cpu:
         _settle_threads(cluster.devices_per_node)
     with Template() as template:
@@ -226,6 +229,19 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
         plan = startable(declared, cluster, folder, request.resume, None)
         check_machine(plan)
         sys.exit(_launch(request, plan, render(plan), folder, tool, forked_from))
+
+
+def _offer_self_test(cluster: Cluster) -> None:
+    """Says once on a machine with GPUs that it can be tested; a test is never forced."""
+    from llmtrain.cluster import self_test_folder
+
+    offered = self_test_folder() / f"offered_{cluster.device}"
+    if cluster.spec.on_cpu or cluster.measured or offered.exists():
+        return
+    _say("these GPUs have not been tested with llmtrain; `llmtrain doctor --self-test` takes a minute (shown once)")
+    with suppress(OSError):
+        offered.parent.mkdir(parents=True, exist_ok=True)
+        offered.touch()
 
 
 def _settle_threads(ranks: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from llmtrain.data.progress import Progress
 from llmtrain.errors import DataError, Problem
 from llmtrain.recipe import DataConfig
 from llmtrain.system.durable import DISK_FULL, flush, flush_tree
+from llmtrain.system.host import cache_root
 from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, why
 
 META = "meta.json"
@@ -26,11 +26,10 @@ META = "meta.json"
 
 def cache_folder(data: DataConfig) -> Path:
     """Returns `data.cache_dir`, else `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`."""
-    chosen = data.cache_dir or os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain"
-    folder = expanded(chosen)
+    folder = expanded(data.cache_dir) if data.cache_dir else cache_root()
     if folder.parts[0].startswith("~"):
         message = "this home directory is unknown"
-        raise DataError(Problem("data.cache", chosen, message, "set $HOME, $LLMTRAIN_CACHE or data.cache_dir"))
+        raise DataError(Problem("data.cache", str(folder), message, "set $HOME, $LLMTRAIN_CACHE or data.cache_dir"))
     return folder.absolute()
 
 

@@ -25,6 +25,7 @@ from llmtrain.launch import on_host
 from llmtrain.launch.disks import has_disk_operator
 from llmtrain.launch.local import die_with
 from llmtrain.launch.place import interfaces
+from llmtrain.system.host import cache_root
 
 
 class Agent:
@@ -118,8 +119,7 @@ class Agent:
 
 def make_scene(run_root: str, master: str | None, devices: tuple[int, ...]) -> Scene:
     """Returns this host as the checks see it."""
-    cache = Path(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain").expanduser().absolute()
-    return Scene(dict(os.environ), Path(run_root).absolute(), cache, master, devices)
+    return Scene(dict(os.environ), Path(run_root).absolute(), cache_root().absolute(), master, devices)
 
 
 def addresses() -> list[str]:

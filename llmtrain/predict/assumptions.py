@@ -58,8 +58,10 @@ class Assumptions(Part):
     """The same in units of the sum of the widths of all matrix products: activation, product of the gate, rotary."""
     logit_bytes: PositiveFloat = 32.0
     """Bytes read or written per logit, forward and backward, by a loss in fp32."""
-    kernel_floor_s: PositiveFloat = 6e-4
-    """Seconds that a host takes to launch the kernels of a layer's forward pass: about 60 of them, 10 µs each."""
+    layer_kernels: PositiveFloat = 60.0
+    """Kernels of a layer's forward pass."""
+    launch_s: PositiveFloat = 1e-5
+    """Seconds that a host takes to launch a kernel."""
     node_latency_s: PositiveFloat = 15e-6
     """Latency of a message within a node, in seconds."""
     network_latency_s: PositiveFloat = 25e-6
@@ -73,5 +75,5 @@ class Assumptions(Part):
 
 EAGER = Assumptions()
 """The unchanged kernels of `transformers`, which this package runs."""
-FUSED = Assumptions(residual_passes=20.0, width_passes=1.5, logit_bytes=16.0, kernel_floor_s=1e-4)
+FUSED = Assumptions(residual_passes=20.0, width_passes=1.5, logit_bytes=16.0, layer_kernels=10.0)
 """Compiled or hand-fused kernels, as in the published runs that the model is compared with."""

@@ -73,6 +73,12 @@ class PlanMemory(Part):
         return self.stages[self.fullest].peak.total
 
     @property
+    def allocated(self) -> int:
+        """Bytes that torch allocates on the fullest rank: the peak without the framework's share."""
+        moments: list[Parts] = [getattr(stage, name) for stage in self.stages for name in MOMENTS]
+        return max(parts.total - parts.framework for parts in moments)
+
+    @property
     def fits(self) -> bool:
         """Whether the fullest rank fits; True if the capacity is unknown."""
         return self.capacity is None or self.needed <= self.capacity

@@ -10,6 +10,7 @@ from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.plan import Plan
 from llmtrain.predict.assumptions import EAGER, Assumptions
 from llmtrain.predict.links import Links
+from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.traffic import CommunicationGroups, Traffic, by_kind, summed
 from llmtrain.predict.work import StageParameters, Worker, held_by
 from llmtrain.recipe import Part
@@ -52,14 +53,13 @@ def predict(plan: Plan, assumed: Assumptions = EAGER) -> StepTime | None:
     """Predicts the time of a plan's step; returns None if the devices' datasheet is incomplete (`unknown`)."""
     if unknown(plan):
         return None
-    device = plan.cluster.spec
-    peak = device.peak_flops[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
-    assert device.memory_bandwidth is not None, "`unknown` has looked"
-    worker = Worker(plan, device, peak, device.memory_bandwidth, assumed)
-    groups, links = CommunicationGroups(plan), _links(plan, assumed)
+    rates = ReachedRates.of(plan.cluster, COMPUTE_DTYPE[plan.recipe.parallel.precision], assumed)
+    worker = Worker(plan, rates, assumed)
+    links = Links(plan.cluster.devices_per_node, rates.node, rates.network, rates.host, assumed)
+    groups = CommunicationGroups(plan)
     held = set(held_by(plan.model, plan.stages))
     slowest = max((_Stage(plan, one, worker, groups.traffic(one), links) for one in held), key=_slow)
-    return slowest.time(peak)
+    return slowest.time(rates.peak)
 
 
 def unknown(plan: Plan) -> str | None:
@@ -77,8 +77,8 @@ def unknown(plan: Plan) -> str | None:
     return f"the datasheet of {device.name} lacks {', '.join(missing)}" if missing else None
 
 
-def described(time: StepTime) -> str:
-    """Formats the time as one line for people."""
+def described(time: StepTime, measured: bool) -> str:
+    """Formats the time as one line for people. measured: whether a self-test has measured the rates."""
     parts = [f"compute {time.compute_s / time.step_s:.0%}"]
     if waiting := sum(time.communication_s.values()):
         kinds = sorted(time.communication_s.items(), key=lambda item: -item[1])
@@ -88,7 +88,8 @@ def described(time: StepTime) -> str:
         parts.append(f"bubble {time.bubble:.0%}")
     parts.append(f"update {time.update_s / time.step_s:.0%}")
     rate = f"{time.tokens_per_second_per_device:,.0f} tokens/s a device, MFU {time.mfu:.0%}"
-    return f"predicted {time.step_s:.2f} s a step: {rate}; {', '.join(parts)}"
+    by = " by measured rates" if measured else ""
+    return f"predicted {time.step_s:.2f} s a step{by}: {rate}; {', '.join(parts)}"
 
 
 class _Stage:
@@ -157,14 +158,6 @@ def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
         return size / worker.bandwidth
     rate = worker.assumed.host_update_bandwidth
     return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth))
-
-
-def _links(plan: Plan, assumed: Assumptions) -> Links:
-    device = plan.cluster.spec
-    # The bandwidth of an unused link may be unknown, but it is never used.
-    rates = (device.node_bandwidth, device.network_bandwidth, device.host_bandwidth)
-    node, network, host = ((rate or float("inf")) * assumed.link for rate in rates)
-    return Links(plan.cluster.devices_per_node, node, network, host, assumed)
 
 
 def _offloads(plan: Plan) -> bool:

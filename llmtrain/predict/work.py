@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llmtrain.cluster import Device
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 from llmtrain.plan.stages import head_parameters, reached_layers
-from llmtrain.predict.assumptions import REACHED, REACHED_ELSEWHERE, Assumptions, Reached
+from llmtrain.predict.assumptions import Assumptions
+from llmtrain.predict.rates import ReachedRates
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 BACKWARD = 2.0
@@ -126,20 +126,16 @@ class DeviceShare:
 class Worker(DeviceShare):
     """A device of a plan, and the time that it needs for its share."""
 
-    def __init__(self, plan: Plan, device: Device, peak: float, bandwidth: float, assumed: Assumptions) -> None:
-        """peak: FLOP/s, and bandwidth: bytes per second, from the datasheet."""
+    def __init__(self, plan: Plan, rates: ReachedRates, assumed: Assumptions) -> None:
         super().__init__(plan)
         self.assumed = assumed
         self.length = plan.recipe.data.sequence_length
-        reached = REACHED.get(device.name, REACHED_ELSEWHERE)
-        self.product_rate = peak * reached.matmul
-        """FLOP/s of matrix products."""
-        self.bandwidth = bandwidth * assumed.memory
+        self.product_rate, self.bandwidth = rates.matmul, rates.memory
         self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
-        self.attention_share, attention_reached = _attention(plan, assumed, reached)
-        self.attention_rate = peak * attention_reached
+        self.attention_share, self.attention_rate = _attention(plan, assumed, rates)
         self.states = len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
-        self.floor = 0.0 if device.on_cpu else assumed.kernel_floor_s
+        self.floor = 0.0 if plan.cluster.spec.on_cpu else assumed.layer_kernels * rates.launch_s
+        """Seconds of a layer's forward pass below which the launches of its kernels decide."""
 
     def micro_batch(self, held: StageParameters) -> Work:
         """Returns the time of one forward and one backward pass."""
@@ -183,12 +179,12 @@ class Worker(DeviceShare):
         return 4 + 8 + 8 * self.states + copy  # gradient read; master weight and moments read and written
 
 
-def _attention(plan: Plan, assumed: Assumptions, reached: Reached) -> tuple[float, float]:
-    """Returns the computed share of the T × T scores, and the share of the peak that is reached.
+def _attention(plan: Plan, assumed: Assumptions, rates: ReachedRates) -> tuple[float, float]:
+    """Returns the computed share of the T × T scores, and the FLOP/s that are reached.
 
     A causal kernel skips half. A mask of documents, which `sdpa` needs, prevents it from skipping.
     """
     kind, masks = plan.recipe.model.attention_kernel, plan.recipe.data.keeps_apart
     if kind == "eager":
-        return 1.0, assumed.attention_eager
-    return (1.0 if kind == "sdpa" and masks else 0.5), reached.attention
+        return 1.0, assumed.attention_eager * rates.peak
+    return (1.0 if kind == "sdpa" and masks else 0.5), rates.attention

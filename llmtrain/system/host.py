@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from llmtrain.system.untrusted import expanded
+
 BUSY_CORES = 0.15
 """Cores that others may use during a measurement: the background load of a small machine."""
 BUSY_SHARE = 0.01
@@ -24,6 +26,11 @@ SPIN_COUNT = 10_000
 takes milliseconds. If another process occupies the core of one thread, all the others would otherwise waste their cores
 on waiting instead of giving it one (`docs/design/decisions.md`). The number of threads, and thus the results of a run,
 stay the same."""
+
+
+def cache_root() -> Path:
+    """Returns `$LLMTRAIN_CACHE`, else `~/.cache/llmtrain`; with a `~` if this home directory is unknown."""
+    return expanded(os.environ.get("LLMTRAIN_CACHE") or "~/.cache/llmtrain")
 
 
 def memory_bytes() -> int:

@@ -1,0 +1,177 @@
+"""Compares what was measured with the catalogue, the prediction, and the other devices. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from llmtrain.cluster import MeasuredRates
+from llmtrain.doctor.finding import CheckResult, fault, listed, ok, size, warning
+from llmtrain.errors import Problem
+from llmtrain.plan import Plan
+from llmtrain.predict import memory_of
+from llmtrain.predict.assumptions import EAGER
+from llmtrain.predict.rates import ReachedRates
+from llmtrain.predict.time import predict, unknown
+from llmtrain.self_test.job import DeviceRates
+from llmtrain.verify.job import Certificate
+
+TOLERATED = 0.1
+"""Relative deviation from a prediction, or from the other devices, that is not reported as a warning."""
+
+
+def measured_by(ranks: Sequence[DeviceRates], device: str) -> MeasuredRates:
+    """Returns the rates of the slowest rank, since a step waits for it. device: its name in the catalogue."""
+    return MeasuredRates(
+        device=device,
+        matmul={name: min(one.matmul[name] for one in ranks) for name in ranks[0].matmul},
+        attention={name: min(one.attention[name] for one in ranks) for name in ranks[0].attention},
+        memory_bandwidth=min(one.memory_bandwidth for one in ranks),
+        launch_s=max(one.launch_s for one in ranks),
+        host_bandwidth=_slowest([one.host_bandwidth for one in ranks]),
+        node_bandwidth=_slowest([one.node_bandwidth for one in ranks]),
+    )
+
+
+def findings(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+    """Yields what the measurements show. plan: the plan of the measured steps, for a node as in the catalogue."""
+    yield _products_are_right(ranks)
+    yield from _devices(plan, ranks)
+    yield from _rates(plan, ranks, measured)
+    yield from _step(plan, ranks, measured)
+
+
+def failed(problem: Problem) -> CheckResult:
+    """Returns the finding for an error that ended the measuring workers."""
+    return fault("measure.failed", f"{problem.field}: {problem.message}", problem.fix or "see its log")
+
+
+def parity(certificate: Certificate) -> Iterator[CheckResult]:
+    """Yields whether plans train as plain PyTorch does."""
+    check, family = "parity.plans", certificate.recipe.model.architecture
+    total = len(certificate.verdicts)
+    others = [one for one in certificate.verdicts if not certificate.certified(one)]
+    if not others:
+        yield ok(check, f"{family}: {total} plans train as plain PyTorch does on one device, save, load and export")
+    for one in others:
+        found = ", ".join(f"{name} {value:.1e}" for name, value in certificate.max_deviation(one).items() if value)
+        what = f"failed: {one.failure}" if one.failure else f"deviates from plain PyTorch: {found or 'not finite'}"
+        yield fault(check, f"{family}, {one.name}: {what}", "do not train with this strategy here; report it")
+
+
+def _products_are_right(ranks: Sequence[DeviceRates]) -> CheckResult:
+    wrong = [f"rank {one.rank} ({one.product}) in {listed(list(one.wrong))}" for one in ranks if one.wrong]
+    if wrong:
+        text = f"wrong products of integers on {'; '.join(wrong)}"
+        return fault("compute.products", text, "the device is faulty: leave it out (CUDA_VISIBLE_DEVICES)")
+    return ok("compute.products", "products of integers are exact in every data type on every device")
+
+
+def _devices(plan: Plan, ranks: Sequence[DeviceRates]) -> Iterator[CheckResult]:
+    """Devices with less memory than the catalogue says, or than the others have."""
+    sizes = {one.rank: one.memory_bytes for one in ranks if one.memory_bytes}
+    if not sizes:
+        return
+    expected = max(plan.cluster.spec.memory_bytes or 0, *sizes.values())
+    small = [f"rank {rank} has {size(have)}" for rank, have in sizes.items() if have < (1 - TOLERATED) * expected]
+    if small:
+        text = f"{listed(small)} of memory; {size(expected)} expected"
+        yield warning("devices.memory", text, "describe the device in `cluster()` (own_devices), or leave it out")
+    else:
+        yield ok("devices.memory", f"{size(min(sizes.values()))} of memory on each device")
+
+
+def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+    """Each rate beside the assumed one, and beside those of the other devices."""
+    spec = plan.cluster.spec
+    for name, rate in measured.matmul.items():
+        own = {one.rank: one.matmul[name] for one in ranks}
+        yield _compared(f"compute.{name}", f"matrix products in {name}", own, rate, _assumed(plan, name, "matmul"))
+    for name, rate in measured.attention.items():
+        own = {one.rank: one.attention[name] for one in ranks}
+        yield _compared(
+            f"compute.attention_{name}", f"attention in {name}", own, rate, _assumed(plan, name, "attention")
+        )
+    memory = spec.memory_bandwidth and spec.memory_bandwidth * EAGER.memory
+    own = {one.rank: one.memory_bandwidth for one in ranks}
+    yield _compared("memory.bandwidth", "copies within memory", own, measured.memory_bandwidth, memory, "B/s")
+    if measured.host_bandwidth:
+        own = {one.rank: one.host_bandwidth for one in ranks if one.host_bandwidth}
+        expected = spec.host_bandwidth and spec.host_bandwidth * EAGER.link
+        yield _compared("links.host", "copies to and from the host", own, measured.host_bandwidth, expected, "B/s")
+    if measured.node_bandwidth:
+        expected = spec.node_bandwidth and spec.node_bandwidth * EAGER.link
+        text = f"all-reduce over {len(ranks)} devices"
+        yield _compared("links.node", text, {}, measured.node_bandwidth, expected, "B/s")
+
+
+def _assumed(plan: Plan, dtype: str, rate: str) -> float | None:
+    spec = plan.cluster.spec
+    if dtype not in spec.peak_flops or spec.memory_bandwidth is None:
+        return None
+    value: float = getattr(ReachedRates.of(plan.cluster, dtype, EAGER), rate)
+    return value
+
+
+BUSY = (
+    "look for other processes there, and at a GPU's clocks and temperatures: "
+    "`nvidia-smi -q -d CLOCK,TEMPERATURE,PERFORMANCE`"
+)
+
+
+def _compared(
+    check: str, what: str, own: dict[int, float], slowest: float, expected: float | None, unit: str = "FLOP/s"
+) -> CheckResult:
+    """Compares the slowest rate with the expected one, and with the median of the devices (`own`, by rank)."""
+    text = f"{what}: {_rate(slowest, unit)}"
+    if expected:
+        text += f", {slowest / expected:.2f} of the assumed {_rate(expected, unit)}"
+    median = statistics.median(own.values()) if own else slowest
+    late = [f"rank {rank}" for rank, rate in own.items() if rate < (1 - TOLERATED) * median]
+    if late:
+        return warning(check, f"{text}; {listed(late)} slower than the median, {_rate(median, unit)}", BUSY)
+    if expected and slowest < (1 - TOLERATED) * expected:
+        return warning(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
+    return ok(check, text)
+
+
+def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:
+    """A real step beside the one that is predicted, from the datasheet and from what was measured."""
+    took = max(one.step_s for one in ranks)
+    parallel, precision = plan.parallel, plan.recipe.parallel.precision
+    text = f"a step of {plan.model.parameters / 1e6:.0f} M parameters (ZeRO-{parallel.zero_stage}, {precision})"
+    text += f" took {_duration(took)}"
+    if unknown(plan):
+        yield ok("step.time", text)
+    else:
+        calibrated = plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"measured": measured})})
+        first, second = predict(plan), predict(calibrated)
+        assert first, "nothing is unknown"
+        assert second, "nothing is unknown"
+        text += f"; {_duration(first.step_s)} predicted by the datasheet, {_duration(second.step_s)} by these rates"
+        slow = took > (1 + TOLERATED) * second.step_s
+        fix = "the report helps to find out why: attach it to an issue"
+        yield warning("step.time", f"{text}: slower", fix) if slow else ok("step.time", text)
+    held = max((one.allocated_bytes or 0 for one in ranks), default=0)
+    memory = memory_of(plan)
+    if held and memory:
+        text = f"a step held {size(held)}; {size(memory.allocated)} predicted"
+        large = held > (1 + TOLERATED) * memory.allocated
+        fix = "leave that share of the memory free when you choose a plan, and attach the report to an issue"
+        yield warning("step.memory", f"{text}: more", fix) if large else ok("step.memory", text)
+
+
+def _slowest(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate]
+    return min(known) if known else None
+
+
+def _rate(value: float, unit: str) -> str:
+    for prefix, factor in (("T", 1e12), ("G", 1e9)):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value / 1e6:.3g} M{unit}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,185 @@
+"""Runs the self-test of this node: compares strategies with plain PyTorch, then measures rates and steps."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from llmtrain.cluster import Cluster
+from llmtrain.data import prepare
+from llmtrain.doctor.finding import CheckResult
+from llmtrain.errors import UserError
+from llmtrain.launch import run_workers
+from llmtrain.plan import Plan
+from llmtrain.plan.axes import CHOSEN
+from llmtrain.recipe import parse_recipe
+from llmtrain.rules import resolve
+from llmtrain.run_dir import RunDir, environment, write_json
+from llmtrain.run_lock import RunLock
+from llmtrain.search.enumerate import NamedPlan, enumerate_plans
+from llmtrain.self_test.job import DeviceRates, MeasureJob, job_file, rates_file
+from llmtrain.self_test.report import failed, findings, measured_by, parity
+from llmtrain.system.untrusted import read_json
+from llmtrain.verify.certify import verify
+from llmtrain.verify.job import Certificate, comparable
+
+STEPS = 2
+"""Steps of each plan that is compared; the second one shows whether the first update was right."""
+TIMED = 5
+_WIDTHS: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
+TINY: dict[str, Any] = {
+    "name": "self-test",
+    "model": {"architecture": "qwen3", "config": {**_WIDTHS, "num_key_value_heads": 8, "intermediate_size": 128}},
+    "data": {"sources": [{"name": "stdlib"}], "tokenizer": {"vocab_size": 512}, "sequence_length": 64},
+    "optim": {"lr": 1e-3, "clip_grad_norm": 0.5, "weight_decay": 0.1},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+    "train": {"max_steps": STEPS},
+}
+EXPERTS: dict[str, Any] = {
+    "architecture": "qwen3_moe",
+    "config": {**_WIDTHS, "num_key_value_heads": 8, "moe_intermediate_size": 32, "num_experts": 8}
+    | {"num_experts_per_tok": 2, "norm_topk_prob": True},
+}
+_GPU: dict[str, int] = {"width": 2048, "layers": 4, "length": 4096, "accumulation": 8, "vocabulary": 32000}
+"""A model that keeps a GPU busy, and fits one of 16 GB."""
+_CPU: dict[str, int] = {"width": 256, "layers": 2, "length": 256, "accumulation": 1, "vocabulary": 2048}
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """The result of a self-test."""
+
+    findings: tuple[CheckResult, ...]
+    report: Path
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether something computes wrong results here."""
+        return any(one.level == "fault" for one in self.findings)
+
+
+def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> SelfTest:
+    """Tests the devices of this node, and writes `report.json` to the folder, from which plans then read the rates."""
+    started = time.time()
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLock.take(folder, say):
+        certificates = _parity(cluster, folder, say)
+        say("measuring rates, and the time of a step")
+        plan = timed_plan(cluster)
+        found = [finding for certificate in certificates for finding in parity(certificate)]
+        ranks: list[DeviceRates] = []
+        try:
+            ranks = _measure(plan, folder)
+        except UserError as error:  # for example a device without enough memory
+            found += [failed(problem) for problem in error.problems]
+        measured = measured_by(ranks, cluster.device) if ranks else None
+        if measured:
+            found += findings(plan, ranks, measured)
+        report = {
+            "host": socket.gethostname(),
+            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.time() - started, 1),
+            "cluster": cluster.model_dump(mode="json"),
+            "measured": measured.model_dump(mode="json") if measured else None,
+            "findings": [one.as_dict() for one in found],
+            "devices": [one.model_dump(mode="json") for one in ranks],
+            "parity": [one.document() for one in certificates],
+            "environment": environment(),
+        }
+        path = folder / "report.json"
+        write_json(path, report)
+    return SelfTest(tuple(found), path)
+
+
+def _parity(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> list[Certificate]:
+    """Compares a plan of each strategy with plain PyTorch: two steps, a save, a load and an export."""
+    dense = comparable(parse_recipe(TINY), STEPS)
+    certificates = []
+    for name, recipe in {"dense": dense, "experts": dense.with_(model=EXPERTS)}.items():
+        legal, _ = enumerate_plans(recipe, cluster.world_size, cluster.device)
+        plans = representatives(legal, cluster.world_size, experts=name == "experts")
+        if plans:
+            say(f"comparing {len(plans)} plans with plain PyTorch")
+            prepare(recipe)
+            certificates.append(verify(recipe, plans, [], STEPS, RunDir(folder / name)))
+    return certificates
+
+
+def representatives(plans: Iterable[NamedPlan], world_size: int, experts: bool) -> list[NamedPlan]:
+    """Returns a plan of all devices for each strategy, with several micro-batches if there is one.
+
+    Data parallelism is tried at every ZeRO stage and with offload, an axis of model parallelism at the lowest and the
+    highest stage, and several axes together at one stage. experts: whether to try expert parallelism, or what else
+    there is.
+    """
+    found: dict[tuple[Any, ...], dict[Any, NamedPlan]] = {}
+    for one in plans:
+        parallel = one.plan.recipe.parallel
+        is_own = parallel.backend == "deepspeed" or (parallel.backend, parallel.accelerate) in _OTHERS
+        if one.plan.cluster.world_size != world_size or not is_own or (parallel.expert > 1) != experts:
+            continue
+        axes = tuple(axis.name for axis in CHOSEN if axis.degree(parallel) > 1)
+        variant = (parallel.backend, parallel.accelerate, parallel.offload_optimizer, parallel.offload_param)
+        found.setdefault(axes, {})[parallel.zero_stage, *variant] = one
+    chosen = []
+    for axes, by_stage in found.items():
+        ordered = [by_stage[key] for key in sorted(by_stage)]
+        chosen += ordered if not axes else ordered[:1] if len(axes) > 1 else [*ordered[:1], *ordered[1:][-1:]]
+    return chosen
+
+
+_OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
+"""Strategies of other engines than DeepSpeed's."""
+
+
+def timed_plan(cluster: Cluster) -> Plan:
+    """Returns the plan whose steps are timed: ZeRO-1 in bf16 over all devices, compared with the catalogue."""
+    sizes = _CPU if cluster.spec.on_cpu else _GPU
+    width, accumulation = sizes["width"], sizes["accumulation"]
+    model = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": width // 128,
+        "num_key_value_heads": width // 128,
+        "vocab_size": sizes["vocabulary"],
+        "max_position_embeddings": sizes["length"],
+    }
+    recipe = {
+        **TINY,
+        "model": {"architecture": "llama", "config": model},
+        "data": {
+            "sources": [{"name": "stdlib"}],
+            "tokenizer": "none",
+            "sequence_length": sizes["length"],
+            "mask_documents": False,
+        },
+        "batch": {"global_batch_size": accumulation * cluster.world_size, "micro_batch_size": 1},
+        "parallel": {"zero_stage": 1, "precision": "bf16"},
+    }
+    return resolve(parse_recipe(recipe), cluster.model_copy(update={"measured": None}))
+
+
+def _measure(plan: Plan, folder: Path) -> list[DeviceRates]:
+    on_cpu = plan.cluster.spec.on_cpu
+    job = MeasureJob(
+        plan=plan,
+        steps=TIMED,
+        seconds=0.1 if on_cpu else 0.5,
+        rows=512 if on_cpu else 4096,
+        width=plan.model.hidden_size,
+        copied_bytes=2**24 if on_cpu else 2**28,
+    )
+    run_dir = RunDir(folder / "rates")
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    job_file(run_dir.path).write_text(job.model_dump_json(indent=2) + "\n")
+    command = [sys.executable, "-m", "llmtrain.self_test.worker", str(run_dir.path)]
+    if code := run_workers(command, plan.workers, run_dir):
+        sys.exit(code)
+    return [read_json(rates_file(run_dir.path, rank), DeviceRates) for rank in range(plan.workers)]

@@ -1,0 +1,131 @@
+"""What a self-test reports, on measurements that are made up, and what a prediction takes from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from llmtrain import cluster as machine
+from llmtrain.cluster import Cluster, local_cluster, measured_on, self_test_folder
+from llmtrain.predict import memory_of
+from llmtrain.predict.assumptions import EAGER
+from llmtrain.predict.rates import ReachedRates
+from llmtrain.predict.time import predict
+from llmtrain.self_test.job import DeviceRates
+from llmtrain.self_test.measure import is_right
+from llmtrain.self_test.report import findings, measured_by
+from llmtrain.self_test.run import timed_plan
+
+DEVICES = 4
+PLAN = timed_plan(Cluster(device="h100", devices_per_node=DEVICES))
+
+
+def _rates(rank, **changed):
+    """What the prediction assumes, but for `changed`."""
+    by_type = {dtype: ReachedRates.of(PLAN.cluster, dtype, EAGER) for dtype in ("fp32", "fp16", "bf16")}
+    assumed = by_type["bf16"]
+    fields = {
+        "rank": rank,
+        "product": "NVIDIA H100 80GB HBM3",
+        "memory_bytes": PLAN.cluster.spec.memory_bytes,
+        "wrong": (),
+        "matmul": {dtype: rates.matmul for dtype, rates in by_type.items()},
+        "attention": {dtype: rates.attention for dtype, rates in by_type.items()},
+        "memory_bandwidth": assumed.memory,
+        "launch_s": assumed.launch_s,
+        "host_bandwidth": assumed.host,
+        "node_bandwidth": assumed.node,
+        "step_s": predict(PLAN).step_s,
+        "allocated_bytes": memory_of(PLAN).allocated,
+    }
+    return DeviceRates(**fields | changed)
+
+
+def _found(*ranks):
+    return {one.check: one for one in findings(PLAN, ranks, measured_by(ranks, "h100"))}
+
+
+def test_a_machine_as_predicted_has_no_warning():
+    found = _found(*(_rates(rank) for rank in range(DEVICES)))
+    assert {one.level for one in found.values()} == {"ok"}
+    assert "1.00 of the assumed" in found["compute.bf16"].text
+
+
+SLOW_PRODUCTS = dict.fromkeys(("fp32", "fp16", "bf16"), 1e13)
+PLANTED = {
+    "a slow link": ({"node_bandwidth": 5e9}, "links.node", "warning", "5 GB/s"),
+    "a slow host": ({"host_bandwidth": 5e9}, "links.host", "warning", "rank 2 slower than the median"),
+    "slow memory": ({"memory_bandwidth": 5e11}, "memory.bandwidth", "warning", "rank 2 slower than the median"),
+    "slow products": ({"matmul": SLOW_PRODUCTS}, "compute.bf16", "warning", "rank 2 slower than the median"),
+    "slow attention": ({"attention": SLOW_PRODUCTS}, "compute.attention_bf16", "warning", "rank 2 slower than"),
+    "a wrong product": ({"wrong": ("bf16",)}, "compute.products", "fault", "rank 2 (NVIDIA H100 80GB HBM3) in bf16"),
+    "less memory": ({"memory_bytes": 40 * 2**30}, "devices.memory", "warning", "rank 2 has 40.0 GiB"),
+    "a slow step": ({"step_s": 9.0}, "step.time", "warning", "took 9.00 s"),
+    "a large step": ({"allocated_bytes": 70 * 2**30}, "step.memory", "warning", "held 70.0 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_of_one_device_is_named(name):
+    changed, check, level, text = PLANTED[name]
+    found = _found(*(_rates(rank, **(changed if rank == 2 else {})) for rank in range(DEVICES)))
+    assert [(one.check, one.level) for one in found.values() if one.level != "ok"] == [(check, level)] or (
+        name in ("slow products", "slow attention")  # in every data type
+    )
+    assert found[check].level == level
+    assert text in found[check].text
+    assert found[check].fix
+
+
+def test_a_rate_below_the_assumed_one_on_all_devices_is_a_warning():
+    found = _found(*(_rates(rank, memory_bandwidth=2e12) for rank in range(DEVICES)))
+    assert found["memory.bandwidth"].level == "warning"
+    assert "0.75 of the assumed 2.68 TB/s: slower" in found["memory.bandwidth"].text
+
+
+def test_predictions_use_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ("NVIDIA H100 80GB HBM3",) * DEVICES)
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert local_cluster().measured is None
+    slow = {"matmul": SLOW_PRODUCTS, "node_bandwidth": 1e9, "host_bandwidth": 2e9, "memory_bandwidth": 3e11}
+    measured = measured_by([_rates(0, **slow), _rates(1)], "h100")
+    self_test_folder().mkdir(parents=True)
+    report = self_test_folder() / "report.json"
+    report.write_text(json.dumps({"measured": measured.model_dump()}))
+    cluster = local_cluster()
+    assert cluster.measured == measured == measured_on(report)
+    rates = asdict(ReachedRates.of(cluster, "bf16", EAGER))
+    assert rates == asdict(ReachedRates.of(PLAN.cluster, "bf16", EAGER)) | {
+        "matmul": 1e13,
+        "node": 1e9,
+        "host": 2e9,
+        "memory": 3e11,
+    }
+    assert predict(timed_plan(PLAN.cluster).model_copy(update={"cluster": cluster})).step_s > 5 * predict(PLAN).step_s
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ("NVIDIA A100-SXM4-80GB",))
+    assert local_cluster().measured is None, "another device"
+    report.write_text("{}")
+    assert local_cluster().measured is None
+    with pytest.raises(ValueError, match="was measured on 'h100', but the device is 'a100'"):
+        Cluster(device="a100", measured=measured)
+    assert cluster.resized(8, 8, "h100").measured == measured
+    assert cluster.resized(8, 8, "a100").measured is None
+
+
+def test_a_wrong_product_is_found(monkeypatch):
+    assert is_right(torch.bfloat16, torch.device("cpu"), seed=0)
+    own = torch.Tensor.__matmul__
+
+    def wrong(a, b):
+        product = own(a, b)
+        if a.dtype == torch.bfloat16:
+            product[7, 11] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
+    assert not is_right(torch.bfloat16, torch.device("cpu"), seed=0)
+    assert is_right(torch.float32, torch.device("cpu"), seed=0)

@@ -1,0 +1,61 @@
+"""`llmtrain doctor --self-test` on this machine's CPUs, and the offer to run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llmtrain.cluster import Cluster, measured_on, self_test_folder
+from llmtrain.commands.start import _offer_self_test
+from llmtrain.recipe import parse_recipe
+from llmtrain.search.enumerate import enumerate_plans
+from llmtrain.self_test import run
+
+
+def test_each_strategy_is_tried_once():
+    recipe = parse_recipe(run.TINY)
+    legal, _ = enumerate_plans(recipe, 4, "cpu")
+    names = [one.name for one in run.representatives(legal, 4, experts=False)]
+    assert len(names) == len(set(names)) < len(legal) / 2
+    for part in ("zero0", "zero1", "zero2", "zero3", "offload", "ddp", "fsdp2", "tp", "sp", "pp"):
+        assert any(part in name for name in names), part
+    assert any("pp2" in name and "tp2" in name for name in names)
+    legal, _ = enumerate_plans(recipe.with_(model=run.EXPERTS), 4, "cpu")
+    assert all("ep" in one.name for one in run.representatives(legal, 4, experts=True))
+
+
+def test_it_is_offered_once_where_there_are_gpus(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    _offer_self_test(Cluster())
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        _offer_self_test(Cluster(device="h100"))
+    assert capsys.readouterr().err.count("llmtrain doctor --self-test") == 1
+
+
+@pytest.mark.parametrize("option", ["--prebuild", "--hostfile=hosts", "recipes/tiny.py"])
+def test_options_of_another_task_are_refused(option):
+    done = subprocess.run(
+        [sys.executable, "-m", "llmtrain", "doctor", "--self-test", option], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "does not go together with --self-test" in done.stderr
+
+
+@pytest.mark.slow
+def test_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
+    command = [sys.executable, "-m", "llmtrain", "doctor", "--self-test", "--nproc", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((self_test_folder() / "report.json").read_text())
+    assert {one["level"] for one in report["findings"] if one["check"] == "parity.plans"} == {"ok"}
+    dense, experts = report["parity"]
+    assert len(dense["plans"]) > 10
+    assert all(plan["certified"] for plan in dense["plans"] + experts["plans"])
+    assert [one["rank"] for one in report["devices"]] == [0, 1]
+    assert measured_on(self_test_folder() / "report.json").node_bandwidth > 0
