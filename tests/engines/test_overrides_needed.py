@@ -1,0 +1,295 @@
+"""Each override is needed: without it, a test fails on a copy of llmtrain. Where none fails, the override can go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from llmtrain.overrides import OVERRIDES
+
+ROOT = Path(__file__).parents[2]
+ENGINES = "tests/engines/"
+DEEPSPEED = "tests/engines/deepspeed/"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A change of the source that removes an override, or gives another meaning to what is read."""
+
+    place: str
+    """The end of one of the override's places."""
+    old: str
+    new: str
+    tests: str
+    """The tests of which one fails then, as options of pytest."""
+    file: str = "overrides/deepspeed.py"
+
+
+def _removed(line: str) -> tuple[str, str]:
+    """Returns a line of a function's body, and nothing in its place."""
+    return f"    {line}\n", "    pass\n"
+
+
+TORCH, TRANSFORMERS, ACCELERATE = (f"overrides/{name}.py" for name in ("torch", "transformers", "accelerate"))
+REMOVALS = (
+    Removal("allreduce_no_retain", *_removed("engine.allreduce_no_retain = reduce"), f"{ENGINES}test_reduction.py"),
+    Removal("clip_fp32_gradients", *_removed("engine.clip_fp32_gradients = clip"), f"{DEEPSPEED}test_expert.py"),
+    Removal("scaled_global_norm", " else cls(optimizer)", " else None", f"{ENGINES}test_norm.py"),
+    Removal(
+        "_global_grad_norm",
+        "last_norm(self.engine.optimizer)",
+        "self.engine.get_global_grad_norm() or 0.0",
+        f"{ENGINES}test_guard.py",
+        "engines/deepspeed/engine.py",
+    ),
+    Removal(
+        "_average_expert_grad_norms",
+        *_removed("optimizer._average_expert_grad_norms = count"),
+        f"{DEEPSPEED}test_expert_tensor.py",
+    ),
+    Removal(
+        "clear_autoep_folding_gradient_corrected",
+        *_removed("        clear_autoep_folding_gradient_corrected(parameter)"),
+        f"{DEEPSPEED}test_expert_tensor.py",
+    ),
+    *(
+        Removal(
+            f"{module}:is_invalid_grad_norm",
+            f'({module.rpartition(".")[2]}, "is_invalid_grad_norm", _not_asked),',
+            "",
+            f"{ENGINES}test_host_waits.py",
+        )
+        for module in ("bf16_optimizer", "zero.stage_1_and_2", "zero.stage3")
+    ),
+    Removal(
+        "clip_tensors_by_global_norm",
+        '(bf16_optimizer, "clip_tensors_by_global_norm", _clip),',
+        "",
+        f"{ENGINES}test_host_waits.py",
+    ),
+    Removal(
+        "groups:_DATA_PARALLEL_GROUP",
+        "    groups.mpu = None\n    groups.mesh_device = None\n    groups._TENSOR_MODEL_PARALLEL_GROUP = None\n"
+        "    groups._MODEL_PARALLEL_GROUP = None\n    groups._DATA_PARALLEL_GROUP = None\n",
+        "",
+        f"{DEEPSPEED}test_tensor.py",
+    ),
+    Removal(
+        "_init_tp_mesh_device",
+        *_removed("groups._init_tp_mesh_device(tensor_model_parallel_size=degree)"),
+        f"{DEEPSPEED}test_tensor.py",
+    ),
+    Removal(
+        "first_dataloader_check",
+        "if engine.first_dataloader_check is not None:",
+        "if False:",
+        f"{DEEPSPEED}test_tensor.py -k inputs",
+    ),
+    Removal(
+        "_get_expert_parallel_group",
+        'groups._get_expert_parallel_group(f"ep',
+        'groups._get_expert_data_parallel_group(f"ep',
+        f"{DEEPSPEED}test_expert.py",
+    ),
+    Removal(
+        "_get_expert_data_parallel_group",
+        "groups._get_expert_data_parallel_group(expert.group_name)",
+        "groups._get_expert_parallel_group(expert.group_name)",
+        f"{DEEPSPEED}test_expert.py -m breadth -k continued",
+    ),
+    Removal("_index_tied_modules", "def _index_tied_modules(", "def _unused(", f"{DEEPSPEED}test_pipeline.py"),
+    Removal(
+        "_dim_zero_all_to_all",
+        "return partial(_dim_zero_all_to_all, group)",
+        "return lambda sent: sent",
+        f"{DEEPSPEED}test_sequence.py",
+    ),
+    Removal(
+        "__compatible_ops__",
+        *_removed('__compatible_ops__["deepspeed_shm_comm"] = False'),
+        f"{ENGINES}test_overrides.py -k collective",
+    ),
+    Removal("_hp_mapping", "mapping.lp_fragment_address.start", "0", "tests/checkpoint/test_elastic.py"),
+    Removal(
+        "_get_sub_group_partition_rank",
+        "optimizer._get_sub_group_partition_rank(index)",
+        "0",
+        "tests/checkpoint/test_elastic.py",
+    ),
+    Removal(
+        "_reassign_or_swap_out_partitioned_parameters",
+        *_removed("            optimizer._reassign_or_swap_out_partitioned_parameters(index)"),
+        "tests/checkpoint/test_elastic.py",
+    ),
+    Removal(
+        "_preprocess_mask_arguments",
+        '"_preprocess_mask_arguments", preprocess',
+        '"_preprocess_mask_arguments", original',
+        f"{ENGINES}test_documents.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "find_packed_sequence_indices",
+        '"find_packed_sequence_indices", find)',
+        '"find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)',
+        f"{ENGINES}test_documents.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "_attn_implementation",
+        "model.config._attn_implementation",
+        '"sdpa"',
+        "tests/models/test_varlen.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "load_balancing_loss_func",
+        "if not hasattr(family, name):",
+        "if True:",
+        f"{DEEPSPEED}test_sequence.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "apply_rotary_pos_emb",
+        'ROTATION = ("apply_rotary_pos_emb"',
+        'ROTATION = ("no_such_function"',
+        "tests/models/test_liger.py",
+        "models/liger.py",
+    ),
+    Removal(
+        "_init_weights",
+        *_removed("owner._init_weights(module)"),
+        "tests/models/test_initial_weights.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "_keys_to_ignore_on_save",
+        "set(model._keys_to_ignore_on_save or ())",
+        "set()",
+        "tests/checkpoint/test_export.py",
+        TRANSFORMERS,
+    ),
+    Removal(
+        "AcceleratorState._reset_state",
+        *_removed("AcceleratorState._reset_state(reset_partial_state=True)"),
+        f"{ENGINES}test_accelerate.py",
+        ACCELERATE,
+    ),
+    Removal(
+        "GradientState._reset_state",
+        *_removed("GradientState._reset_state()"),
+        f"{ENGINES}test_accelerate.py",
+        ACCELERATE,
+    ),
+    Removal(
+        "distributed_type",
+        *_removed("    PartialState().distributed_type = DistributedType.MULTI_GPU"),
+        f"{ENGINES}test_accelerate.py",
+        ACCELERATE,
+    ),
+    Removal(
+        "tracking:logger",
+        *_removed("tracking.logger = logging.getLogger(tracking.__name__)"),
+        "tests/metrics/test_trackers.py",
+        ACCELERATE,
+    ),
+    Removal(
+        "tuners_utils:.weight",
+        *_removed("del BaseTunerLayer.weight"),
+        f"{ENGINES}test_adapters.py",
+        "overrides/peft.py",
+    ),
+    Removal("Work.wait", *_removed("Work.wait = watched  # type: ignore"), f"{ENGINES}test_own_time.py", TORCH),
+    Removal(
+        "register_parameter",
+        "nn.Module.register_parameter = on_meta",
+        "nn.Module.register_parameter = register",
+        "tests/models/test_stages.py",
+        TORCH,
+    ),
+    Removal(
+        "_foreach_norm",
+        'torch.split(gradient.reshape(-1), PIECE) if gradient.device.type == "cpu" else (gradient,)',
+        "(gradient,)",
+        f"{ENGINES}test_norm.py",
+        TORCH,
+    ),
+    Removal(
+        "_fused_sgd_",
+        'ShardedSGD if is_sharded and row.torch == "SGD" else ',
+        "",
+        f"{ENGINES}test_guard.py",
+        "engines/optim.py",
+    ),
+    Removal(
+        "_step_count",
+        "    schedule._step_count = steps + 1",
+        "    pass",
+        f"{ENGINES}test_learning_rates.py",
+        TORCH,
+    ),
+    Removal("_last_lr", *_removed("schedule._last_lr = rates"), f"{ENGINES}test_learning_rates.py", TORCH),
+    Removal(
+        "_non_persistent_buffers_set",
+        "        if name not in module._non_persistent_buffers_set\n",
+        "",
+        f"{ENGINES}test_from_hub.py",
+        TORCH,
+    ),
+    Removal(
+        "FakeTensorMode",
+        "FakeTensorMode(allow_non_fake_inputs=True)",
+        "dist.distributed_c10d.nullcontext()",
+        "tests/predict/test_saved_activations.py",
+        TORCH,
+    ),
+    Removal(
+        "optimize_ddp",
+        *_removed("torch._dynamo.config.optimize_ddp = False"),
+        f"{ENGINES}test_compiled.py",
+        TORCH,
+    ),
+)
+NOT_REMOVED = {
+    "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.testing._internal.distributed.fake_pg:FakeStore",
+    "torch._inductor.config:compile_threads",
+}
+"""First places of overrides that are only read: without them nothing starts."""
+
+
+def _is_of(removal: Removal, places: tuple[str, ...]) -> bool:
+    return any(place.endswith((f".{removal.place}", f":{removal.place}", f"_{removal.place}")) for place in places)
+
+
+def test_every_override_is_removed_once():
+    assert all(any(_is_of(removal, one.places) for one in OVERRIDES) for removal in REMOVALS)
+    left = {one.places[0] for one in OVERRIDES if not any(_is_of(removal, one.places) for removal in REMOVALS)}
+    assert left == NOT_REMOVED
+    for removal in REMOVALS:
+        assert (ROOT / "llmtrain" / removal.file).read_text().count(removal.old) == 1, removal.place
+        assert any(removal.tests.split()[0] == one.test for one in OVERRIDES if _is_of(removal, one.places))
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: removal.place)
+def test_without_it_a_test_fails(removal, tmp_path):
+    for folder in ("llmtrain", "tests", "recipes", "tools", "docs", "ds_configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    source = tmp_path / "llmtrain" / removal.file
+    source.write_text(source.read_text().replace(removal.old, removal.new))
+    levels = [] if "-m" in removal.tests else ["-m", "not breadth"]
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *levels]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *removal.tests.split()], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "FAILED" in done.stdout
