@@ -41,6 +41,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
+LONGEST_FILES = ("tests/test_tutorials.py", "tests/launch/test_two_hosts.py", "tests/launch/test_slurm.py")
+"""Files of minutes. They come first: at the end, one process would run the last of them while the others wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 256 KiB."""
