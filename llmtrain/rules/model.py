@@ -47,6 +47,8 @@ Their recurrences, convolutions or custom masks do.
 """
 NAMED = 3
 """The number of parameters that a message lists."""
+FLASH_HEAD = 256
+"""Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
 EXPERT_ROW_BYTES = 16
 """Rows of the experts' matrices must be multiples of this many bytes."""
 
@@ -230,6 +232,19 @@ def attention_precision(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.attention", message, fix)
 
 
+@rule("model.attention_heads", "The kernels hold a row of a head in registers: at most 256 numbers.", "read")
+def attention_heads(draft: Draft) -> Iterator[Fault]:
+    """Refuses larger heads for flash-attn's kernels and torch's copy of them (`varlen_attn`), which run on GPUs."""
+    attention, facts = draft.recipe.model.attention_kernel, draft.facts
+    if facts is None or draft.cluster.spec.on_cpu or not (attention == "varlen" or attention.startswith("flash")):
+        return
+    if facts.head_dim > FLASH_HEAD:
+        message = (
+            f"'{attention}' was given, but the model's heads have {facts.head_dim} numbers, and its kernel at most "
+        )
+        yield Fault("model.attention", f"{message}{FLASH_HEAD}", assignment(model__attention="sdpa"))
+
+
 @rule(
     "model.experts_aligned",
     "torch's grouped matrix products, which compute the experts, need rows that are multiples of 16 bytes.",
@@ -267,6 +282,7 @@ RULES = (
     documents_mixed,
     attention_device,
     attention_precision,
+    attention_heads,
     experts_aligned,
     loss_in_chunks,
 )

@@ -144,6 +144,10 @@ REFUSED = [
     ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
     ("model.attention_precision", {"model.attention": "flash_attention_2"}),
     ("model.attention_precision", {"model.attention": "varlen"}),
+    (
+        "model.attention_heads",
+        {"model.attention": "varlen", "parallel.precision": "bf16", "model.config.head_dim": 512},
+    ),
     ("model.vocabulary", {"model.config.vocab_size": 100}),
     ("model.pretrained_tokenizer", {"model.architecture": None, "model.pretrained": "/nowhere"}),
 ]
