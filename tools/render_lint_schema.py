@@ -2,7 +2,7 @@
 
 Run `python tools/render_lint_schema.py` after an update of DeepSpeed. A test renders the file again and compares. A
 node is {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys": {name: node},
-"default": value, "instead": the key that replaces a deprecated one}; an empty node accepts anything.
+"default": value, "validated": bool, "instead": the key that replaces a deprecated one}; an empty node accepts anything.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def of_model(model: type[BaseModel]) -> Node:
             node["instead"] = extra.get("new_param", "")
         if isinstance(field.default, bool | int | float | str):
             node["default"] = field.default
-        keys[name] = node
+        keys[name] = node = {**node, "validated": True}
         if field.alias and field.alias != name:
             keys[field.alias] = node
-    return {"types": ["object"], "keys": keys}
+    return {"types": ["object"], "keys": keys, "validated": True}
 
 
 def of_annotation(annotation: Any) -> Node:

@@ -6,55 +6,108 @@ read, and `rules` checks combinations of values.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint.document import Configuration, Finding, Unreadable
+from llmtrain.lint.document import READERS, Finding, Reader, Unreadable
 from llmtrain.lint.reading import read_file, read_text
 from llmtrain.lint.rules import RULES
+from llmtrain.lint.rules.readers import guess
 
-__all__ = ["RULES", "Finding", "allowed", "lint_file", "lint_text"]
+__all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "allowed", "examine", "lint_file", "lint_text"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a file is used: who reads it (guessed if None), on how many ranks, with which arguments of the Trainer."""
+
+    reader: Reader | None = None
+    world_size: int | None = None
+    data_parallel: int | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file, its text and reader (None if it cannot be read), and what is wrong with it."""
+
+    name: str
+    text: str
+    reader: Reader | None
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> int:
+        """The number of errors."""
+        return sum(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def readable(self) -> bool:
+        """Whether the file contains a configuration."""
+        return self.reader is not None
+
+
+def examine(name: str, text: str | Path, use: Use = Use(), allow: Collection[str] = ()) -> Result:
+    """Returns everything that is wrong with a configuration. Never raises because of its content.
+
+    `allow` lists rules, or `rule:key` with `*` in the key, whose findings are left out.
+    """
+    yaml = name.endswith((".yaml", ".yml"))
+    content = text if isinstance(text, str) else ""
+    try:
+        if isinstance(text, Path):
+            content = read_file(text)
+        document = read_text(content, yaml)
+    except Unreadable as error:
+        return Result(name, content, None, [error.finding])
+    used = replace(
+        document,
+        reader=use.reader or guess(document),
+        world_size=use.world_size,
+        data_parallel=use.data_parallel,
+        arguments=dict(use.arguments),
+    )
+    found = {one for rule in RULES for one in rule.findings(used) if not _is_allowed(one, allow)}
+    ordered = sorted(found, key=lambda finding: (finding.line, finding.column, finding.field, finding.rule))
+    return Result(name, content, used.reader, ordered)
 
 
 def lint_file(path: Path, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
-    """Returns everything that is wrong with a DeepSpeed configuration file. Never raises because of its content.
-
-    `world_size` is the number of devices, for the batch equation. Findings of the rules in `allow` are left out.
-    """
-    try:
-        document = read_file(path, world_size)
-    except Unreadable as error:
-        return [error.finding]
-    return _findings(document, allow)
+    """Returns everything that is wrong with a DeepSpeed configuration file, for `world_size` devices."""
+    return examine(str(path), path, Use(world_size=world_size), allow).findings
 
 
 def lint_text(text: str, world_size: int | None = None, allow: Collection[str] = ()) -> list[Finding]:
     """Does the same as `lint_file` for the text of a configuration: JSON, or Hjson as DeepSpeed reads it."""
-    try:
-        document = read_text(text, world_size)
-    except Unreadable as error:
-        return [error.finding]
-    return _findings(document, allow)
+    return examine("", text, Use(world_size=world_size), allow).findings
 
 
-def allowed(rules: Collection[str]) -> frozenset[str]:
-    """Returns the full ids of the rules to ignore, as the command line gives them; `lint.` may be left out.
+def allowed(entries: Collection[str], source: str = "--allow") -> frozenset[str]:
+    """Returns what to leave out, with full ids of rules: `rule` or `rule:key`; `lint.` may be left out.
 
-    Raises: RecipeError for unknown rules.
+    Raises: RecipeError for unknown rules, and for all findings of `unknown_key`, since every typing error is one.
     """
     known = [rule.id for rule in RULES]
-    full = {rule: rule if rule.startswith("lint.") else f"lint.{rule}" for rule in rules}
-    problems = [
-        Problem("lint.allow", "--allow", f"{given[:80]!r} is not a rule{nearest(name[:80], known)}")
-        for given, name in full.items()
-        if name not in known
-    ]
+    full, problems = set(), []
+    for given in entries:
+        rule, _, key = given.partition(":")
+        name = rule if rule.startswith("lint.") else f"lint.{rule}"
+        if name not in known:
+            message = f"{rule[:80]!r} is no rule{nearest(name[:80], known)}"
+            problems.append(Problem("lint.allow", source, message))
+        elif name == "lint.unknown_key" and key in ("", "*"):
+            problems.append(
+                Problem("lint.allow", source, "it needs a key, or every typing error passes", f"{rule}:KEY")
+            )
+        full.add(f"{name}:{key}" if key else name)
     if problems:
         raise RecipeError(problems)
-    return frozenset(full.values())
+    return frozenset(full)
 
 
-def _findings(document: Configuration, allow: Collection[str]) -> list[Finding]:
-    found = [finding for rule in RULES if rule.id not in allow for finding in rule.findings(document)]
-    return sorted(set(found), key=lambda finding: (finding.line, finding.column, finding.field, finding.rule))
+def _is_allowed(finding: Finding, allow: Collection[str]) -> bool:
+    return finding.rule in allow or any(fnmatchcase(f"{finding.rule}:{finding.field}", one) for one in allow)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmtrain.errors import printable, short
 
 Severity = Literal["error", "warning"]
+Effect = Literal["refuses", "ignores", "changes", "misreads", "allows"]
+"""What happens to a setting; what is allowed has a risk or a cost."""
+Reader = Literal["trainer", "accelerate", "lightning", "deepspeed"]
+"""The program that reads the file; all others hand it to DeepSpeed after filling in what they know."""
+READERS: dict[Reader, str] = {
+    "trainer": "the Trainer",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "deepspeed": "DeepSpeed",
+}
 Where = tuple[str, ...]
 LARGEST_NUMBER = 2**63
 """Larger numbers are not accepted as counts; the bound limits the length of products and messages."""
@@ -15,7 +26,10 @@ LARGEST_NUMBER = 2**63
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of a configuration file: rule, severity, dotted key and position (counted from 1; 0 if unknown)."""
+    """One fault of a configuration file: rule, severity, dotted key and position (counted from 1; 0 if unknown).
+
+    `by` does to the key what `effect` says, for the reason in `message`.
+    """
 
     rule: str
     severity: Severity
@@ -24,6 +38,15 @@ class Finding:
     fix: str = ""
     line: int = 0
     column: int = 0
+    effect: Effect = "refuses"
+    by: str = "DeepSpeed"
+
+    @property
+    def text(self) -> str:
+        """Returns what happens, why, and what to do."""
+        fix = f"; fix: {self.fix}" if self.fix else ""
+        joint = ", but" if self.effect == "allows" else ":"
+        return f"{self.by} {self.effect} this{joint} {self.message}{fix}"
 
 
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)
@@ -47,7 +70,13 @@ class Configuration:
     values: dict[str, Any]
     places: dict[Where, list[tuple[int, int]]]
     repeated: tuple[Where, ...]
-    world_size: int | None
+    reader: Reader = "deepspeed"
+    world_size: int | None = None
+    data_parallel: int | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The Trainer's arguments, to compare."""
+    no_json: tuple[int, int, str] | None = None
+    """Where and why the text is not strict JSON, though DeepSpeed can read it."""
 
     def at(self, *where: str) -> Any:
         """Returns the value at a path, or None."""
@@ -93,10 +122,17 @@ class Configuration:
         return value if isinstance(value, str) else ""
 
     @property
-    def stage(self) -> int:
-        """The ZeRO stage that DeepSpeed would use."""
+    def filled(self) -> bool:
+        """Whether the Trainer or Accelerate fill the file in, which the Trainer does through Accelerate."""
+        return self.reader in ("trainer", "accelerate")
+
+    @property
+    def stage(self) -> float:
+        """The ZeRO stage that DeepSpeed would use; NaN, which is unlike every stage, if it is filled in later."""
         if self.at("zero_optimization") is True:  # DeepSpeed's old form
             return 1
+        if self.filled and self.at("zero_optimization", "stage") == "auto":
+            return math.nan
         stage = self.number("zero_optimization", "stage")
         return int(stage) if stage in (1, 2, 3) else 0
 
@@ -105,7 +141,13 @@ class Configuration:
         old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[what]
         if self.on("zero_optimization", old):
             return "cpu"
-        return self.word("zero_optimization", what, "device") or "none"
+        device = self.word("zero_optimization", what, "device")
+        return device if device in ("cpu", "nvme") else "none"
+
+    @property
+    def tensor_parallel(self) -> int:
+        """The number of ranks among which AutoTP splits the layers."""
+        return self.count("tensor_parallel", "autotp_size") or 1
 
     @property
     def pipeline(self) -> bool:

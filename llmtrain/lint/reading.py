@@ -22,13 +22,13 @@ DEEPEST = 64
 """Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
 
 
-def read_file(path: Path, world_size: int | None = None) -> Configuration:
-    """Reads the configuration in a file.
+def read_file(path: Path) -> str:
+    """Returns the text of a file.
 
     Raises: Unreadable.
     """
     try:
-        text = read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
+        return read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise Unreadable(
@@ -37,17 +37,18 @@ def read_file(path: Path, world_size: int | None = None) -> Configuration:
         raise Unreadable(f"cannot be read: {why(error)}") from None
     except UnicodeDecodeError as error:
         raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
-    return read_text(text, world_size)
 
 
-def read_text(text: str, world_size: int | None = None) -> Configuration:
+def read_text(text: str, yaml: bool = False) -> Configuration:
     """Parses the configuration in a text.
 
     Raises: Unreadable.
     """
+    if yaml:
+        return read_yaml(text)
     places = _key_places(text)
     try:
-        values = _parse(text)
+        values, no_json = _parse(text)
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:  # json and hjson both raise it
@@ -55,7 +56,55 @@ def read_text(text: str, world_size: int | None = None) -> Configuration:
         raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no JSON object")
-    return Configuration(values, places, tuple(_repeated(values)), world_size)
+    return Configuration(values, places, tuple(_repeated(values)), no_json=no_json)
+
+
+def read_yaml(text: str) -> Configuration:
+    """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
+
+    Raises: Unreadable, also for aliases, which could make a short text endless.
+    """
+    import yaml
+
+    places: dict[Where, list[tuple[int, int]]] = {}
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise Unreadable("uses YAML aliases")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        values = _of_yaml(node, (), places, loader)
+    except RecursionError:
+        raise Unreadable("is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        raise Unreadable(
+            f"is not YAML: {getattr(error, 'problem', None) or 'a value is out of range'}", line, column
+        ) from None
+    if not isinstance(values, _Object):
+        raise Unreadable("contains no YAML mapping")
+    if "distributed_type" in values:
+        fix = "the file that its deepspeed_config_file names"
+        raise Unreadable("is a configuration of Accelerate itself", fix=fix)
+    return Configuration(values, places, tuple(_repeated(values)))
+
+
+def _of_yaml(node: Any, where: Where, places: dict[Where, list[tuple[int, int]]], loader: Any) -> Any:
+    import yaml
+
+    if len(where) > DEEPEST:
+        raise RecursionError
+    if isinstance(node, yaml.MappingNode):
+        pairs = []
+        for key, value in node.value:
+            name = str(getattr(key, "value", "?"))
+            inner = (*where, name)
+            places.setdefault(inner, []).append((key.start_mark.line + 1, key.start_mark.column + 1))
+            pairs.append((name, _of_yaml(value, inner, places, loader)))
+        return _object(pairs)
+    if isinstance(node, yaml.SequenceNode):
+        return [_of_yaml(one, (*where, ""), places, loader) for one in node.value]
+    return loader.construct_object(node, deep=True) if node is not None else None
 
 
 class _Object(dict[str, Any]):
@@ -71,11 +120,14 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
     return made
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> tuple[Any, tuple[int, int, str] | None]:
+    """Returns what a text contains, and where it is not strict JSON, if DeepSpeed can read it all the same."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number)
-    except (json.JSONDecodeError, _Constant):
-        return _parse_hjson(text)
+        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number), None
+    except json.JSONDecodeError as error:
+        return _parse_hjson(text), (error.lineno, error.colno, error.msg)
+    except _Constant:
+        return _parse_hjson(text), None
 
 
 def _parse_hjson(text: str) -> Any:

@@ -30,6 +30,8 @@ class Node:
     any_case: bool = False
     default: Any = None
     instead: str | None = None
+    validated: bool = False
+    """Whether DeepSpeed validates it with pydantic, which refuses other keys and reads "true" and "8" as meant."""
     keys: dict[str, Node] | None = None
 
 

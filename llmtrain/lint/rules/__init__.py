@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llmtrain.lint.rules import batch, features, optimizer, precision, structure, zero
+from llmtrain.lint.rules import batch, features, optimizer, precision, readers, structure, zero
 from llmtrain.lint.rules.rule import LintRule
 
 RULES: tuple[LintRule, ...] = (
     *structure.RULES,
+    *readers.RULES,
     *batch.RULES,
     *zero.RULES,
     *precision.RULES,

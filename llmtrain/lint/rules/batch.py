@@ -16,33 +16,31 @@ def _sizes(document: Configuration) -> tuple[int | None, int | None, int | None]
     return document.count(TRAIN), document.count(MICRO), document.count(STEPS)
 
 
-def _tensor_ranks(document: Configuration) -> int:
-    return document.count("tensor_parallel", "autotp_size") or 1
-
-
-@error("batch_value", "A batch size that is not a positive integer.")
+@error("batch_value", "refuses", "A batch size that is not a positive integer.")
 def batch_value(document: Configuration) -> Iterator[Fault]:
     """Reports batch sizes that are not positive integers."""
     for key in _KEYS:
         value = document.at(key)
         if value is not None and value != "auto" and not (type(value) is int and 0 < value < LARGEST_NUMBER):
-            yield (key,), f"{reprlib.repr(value)} was given: must be a positive integer", ""
+            yield (key,), f"{reprlib.repr(value)} is no positive integer", "a positive integer"
 
 
-@error("batch_missing", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")
+@error("batch_missing", "refuses", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")
 def batch_missing(document: Configuration) -> Iterator[Fault]:
     """Reports a missing batch size."""
-    if document.at(TRAIN) is None and document.at(MICRO) is None:
-        yield (TRAIN,), "is missing: DeepSpeed needs it or train_micro_batch_size_per_gpu", ""
+    if document.at(TRAIN) is None and document.at(MICRO) is None and document.reader != "lightning":
+        yield (TRAIN,), f"it is missing, and so is {MICRO}", f"set {MICRO}"
 
 
 @error(
-    "batch_triangle", "train = micro × accumulation × data parallel ranks, which DeepSpeed asserts after the launch."
+    "batch_triangle",
+    "refuses",
+    "train = micro × accumulation × data parallel ranks, which DeepSpeed asserts after the launch.",
 )
 def batch_triangle(document: Configuration) -> Iterator[Fault]:
     """Checks the equation, as far as it is determined with or without a world size."""
     total, micro, steps = _sizes(document)
-    if total is None or any(document.at(key) == "auto" for key in _KEYS) or _tensor_ranks(document) > 1:
+    if total is None or any(document.at(key) == "auto" for key in _KEYS) or document.tensor_parallel > 1:
         return
     ranks = _data_ranks(document)
     per_step = (micro or 1) * (steps or 1) * (ranks or 1)
@@ -55,6 +53,8 @@ def batch_triangle(document: Configuration) -> Iterator[Fault]:
 
 def _data_ranks(document: Configuration) -> int | None:
     """Returns the number of ranks with samples of their own, or None if it is unknown."""
+    if document.data_parallel:
+        return document.data_parallel
     shared = document.count("sequence_parallel_size") or 1
     world = document.world_size
     return world // shared if world and world % shared == 0 else None
@@ -62,20 +62,20 @@ def _data_ranks(document: Configuration) -> int | None:
 
 @error(
     "batch_tensor",
+    "misreads",
     "DeepSpeed counts tensor parallel ranks as data parallel, so train_batch_size is not the real batch size.",
 )
 def batch_tensor(document: Configuration) -> Iterator[Fault]:
     """Reports train_batch_size under AutoTP (DeepSpeed issue 7298)."""
-    tensor = _tensor_ranks(document)
+    tensor = document.tensor_parallel
     if tensor == 1 or document.at(TRAIN) in (None, "auto"):
         return
     _, micro, steps = _sizes(document)
-    message = f"DeepSpeed counts the {tensor} tensor parallel ranks as data parallel: "
-    message += f"it requires {tensor} times the real batch size"
+    message = f"it counts the {tensor} tensor parallel ranks as data parallel, and requires {tensor} times the batch"
     if micro and steps and document.world_size and document.world_size % tensor == 0:
         message += f", which is {micro} × {steps} × {document.world_size // tensor} = "
         message += str(micro * steps * document.world_size // tensor)
-    yield (TRAIN,), message, f"leave it out, and set {MICRO} and {STEPS}"
+    yield (TRAIN,), message, f"remove it, and set {MICRO} and {STEPS}"
 
 
 _DEGREES = (
@@ -87,7 +87,7 @@ _DEGREES = (
 )
 
 
-@error("world_divides", "A degree of parallelism that does not divide the number of ranks.")
+@error("world_divides", "refuses", "A degree of parallelism that does not divide the number of ranks.")
 def world_divides(document: Configuration) -> Iterator[Fault]:
     """Checks the degrees against the world size."""
     world = document.world_size
@@ -97,26 +97,27 @@ def world_divides(document: Configuration) -> Iterator[Fault]:
             yield where, f"{degree} {name} ranks do not divide {world}", ""
 
 
-@error("mesh", "data_parallel_size × sequence_parallel_size must be the number of ranks.")
+@error("mesh", "refuses", "data_parallel_size × sequence_parallel_size must be the number of ranks.")
 def mesh(document: Configuration) -> Iterator[Fault]:
     """Checks the mesh of data and sequence parallelism."""
     data, sequence = document.count("data_parallel_size"), document.count("sequence_parallel_size")
     world = document.world_size
     if data and not sequence:
-        message = "is only read together with sequence_parallel_size, and has no effect"
-        yield ("data_parallel_size",), message, "remove it, or set sequence_parallel_size"
+        message = "it is only read together with sequence_parallel_size"
+        yield ("data_parallel_size",), message, "remove it, or set sequence_parallel_size", "ignores"
     elif data and sequence and world and data * sequence != world:
         yield ("data_parallel_size",), f"{data} × {sequence} sequence parallel ranks ≠ {world}", ""
 
 
 @warning(
     "sequence_path",
+    "ignores",
     "sequence_parallel_size is read from a configuration object, but not from a file whose path is given to DeepSpeed.",
 )
 def sequence_path(document: Configuration) -> Iterator[Fault]:
     """Warns about sequence_parallel_size in a file."""
     if (document.count("sequence_parallel_size") or 1) > 1:
-        message = "has no effect if the path of this file is given to deepspeed.initialize"
+        message = "if the path of this file is given to deepspeed.initialize, it is not read"
         yield ("sequence_parallel_size",), message, "load the file, and pass the object"
 
 

@@ -12,21 +12,26 @@ from llmtrain.lint.rules.rule import Fault, error, warning
 _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": False}
 
 
-@error("pipeline_unread", "The number of stages and the partition come from PipelineModule; the keys are never read.")
+@error(
+    "pipeline_unread",
+    "ignores",
+    "The number of stages and the partition come from PipelineModule; the keys are never read.",
+)
 def pipeline_unread(document: Configuration) -> Iterator[Fault]:
     """Reports keys of the pipeline block that nothing reads."""
     for key, default in _PIPELINE_DEFAULTS.items():
         if document.has("pipeline", key) and document.at("pipeline", key) != default:
             yield (
                 ("pipeline", key),
-                "is never read: PipelineModule(num_stages=, partition_method=) decides",
+                "PipelineModule(num_stages=, partition_method=) decides",
                 "remove it",
             )
 
 
-@error(
+@warning(
     "pipeline_conflict",
-    "Settings that cannot be combined with a pipeline; DeepSpeed asserts, or fails, after the launch.",
+    "refuses",
+    "Settings that a PipelineModule excludes; DeepSpeed asserts, or fails, after the launch.",
 )
 def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that a pipeline excludes."""
@@ -45,42 +50,48 @@ def pipeline_conflict(document: Configuration) -> Iterator[Fault]:
         if there:
             yield (
                 where,
-                "cannot be combined with a pipeline",
-                "remove it, or the pipeline block if there is no pipeline",
+                "a PipelineModule excludes it; the file has a pipeline block",
+                "remove it, or the pipeline block if the model is no PipelineModule",
             )
 
 
-@error("pipeline_clipping", "A pipeline at ZeRO-0 in fp32 clips each stage separately, or not at all.")
+@warning("pipeline_clipping", "ignores", "A pipeline at ZeRO-0 in fp32 clips each stage separately, or not at all.")
 def pipeline_clipping(document: Configuration) -> Iterator[Fault]:
     """Reports clipping that a pipeline does not apply."""
     clipping = document.number("gradient_clipping") if document.has("gradient_clipping") else 1.0
     if document.pipeline and document.stage == 0 and model_dtype(document) == "fp32" and clipping:
-        yield ("gradient_clipping",), "is silently not applied to a pipeline in fp32 at ZeRO-0", "ZeRO-1, or 0"
+        yield ("gradient_clipping",), "a PipelineModule in fp32 at ZeRO-0 is not clipped as a whole", "ZeRO-1, or 0"
 
 
 @warning(
     "pipeline_checkpoint",
+    "refuses",
     "Reentrant checkpointing fails in a pipeline whose first input is integers (issue 4274).",
 )
 def pipeline_checkpoint(document: Configuration) -> Iterator[Fault]:
     """Warns about activation_checkpoint_interval with use_reentrant."""
     where = ("pipeline", "activation_checkpoint_interval")
     if document.count(*where) and not document.off("pipeline", "use_reentrant"):
-        yield where, "fails on token ids with reentrant checkpointing, the default", '"use_reentrant": false'
+        yield where, "reentrant checkpointing, the default, fails on token ids", '"use_reentrant": false'
 
 
 @warning(
     "activation_checkpointing",
+    "ignores",
     "The block only has an effect if the model calls deepspeed.checkpointing; transformers do not.",
 )
 def activation_checkpointing(document: Configuration) -> Iterator[Fault]:
     """Warns about the activation_checkpointing block."""
-    if document.block("activation_checkpointing"):
-        message = "has no effect on models of transformers, which do not call deepspeed.checkpointing"
+    if any(value not in (False, None, 0) for value in document.block("activation_checkpointing").values()):
+        message = "models of transformers do not call deepspeed.checkpointing; only a script that does is affected"
         yield ("activation_checkpointing",), message, "model.gradient_checkpointing_enable()"
 
 
-@error("tensor_size", "AutoTP uses autotp_size; a different tp_size is rejected, and tp_size alone has no effect.")
+@error(
+    "tensor_size",
+    "refuses",
+    "AutoTP uses autotp_size; a different tp_size is rejected, and tp_size alone has no effect.",
+)
 def tensor_size(document: Configuration) -> Iterator[Fault]:
     """Checks tp_size against autotp_size."""
     size = document.count("tensor_parallel", "autotp_size") or 0
@@ -88,19 +99,19 @@ def tensor_size(document: Configuration) -> Iterator[Fault]:
         where = ("tensor_parallel", inner, "tp_size")
         given = document.count(*where)
         if given and given > 1 and given != size:
-            message = "is rejected, since autotp_size differs" if size else "has no effect without autotp_size"
-            yield where, message, f'"autotp_size": {given}'
+            message = "autotp_size differs" if size else "it is not read without autotp_size"
+            yield where, message, f'"autotp_size": {given}', "refuses" if size else "ignores"
 
 
-@error("expert_tensor", "AutoEP does not split experts: expert_tensor_parallel_size must be 1.")
+@error("expert_tensor", "refuses", "AutoEP does not split experts: expert_tensor_parallel_size must be 1.")
 def expert_tensor(document: Configuration) -> Iterator[Fault]:
     """Reports expert_tensor_parallel_size."""
     where = ("expert_parallel", "expert_tensor_parallel_size")
     if (document.count(*where) or 1) > 1:
-        yield where, "is not supported yet", "1"
+        yield where, "experts are not split", "1"
 
 
-@error("expert_conflict", "Settings that cannot be combined with AutoEP.")
+@error("expert_conflict", "refuses", "Settings that cannot be combined with AutoEP.")
 def expert_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that expert_parallel excludes."""
     if not document.on("expert_parallel", "enabled"):
@@ -119,11 +130,12 @@ def expert_conflict(document: Configuration) -> Iterator[Fault]:
     }
     for where, there in conflicts.items():
         if there:
-            yield where, f"cannot be combined with AutoEP{' under AutoTP' if tensor else ' at ZeRO-3'}", "remove one"
+            yield where, f"it cannot be combined with AutoEP{' under AutoTP' if tensor else ' at ZeRO-3'}", "remove one"
 
 
 @error(
     "checkpoint_writer",
+    "refuses",
     "checkpoint.writer fails under torchrun and at ZeRO ≤ 2, and its files do not load (issue 8500).",
 )
 def checkpoint_writer(document: Configuration) -> Iterator[Fault]:
@@ -131,12 +143,12 @@ def checkpoint_writer(document: Configuration) -> Iterator[Fault]:
     if document.at("checkpoint", "writer") is not None:
         yield (
             ("checkpoint", "writer"),
-            "fails under torchrun and at ZeRO ≤ 2; what it writes cannot be loaded",
+            "it fails under torchrun and at ZeRO ≤ 2, and what it writes cannot be loaded",
             "remove it",
         )
 
 
-@error("deepcompile", "DeepCompile passes that exclude each other or silently fall back.")
+@error("deepcompile", "refuses", "DeepCompile passes that exclude each other or silently fall back.")
 def deepcompile(document: Configuration) -> Iterator[Fault]:
     """Reports passes that cannot be combined."""
     passes = document.at("compile", "passes")
@@ -144,28 +156,34 @@ def deepcompile(document: Configuration) -> Iterator[Fault]:
     if "autosp" in chosen and document.stage >= 2:
         yield (
             ("compile", "passes"),
-            f"'autosp' silently falls back to torch.compile at stage {document.stage}",
+            f"at stage {document.stage}, 'autosp' silently falls back to torch.compile",
             "ZeRO ≤ 1",
+            "ignores",
         )
     if "autotp" in chosen and chosen & {"autosp", "z1", "z3"}:
         yield ("compile", "passes"), "'autotp' cannot be combined with other passes", "remove the others"
     for one in sorted(chosen - {"z1", "z3", "autosp", "autotp"}):
-        yield ("compile", "passes"), f"{reprlib.repr(one)} is not a pass: must be one of z1, z3, autosp, autotp", ""
+        yield ("compile", "passes"), f"{reprlib.repr(one)} is not a pass", "z1, z3, autosp or autotp"
     exclusive = ("offload_activation", "offload_parameters", "offload_opt_states")
     on = [key for key in exclusive if document.on("compile", key)]
     for key in on[1:]:
-        yield ("compile", key), f"excludes {on[0]}", "keep one"
+        yield ("compile", key), f"it excludes {on[0]}", "keep one"
 
 
-@warning("deepcompile_call", "DeepCompile is experimental, and only has an effect after engine.compile() is called.")
+@warning(
+    "deepcompile_call",
+    "ignores",
+    "DeepCompile is experimental, and only has an effect after engine.compile() is called.",
+)
 def deepcompile_call(document: Configuration) -> Iterator[Fault]:
     """Warns about compile.deepcompile."""
     if document.on("compile", "deepcompile"):
-        yield ("compile", "deepcompile"), "only has an effect after engine.compile(), and needs CUDA and nvcc", ""
+        yield ("compile", "deepcompile"), "unless the script calls engine.compile(); it also needs CUDA and nvcc", ""
 
 
 @error(
     "managed_accumulation",
+    "refuses",
     "Unmanaged accumulation cannot be combined with overlapping at stages below 2, or with DeepCompile.",
 )
 def managed_accumulation(document: Configuration) -> Iterator[Fault]:
@@ -173,35 +191,37 @@ def managed_accumulation(document: Configuration) -> Iterator[Fault]:
     where = ("managed_gradient_accumulation",)
     if document.off(*where):
         if document.stage < 2 and document.on("zero_optimization", "overlap_comm"):
-            yield where, "false is rejected together with overlap_comm below stage 2", "overlap_comm false"
+            yield where, "false excludes overlap_comm below stage 2", "overlap_comm false"
         if document.on("compile", "deepcompile"):
-            yield where, "false is rejected together with DeepCompile", "true"
+            yield where, "false excludes DeepCompile", "true"
 
 
 @warning(
-    "profiler_sync", "The flops profiler also enables wall_clock_breakdown, which synchronises at every micro-batch."
+    "profiler_sync",
+    "allows",
+    "The flops profiler also enables wall_clock_breakdown, which synchronises at every micro-batch.",
 )
 def profiler_sync(document: Configuration) -> Iterator[Fault]:
     """Warns about flops_profiler."""
     if document.on("flops_profiler", "enabled") and not document.on("wall_clock_breakdown"):
-        yield ("flops_profiler", "enabled"), "also enables wall_clock_breakdown, which slows every step", ""
+        yield ("flops_profiler", "enabled"), "it also enables wall_clock_breakdown, which slows every step", ""
 
 
-@warning("aio_unused", "The aio block is only read if something is offloaded to NVMe.")
+@warning("aio_unused", "ignores", "The aio block is only read if something is offloaded to NVMe.")
 def aio_unused(document: Configuration) -> Iterator[Fault]:
     """Warns about an aio block without NVMe."""
     offloads = {document.offload(what) for what in ("offload_optimizer", "offload_param")}
     if document.block("aio") and "nvme" not in offloads:
-        yield ("aio",), "has no effect: nothing is offloaded to NVMe", "remove it"
+        yield ("aio",), "nothing is offloaded to NVMe", "remove it"
 
 
-@warning("secret", "A service's API key in a file that is copied, logged and printed by DeepSpeed.")
+@warning("secret", "allows", "A service's API key in a file that is copied, logged and printed by DeepSpeed.")
 def secret(document: Configuration) -> Iterator[Fault]:
     """Warns about secrets."""
     if document.word("comet", "api_key"):
         yield (
             ("comet", "api_key"),
-            "is a secret, and DeepSpeed prints the configuration",
+            "it is a secret, and DeepSpeed prints the configuration",
             "COMET_API_KEY in the environment",
         )
 

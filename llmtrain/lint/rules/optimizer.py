@@ -23,31 +23,32 @@ def _optimizer(document: Configuration) -> str:
     return name.lower() if own else name
 
 
-@error("optimizer", "An optimizer or a schedule that neither DeepSpeed nor torch provides.")
+@error("optimizer", "refuses", "An optimizer or a schedule that neither DeepSpeed nor torch provides.")
 def unknown_type(document: Configuration) -> Iterator[Fault]:
     """Reports unknown and removed optimizers and schedules."""
     known = schema()
     name, schedule = _optimizer(document), document.word("scheduler", "type")
     if name.lower() in REMOVED_OPTIMIZERS:
-        yield ("optimizer", "type"), f"{name} was removed from DeepSpeed", "AdamW; ZeRO++ compresses communication"
+        yield ("optimizer", "type"), f"{name} was removed", "AdamW; ZeRO++ compresses communication"
     elif name and name != "auto" and name not in known.optimizers and name not in _MU:
         hint = nearest(name[:80], (*known.optimizers, *_MU))
-        yield ("optimizer", "type"), f"{reprlib.repr(name)} is not an optimizer of DeepSpeed or torch{hint}", ""
+        yield ("optimizer", "type"), f"{reprlib.repr(name)} is no optimizer of DeepSpeed or torch{hint}", ""
     if schedule and schedule != "auto" and schedule not in known.schedulers:
         hint = nearest(schedule[:80], known.schedulers)
-        yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is not a schedule of DeepSpeed or torch{hint}", ""
+        yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is no schedule of DeepSpeed or torch{hint}", ""
 
 
-@error("type_missing", "Without `type`, the optimizer or scheduler block is silently ignored.")
+@error("type_missing", "ignores", "Without `type`, the optimizer or scheduler block is silently ignored.")
 def type_missing(document: Configuration) -> Iterator[Fault]:
     """Reports blocks without a type."""
     for key in ("optimizer", "scheduler"):
         if document.block(key) and not document.has(key, "type"):
-            yield (key, "type"), f"is missing: DeepSpeed silently ignores the {key} block", ""
+            yield (key, "type"), f"without it, nothing of the {key} block is read", "set it, or remove the block"
 
 
 @error(
     "optimizer_params",
+    "refuses",
     "An argument that the optimizer or the schedule does not accept, or a required one that is missing.",
 )
 def arguments(document: Configuration) -> Iterator[Fault]:
@@ -61,14 +62,22 @@ def arguments(document: Configuration) -> Iterator[Fault]:
             if key == "max_grad_norm" and block == "optimizer":
                 continue
             if key not in taken[name]:
-                yield (block, "params", key), f"{name} accepts no such argument{nearest(key[:80], taken[name])}", ""
+                yield (
+                    (block, "params", key),
+                    f"{name} has no such argument{nearest(key[:80], taken[name])}",
+                    "remove it",
+                )
 
 
-@error("max_grad_norm", "Clipping is not an argument of the optimizer, and DeepSpeed rejects it.")
+@error("max_grad_norm", "refuses", "Clipping is not an argument of the optimizer, and DeepSpeed rejects it.")
 def max_grad_norm(document: Configuration) -> Iterator[Fault]:
     """Reports optimizer.params.max_grad_norm."""
     if document.has(*_PARAMS, "max_grad_norm"):
-        yield (*_PARAMS, "max_grad_norm"), "is rejected as an argument of the optimizer", "use gradient_clipping"
+        yield (
+            (*_PARAMS, "max_grad_norm"),
+            "clipping is no argument of the optimizer",
+            "remove it, and set gradient_clipping",
+        )
 
 
 _RANGES = {
@@ -80,7 +89,7 @@ _RANGES = {
 }
 
 
-@error("optimizer_value", "Arguments of the optimizer that are not numbers, or out of range.")
+@error("optimizer_value", "refuses", "Arguments of the optimizer that are not numbers, or out of range.")
 def values(document: Configuration) -> Iterator[Fault]:
     """Checks lr, eps, weight_decay and betas."""
     for key, (low, high) in _RANGES.items():
@@ -89,10 +98,10 @@ def values(document: Configuration) -> Iterator[Fault]:
             continue
         number = document.number(*_PARAMS, key)
         if number is None or not low <= number <= high:
-            yield (*_PARAMS, key), f"{reprlib.repr(value)} was given: must be a number ≥ 0", ""
+            yield (*_PARAMS, key), f"{reprlib.repr(value)} is no number in range", "a number ≥ 0"
     betas = document.at(*_PARAMS, "betas")
     if betas is not None and betas != "auto" and not _are_betas(betas):
-        yield (*_PARAMS, "betas"), f"{reprlib.repr(betas)} was given: must be two numbers in [0, 1)", "[0.9, 0.95]"
+        yield (*_PARAMS, "betas"), f"{reprlib.repr(betas)} is not two numbers in [0, 1)", "[0.9, 0.95]"
 
 
 def _are_betas(betas: object) -> bool:
@@ -101,27 +110,31 @@ def _are_betas(betas: object) -> bool:
     )
 
 
-@warning("adam_is_adamw", 'DeepSpeed\'s "Adam" is AdamW, with decoupled weight decay, unless adam_w_mode is false.')
+@warning(
+    "adam_is_adamw",
+    "changes",
+    'DeepSpeed\'s "Adam" is AdamW, with decoupled weight decay, unless adam_w_mode is false.',
+)
 def adam_is_adamw(document: Configuration) -> Iterator[Fault]:
     """Warns about Adam with weight decay."""
     decay = document.at(*_PARAMS, "weight_decay")
     if _optimizer(document) == "adam" and decay not in (None, 0) and not document.has(*_PARAMS, "adam_w_mode"):
-        message = "'Adam' is AdamW here: the weight decay is decoupled"
+        message = "'Adam' is AdamW here, with decoupled weight decay"
         yield ("optimizer", "type"), message, '"AdamW", or "adam_w_mode": false for L2 decay'
 
 
-@error("adamw_mode", "adam_w_mode false is ignored for AdamW, and the fused kernels do not support amsgrad.")
+@error("adamw_mode", "ignores", "adam_w_mode false is ignored for AdamW, and the fused kernels do not support amsgrad.")
 def adamw_mode(document: Configuration) -> Iterator[Fault]:
     """Reports switches of Adam that have no effect."""
     name = _optimizer(document)
     if name == "adamw" and document.off(*_PARAMS, "adam_w_mode"):
-        yield (*_PARAMS, "adam_w_mode"), "false is silently ignored for AdamW", '"type": "Adam"'
+        yield (*_PARAMS, "adam_w_mode"), "AdamW always decouples the weight decay", '"type": "Adam"'
     fused = name in ("adam", "adamw") and not document.on(*_PARAMS, "torch_adam")
     if fused and document.on(*_PARAMS, "amsgrad"):
-        yield (*_PARAMS, "amsgrad"), "is not supported by DeepSpeed's Adam", '"torch_adam": true'
+        yield (*_PARAMS, "amsgrad"), "DeepSpeed's Adam has no amsgrad", '"torch_adam": true', "refuses"
 
 
-@error("muon_zero3", "Muon needs whole gradients, which ZeRO-3 only keeps without reduce_scatter.")
+@error("muon_zero3", "refuses", "Muon needs whole gradients, which ZeRO-3 only keeps without reduce_scatter.")
 def muon_zero3(document: Configuration) -> Iterator[Fault]:
     """Reports Muon at stage 3."""
     if (
@@ -129,12 +142,13 @@ def muon_zero3(document: Configuration) -> Iterator[Fault]:
         and document.stage == 3
         and not document.off("zero_optimization", "reduce_scatter")
     ):
-        message = "Muon is rejected at stage 3 with reduce_scatter"
+        message = "Muon needs whole gradients, which stage 3 only has without reduce_scatter"
         yield ("optimizer", "type"), message, "stage 2, or zero_optimization.reduce_scatter false"
 
 
 @error(
     "untested_optimizer",
+    "refuses",
     "ZeRO accepts Adam, AdamW, Adagrad, Lion and Muon, and others only with zero_allow_untested_optimizer.",
 )
 def untested_optimizer(document: Configuration) -> Iterator[Fault]:
@@ -142,48 +156,55 @@ def untested_optimizer(document: Configuration) -> Iterator[Fault]:
     name = _optimizer(document)
     known = name in schema().optimizers or name in _MU
     if known and document.stage and name not in _TESTED and not document.on("zero_allow_untested_optimizer"):
-        message = f"{name} is rejected by ZeRO as untested"
+        message = f"ZeRO has not tested {name}"
         yield ("optimizer", "type"), message, '"zero_allow_untested_optimizer": true'
 
 
-@error("scheduler_steps", "A schedule's numbers of steps: required ones are present, and all are positive integers.")
+@error(
+    "scheduler_steps",
+    "refuses",
+    "A schedule's numbers of steps: required ones are present, and all are positive integers.",
+)
 def scheduler_steps(document: Configuration) -> Iterator[Fault]:
     """Checks total_num_steps and warmup_num_steps."""
     name, params = document.word("scheduler", "type"), ("scheduler", "params")
     if name in ("WarmupDecayLR", "WarmupCosineLR") and not document.has(*params, "total_num_steps"):
-        yield (*params, "total_num_steps"), f"is missing, but required by {name}", ""
+        yield (*params, "total_num_steps"), f"it is missing, and {name} needs it", "set it"
     if name == "OneCycle":
         for key in ("cycle_min_lr", "cycle_max_lr"):
             if not document.has(*params, key):
-                yield (*params, key), "is missing, but required by OneCycle", ""
+                yield (*params, key), "it is missing, and OneCycle needs it", "set it"
     if name in schema().schedulers and document.at(*params) is None:
-        yield params, f"is missing: DeepSpeed fails on {name} without it", "{}"
+        yield params, f"it is missing, and {name} fails without it", "{}"
     for key in ("warmup_num_steps", "total_num_steps") if name in _WARMUPS else ():
         value = document.at(*params, key)
         if value is not None and value != "auto" and not (type(value) is int and value > 0):
-            yield (*params, key), f"{reprlib.repr(value)} was given: must be a positive integer", ""
+            yield (*params, key), f"{reprlib.repr(value)} is no positive integer", "a positive integer"
 
 
-@error("warmup_type", "A warmup_type that DeepSpeed does not know is read as log.")
+@error("warmup_type", "misreads", "A warmup_type that DeepSpeed does not know is read as log.")
 def warmup_type(document: Configuration) -> Iterator[Fault]:
     """Reports unknown warmup types."""
     value = document.at("scheduler", "params", "warmup_type")
     if value is not None and document.word("scheduler", "type") in _WARMUPS and value not in ("log", "linear"):
         where = ("scheduler", "params", "warmup_type")
-        yield where, f"{reprlib.repr(value)} is read as 'log'", '"linear" or "log"'
+        yield where, f"{reprlib.repr(value)} becomes 'log'", '"linear" or "log"'
 
 
 @warning(
-    "warmup_log", "Warmup is logarithmic by default: most of the learning rate is reached after a tenth of the steps."
+    "warmup_log",
+    "changes",
+    "Warmup is logarithmic by default: most of the learning rate is reached after a tenth of the steps.",
 )
 def warmup_log(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing warmup_type."""
     where = ("scheduler", "params", "warmup_type")
-    if document.word("scheduler", "type") in _WARMUPS and not document.has(*where):
-        yield where, "is missing: the warmup is logarithmic", '"linear"'
+    overridden = document.reader == "trainer"  # `scheduler_overrides` reports it
+    if document.word("scheduler", "type") in _WARMUPS and not document.has(*where) and not overridden:
+        yield where, "without it, the warmup is logarithmic", '"linear"'
 
 
-@warning("scheduler_lr", "The schedule sets the learning rate; that of the optimizer is overwritten.")
+@warning("scheduler_lr", "ignores", "The schedule sets the learning rate; that of the optimizer is overwritten.")
 def scheduler_lr(document: Configuration) -> Iterator[Fault]:
     """Compares the optimizer's learning rate with the schedule's."""
     rate, peak = document.number(*_PARAMS, "lr"), document.number("scheduler", "params", "warmup_max_lr")
@@ -191,26 +212,56 @@ def scheduler_lr(document: Configuration) -> Iterator[Fault]:
     if name == "WarmupDecayLR" and not document.has("scheduler", "params", "warmup_max_lr"):
         peak = 0.001  # DeepSpeed's default
     if rate is not None and peak is not None and name in _WARMUPS[:2] and rate != peak:
-        yield (*_PARAMS, "lr"), f"{rate:g} is overwritten: {name} rises to {peak:g}", "set both to the same rate"
+        yield (
+            (*_PARAMS, "lr"),
+            f"{name} sets the rate, and rises to {peak:g}, not {rate:g}",
+            "set both to the same rate",
+        )
 
 
-@warning("scheduler_order", "A warmup longer than the run.")
+@warning("scheduler_order", "allows", "A warmup longer than the run.")
 def scheduler_order(document: Configuration) -> Iterator[Fault]:
     """Compares warmup_num_steps with total_num_steps."""
     params = ("scheduler", "params")
     warmup, total = document.count(*params, "warmup_num_steps"), document.count(*params, "total_num_steps")
     if warmup and total and warmup > total:
-        yield (*params, "warmup_num_steps"), f"{warmup} steps of warmup are more than the {total} steps of the run", ""
+        yield (
+            (*params, "warmup_num_steps"),
+            f"{warmup} steps of warmup are more than the {total} steps of the run",
+            "",
+        )
 
 
-@warning("clipping_default", "Gradients are clipped to norm 1.0 if gradient_clipping is missing (issue 8068).")
+@warning(
+    "clipping_default", "changes", "Gradients are clipped to norm 1.0 if gradient_clipping is missing (issue 8068)."
+)
 def clipping_default(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing gradient_clipping."""
-    if not document.has("gradient_clipping"):
-        yield ("gradient_clipping",), "is missing: DeepSpeed clips to 1.0", "set it explicitly; 0 disables clipping"
+    if not document.has("gradient_clipping") and document.reader != "lightning":
+        yield ("gradient_clipping",), "without it, gradients are clipped to norm 1.0", "1.0, or 0 for no clipping"
+
+
+@warning("offloaded_torch_adam", "allows", "torch's Adam steps on the CPU several times more slowly than DeepSpeed's.")
+def offloaded_torch_adam(document: Configuration) -> Iterator[Fault]:
+    """Warns about torch_adam with an offloaded optimizer."""
+    where = (*_PARAMS, "torch_adam")
+    if document.on(*where) and document.offload("offload_optimizer") != "none" and document.stage != 0:
+        yield where, "torch's Adam is several times slower on the CPU than DeepSpeedCPUAdam", "remove it"
+
+
+@warning("offloaded_optimizer", "refuses", "An offloaded optimizer of the script must be DeepSpeed's own for the CPU.")
+def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
+    """Warns about offloading without an optimizer in the file; Accelerate replaces the script's one."""
+    offloads = document.offload("offload_optimizer") != "none" and document.stage != 0
+    own = document.block("optimizer") or document.off("zero_force_ds_cpu_optimizer")
+    if offloads and not own and not document.filled:
+        message = "if the script's optimizer is not DeepSpeedCPUAdam, since the file has none"
+        fix = 'an optimizer block, or "zero_force_ds_cpu_optimizer": false'
+        yield ("zero_optimization", "offload_optimizer"), message, fix
 
 
 RULES = (
     *(unknown_type, type_missing, arguments, max_grad_norm, values, adam_is_adamw, adamw_mode, muon_zero3),
     *(untested_optimizer, scheduler_steps, warmup_type, warmup_log, scheduler_lr, scheduler_order, clipping_default),
+    *(offloaded_torch_adam, offloaded_optimizer),
 )

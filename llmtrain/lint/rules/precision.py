@@ -17,116 +17,171 @@ def bf16_key(document: Configuration) -> str:
 
 
 def model_dtype(document: Configuration) -> str:
-    """Returns the data type that DeepSpeed casts the model to."""
+    """Returns the data type that DeepSpeed casts the model to, or "" if the reader decides it."""
     if document.on("fp16", "enabled"):
         return "fp16"
-    return "bf16" if document.on(bf16_key(document), "enabled") else "fp32"
+    if document.on(bf16_key(document), "enabled"):
+        return "bf16"
+    return "fp32" if document.reader == "deepspeed" else ""
 
 
-def _dtype(document: Configuration, key: str) -> str:
-    name = document.word("data_types", key).removeprefix("torch.")
+def _canonical(name: str) -> str:
+    name = name.removeprefix("torch.")
     return _CANONICAL.get(name, name)
 
 
-@error("two_precisions", "fp16, bf16 and torch_autocast exclude each other; DeepSpeed only rejects fp16 with bf16.")
+def _dtype(document: Configuration, key: str) -> str:
+    return _canonical(document.word("data_types", key))
+
+
+@error("two_precisions", "refuses", "fp16 and bf16 exclude each other.")
 def two_precisions(document: Configuration) -> Iterator[Fault]:
     """Reports more than one precision."""
     bf16 = bf16_key(document)
     if document.on("fp16", "enabled") and document.on(bf16, "enabled"):
-        yield ("fp16", "enabled"), f"fp16 and {bf16} are both enabled", "disable one"
-    for key in (bf16, "fp16"):
-        if document.on(key, "enabled") and document.on("torch_autocast", "enabled"):
-            message = f"torch_autocast and {key} are both enabled: weights are cast, and cast again under autocast"
-            yield ("torch_autocast", "enabled"), message, f"disable {key} to keep fp32 weights, or torch_autocast"
+        yield ("fp16", "enabled"), f"{bf16} is enabled, too", "disable one"
 
 
-@error("bfloat16_twice", "`bfloat16` is the old name of `bf16`, and is ignored if both are present.")
+@warning("autocast_casts", "changes", "With fp16 or bf16, weights are cast once, and again under torch_autocast.")
+def autocast_casts(document: Configuration) -> Iterator[Fault]:
+    """Warns about torch_autocast to another type than that of the weights."""
+    made, asked = model_dtype(document), _canonical(document.word("torch_autocast", "dtype"))
+    if document.on("torch_autocast", "enabled") and made in ("fp16", "bf16") and asked and asked != made:
+        yield ("torch_autocast", "dtype"), f"{made} weights are computed with in {asked}", made
+
+
+@error("bfloat16_twice", "ignores", "`bfloat16` is the old name of `bf16`, and is ignored if both are present.")
 def bfloat16_twice(document: Configuration) -> Iterator[Fault]:
     """Reports a block with both names."""
     if all(document.at(name) is not None for name in _BF16_NAMES):
-        yield ("bfloat16",), "is silently ignored, since bf16 is present", "remove it"
+        yield ("bfloat16",), "bf16 is present, too", "remove it"
 
 
-@error("not_enabled", "A block without `enabled` is off, whatever its other settings.")
+@error("not_enabled", "ignores", "A block without `enabled` is off, whatever its other settings.")
 def not_enabled(document: Configuration) -> Iterator[Fault]:
     """Reports blocks with settings that are not enabled."""
     blocks = ("fp16", *_BF16_NAMES, "torch_autocast", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet")
     for key in (*blocks, "comms_logger", "expert_parallel", "data_efficiency", "hybrid_engine"):
         if document.block(key) and not document.has(key, "enabled"):
-            yield (key, "enabled"), f"is missing: {key} is off, and its settings have no effect", "true"
+            yield (key, "enabled"), f"without it, {key} is off", "true, or remove the block"
 
 
-@warning("autocast_dtype", "torch_autocast without a dtype uses the device's default.")
+@warning("autocast_dtype", "changes", "torch_autocast without a dtype uses the device's default.")
 def autocast_dtype(document: Configuration) -> Iterator[Fault]:
     """Warns about torch_autocast without dtype."""
     if document.on("torch_autocast", "enabled") and document.at("torch_autocast", "dtype") is None:
-        yield ("torch_autocast", "dtype"), "is missing: the device's default is used", '"bfloat16"'
+        yield ("torch_autocast", "dtype"), "without it, the device's default is used", '"bfloat16"'
 
 
-@error("param_dtype", "data_types.param_dtype must be the data type that fp16 or bf16 sets for the model.")
+@error("param_dtype", "refuses", "data_types.param_dtype must be the data type that fp16 or bf16 sets for the model.")
 def param_dtype(document: Configuration) -> Iterator[Fault]:
     """Checks param_dtype against the precision blocks."""
     asked, made = _dtype(document, "param_dtype"), model_dtype(document)
-    if asked in ("fp16", "bf16", "fp32") and asked != made:
-        yield ("data_types", "param_dtype"), f"{asked} is rejected: the precision blocks set {made}", made
+    if asked in ("fp16", "bf16", "fp32") and made not in ("", asked):
+        yield ("data_types", "param_dtype"), f"{asked} is asked for, but the precision blocks set {made}", made
 
 
-@error("accumulate_unpartitioned", "Without ZeRO, DeepSpeed only accumulates in the model's own data type.")
+@error("accumulate_unpartitioned", "refuses", "Without ZeRO, DeepSpeed only accumulates in the model's own data type.")
 def accumulate_unpartitioned(document: Configuration) -> Iterator[Fault]:
     """Checks grad_accum_dtype at stage 0."""
     asked, made = _dtype(document, "grad_accum_dtype"), model_dtype(document)
-    if asked and asked != "auto" and document.stage == 0 and asked != made:
-        message = f"{asked} is not implemented for a {made} model at ZeRO-0"
+    if asked and asked != "auto" and document.stage == 0 and made not in ("", asked):
+        message = f"at ZeRO-0, a {made} model cannot accumulate in {asked}"
         yield ("data_types", "grad_accum_dtype"), message, "ZeRO-1, or remove it"
 
 
 @warning(
     "accumulate_bf16",
+    "allows",
     "bf16 accumulates micro-batches in bf16 by default, which loses small gradients (issues 1800, 2352).",
 )
 def accumulate_bf16(document: Configuration) -> Iterator[Fault]:
     """Warns about accumulation in bf16."""
     steps = document.count("gradient_accumulation_steps") or 1
     if model_dtype(document) == "bf16" and steps > 1 and document.stage and not _dtype(document, "grad_accum_dtype"):
-        message = f"is missing: {steps} micro-batches are accumulated in bf16"
+        message = f"without it, {steps} micro-batches are accumulated in bf16, which loses small gradients"
         yield ("data_types", "grad_accum_dtype"), message, '"fp32"'
 
 
-@warning("unpartitioned_16bit", "16-bit training at ZeRO-0 uses another optimizer, whose first update is too small.")
+@warning(
+    "unpartitioned_16bit",
+    "changes",
+    "16-bit training at ZeRO-0 uses another optimizer, whose first update is too small.",
+)
 def unpartitioned_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns about bf16 or fp16 at stage 0."""
     made = model_dtype(document)
-    if made != "fp32" and document.stage == 0:
+    if made in ("fp16", "bf16") and document.stage == 0:
         key = "fp16" if made == "fp16" else bf16_key(document)
-        message = f"{made} at ZeRO-0: Adam's first update is about a quarter smaller than at ZeRO-1"
+        message = f"with {made} at ZeRO-0, Adam's first update is about a quarter smaller than at ZeRO-1"
         yield (key, "enabled"), message, "zero_optimization.stage 1"
 
 
-@error("master_weights", "16-bit master weights need ZeRO, and 16-bit optimizer states need 16-bit master weights.")
+@error(
+    "master_weights",
+    "refuses",
+    "16-bit master weights need ZeRO, and 16-bit optimizer states need 16-bit master weights.",
+)
 def master_weights(document: Configuration) -> Iterator[Fault]:
     """Checks the options of the master weights."""
     bf16 = bf16_key(document)
     for where in (("fp16", "fp16_master_weights_and_grads"), (bf16, "bf16_master_weights_and_grads")):
         if document.on(*where) and document.stage == 0:
-            yield where, "is rejected at ZeRO-0", "stage 1, 2 or 3"
+            yield where, "it needs ZeRO", "stage 1, 2 or 3"
     states = (bf16, "bf16_optimizer_states")
     if document.on(*states) and not document.on(bf16, "bf16_master_weights_and_grads"):
-        yield states, "needs bf16_master_weights_and_grads", ""
+        yield states, "it needs bf16_master_weights_and_grads", "set both"
 
 
-@error("loss_scale", "The loss scale of fp16 must be finite and not negative, its window and its minimum positive.")
+@error(
+    "loss_scale", "refuses", "The loss scale of fp16 is not negative; a dynamic one has a positive window and minimum."
+)
 def loss_scale(document: Configuration) -> Iterator[Fault]:
     """Checks the numbers of the loss scaler."""
     scale = document.number("fp16", "loss_scale")
     if scale is not None and scale < 0:
-        yield ("fp16", "loss_scale"), f"{scale:g} was given: must be ≥ 0 (0 is dynamic)", "0"
-    for key in ("loss_scale_window", "min_loss_scale", "hysteresis"):
+        yield ("fp16", "loss_scale"), f"{scale:g} is negative; 0 is dynamic", "0"
+    dynamic = not scale and not document.off("fp16", "enabled")
+    for key in ("loss_scale_window", "min_loss_scale") if dynamic else ():
         value = document.number("fp16", key)
         if value is not None and value <= 0:
-            yield ("fp16", key), f"{value:g} was given: must be > 0", ""
+            yield (
+                ("fp16", key),
+                f"{value:g} is not positive, and the loss scale is dynamic",
+                "1000" if "w" in key else "1",
+            )
+
+
+@warning(
+    "loss_scale_start", "allows", "fp16 overflows at a scale above 2^24, and small gradients underflow without a scale."
+)
+def loss_scale_start(document: Configuration) -> Iterator[Fault]:
+    """Warns about loss scales with which fp16 trains badly."""
+    if document.off("fp16", "enabled"):
+        return
+    power = document.number("fp16", "initial_scale_power")
+    if power is not None and power > 24 and not document.number("fp16", "loss_scale"):
+        message = (
+            f"from 2^{power:g} on, the first steps overflow and are skipped until the scale has been halved enough"
+        )
+        yield ("fp16", "initial_scale_power"), message, "16"
+    if document.number("fp16", "loss_scale") == 1:
+        yield (
+            ("fp16", "loss_scale"),
+            "with a static scale of 1, small gradients of fp16 become 0",
+            "0, for a dynamic one",
+        )
 
 
 RULES = (
-    *(two_precisions, bfloat16_twice, not_enabled, autocast_dtype, param_dtype, accumulate_unpartitioned),
-    *(accumulate_bf16, unpartitioned_16bit, master_weights, loss_scale),
+    *(
+        two_precisions,
+        autocast_casts,
+        bfloat16_twice,
+        not_enabled,
+        autocast_dtype,
+        param_dtype,
+        accumulate_unpartitioned,
+    ),
+    *(accumulate_bf16, unpartitioned_16bit, master_weights, loss_scale, loss_scale_start),
 )

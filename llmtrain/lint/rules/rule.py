@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmtrain.errors import printable, short
-from llmtrain.lint.document import Configuration, Finding, Severity, Where
+from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity, Where
 
-Fault = tuple[Where, str, str]
-"""The key, what is wrong with it, and what to do (possibly empty)."""
+Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
+"""The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""
 Check = Callable[[Configuration], Iterator[Fault]]
 
 
@@ -19,15 +19,20 @@ class LintRule:
 
     id: str
     severity: Severity
+    effect: Effect
     reason: str
     check: Check
+    by_reader: bool = False
+    """Whether the effect is that of the program that reads the file, not of DeepSpeed."""
 
     def findings(self, document: Configuration) -> Iterator[Finding]:
         """Yields the rule's findings in a document, each with its position or that of the nearest enclosing block."""
-        for where, message, fix in self.check(document):
+        by = READERS[document.reader if self.by_reader else "deepspeed"]
+        for where, message, fix, *other in self.check(document):
             line, column = _place(document, where)
             field = printable(short(".".join(where)))
-            yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column)
+            effect: Effect = other[0] if other else self.effect
+            yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column, effect, by)
 
 
 def _place(document: Configuration, where: Where) -> tuple[int, int]:
@@ -37,11 +42,11 @@ def _place(document: Configuration, where: Where) -> tuple[int, int]:
     return 1, 1  # a key that is missing from the outermost object
 
 
-def error(id_: str, reason: str) -> Callable[[Check], LintRule]:
+def error(id_: str, effect: Effect, reason: str, by_reader: bool = False) -> Callable[[Check], LintRule]:
     """Makes a check a rule whose findings are errors."""
-    return lambda check: LintRule(f"lint.{id_}", "error", reason, check)
+    return lambda check: LintRule(f"lint.{id_}", "error", effect, reason, check, by_reader)
 
 
-def warning(id_: str, reason: str) -> Callable[[Check], LintRule]:
+def warning(id_: str, effect: Effect, reason: str, by_reader: bool = False) -> Callable[[Check], LintRule]:
     """Makes a check a rule whose findings are warnings."""
-    return lambda check: LintRule(f"lint.{id_}", "warning", reason, check)
+    return lambda check: LintRule(f"lint.{id_}", "warning", effect, reason, check, by_reader)

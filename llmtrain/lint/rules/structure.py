@@ -1,13 +1,15 @@
-"""Rules for single keys and values: unknown, removed, given twice, of the wrong type, out of range, left "auto"."""
+"""Rules for single keys and values: unknown, removed, given twice, of the wrong type, out of range."""
 
 from __future__ import annotations
 
+import json
+import re
 import reprlib
 from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Configuration, Where
+from llmtrain.lint.document import Configuration, Effect, Where
 from llmtrain.lint.rules.rule import Fault, error, warning
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, schema
 
@@ -43,17 +45,21 @@ def _removed_fix(where: Where) -> str | None:
     return REMOVED_ZERO_KEYS.get(where[1]) if where[0] == "zero_optimization" and len(where) == 2 else None
 
 
-@error("duplicate", "A key that is given twice: DeepSpeed rejects the file.")
+@error("duplicate", "refuses", "A key that is given twice: DeepSpeed rejects the file, other readers use the last one.")
 def duplicate(document: Configuration) -> Iterator[Fault]:
     """Reports keys given twice in one object."""
     for where in document.repeated:
         places = document.places.get(where, [])
-        first = f", first in line {places[0][0]}" if places else ""
-        yield where, f"is given twice{first}", "keep one"
+        first = f" (first in line {places[0][0]})" if places else ""
+        if document.reader == "deepspeed":
+            yield where, f"it is given twice{first}", "keep one"
+        else:
+            yield where, f"it is given twice{first}, and the last one is used", "keep one", "changes"
 
 
 @error(
     "unknown_key",
+    "ignores",
     "A key that DeepSpeed does not know: ignored at the top level and in some blocks, rejected in others.",
 )
 def unknown_key(document: Configuration) -> Iterator[Fault]:
@@ -63,46 +69,86 @@ def unknown_key(document: Configuration) -> Iterator[Fault]:
             yield where, *_stranger(where)
 
 
-def _stranger(where: Where) -> tuple[str, str]:
-    siblings = schema().root
+def _stranger(where: Where) -> tuple[str, str, Effect]:
+    block = schema().root
     for key in where[:-1]:
-        siblings = (siblings.keys or {})[key]
-    block = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
-    name = reprlib.repr(where[-1])
+        block = (block.keys or {})[key]
+    inside = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
+    effect: Effect = "refuses" if block.validated else "ignores"
+    message = f"{reprlib.repr(where[-1])} is no key of {inside}"
     if where in RENAMED:
-        return f"{name} is not a key of {block}, and has no effect there", f"move it to {RENAMED[where]}"
+        return message, f"move it to {RENAMED[where]}", effect
     homes = [home for home in schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
     if homes:
-        return f"{name} is not a key of {block}, and has no effect there", f"move it to {'.'.join(homes[0])}"
-    return f"{name} is not a key of {block}{nearest(where[-1][:80], siblings.keys or {})}", ""
+        return message, f"move it to {'.'.join(homes[0])}", effect
+    hint = nearest(where[-1][:80], block.keys or {})
+    return message + hint, "" if hint else "remove it", effect
 
 
-@error("removed_key", "A key of a feature that DeepSpeed has removed, and now rejects.")
+@warning("unread_key", "ignores", "A key that DeepSpeed knows, and that nothing in it reads.")
+def unread_key(document: Configuration) -> Iterator[Fault]:
+    """Warns about keys that have no effect whatever the rest of the file."""
+    for key in ("disable_allgather",):
+        if document.has(key):
+            yield (key,), "nothing reads it", "remove it"
+
+
+@error("removed_key", "refuses", "A key of a feature that DeepSpeed has removed, and now rejects.")
 def removed_key(document: Configuration) -> Iterator[Fault]:
     """Reports keys of removed features, and how to migrate."""
     for where, _, node in _known(document):
         fix = _removed_fix(where) if node is None else None
         if fix is not None:
-            yield where, "was removed from DeepSpeed, which now rejects it", fix
+            yield where, "the feature was removed", fix
 
 
-@warning("deprecated_key", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
+@warning("deprecated_key", "allows", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
 def deprecated_key(document: Configuration) -> Iterator[Fault]:
     """Warns about renamed keys."""
     for where, _, node in _known(document):
         if node is not None and node.instead is not None:
-            yield where, "is deprecated", f"use {node.instead}"
+            yield where, "it is deprecated", f"use {node.instead}"
 
 
-@error(
-    "type", 'A value of the wrong type: rejected in validated blocks, misread elsewhere (the string "false" is true).'
-)
+@error("type", "misreads", 'A value of the wrong type; in blocks that are not validated, the string "false" is true.')
 def wrong_type(document: Configuration) -> Iterator[Fault]:
     """Reports values of the wrong type."""
     for where, value, node in _known(document):
         if node is not None and not _fits(value, node) and value != "auto" and not _old_form(where, value):
+            if _meant(value, node):
+                continue
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
-            yield where, f"{reprlib.repr(value)} was given: must be {kinds}", ""
+            fix = json.dumps(_TRUTH[value.lower()]) if "bool" in node.types and _is_truth(value) else kinds
+            yield where, f"{reprlib.repr(value)} is not {kinds}", fix, "refuses" if node.validated else "misreads"
+
+
+@warning(
+    "text_value", "allows", "A number or a switch that is written as text, which DeepSpeed still reads as it is meant."
+)
+def text_value(document: Configuration) -> Iterator[Fault]:
+    """Warns about texts that are read rightly."""
+    for where, value, node in _known(document):
+        if node is not None and value != "auto" and not _fits(value, node) and _meant(value, node):
+            meant = _TRUTH[value.lower()] if "bool" in node.types else value.strip()
+            yield where, f"{reprlib.repr(value)} is text", str(meant).lower()
+
+
+_TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() in _TRUTH
+
+
+def _meant(value: Any, node: Node) -> bool:
+    """Whether DeepSpeed reads a text as the number or switch that it spells; any text is true outside pydantic."""
+    if not isinstance(value, str):
+        return False
+    if "bool" in node.types:
+        return _is_truth(value) and (node.validated or _TRUTH[value.lower()])
+    pattern = r"\s*[+-]?\d+\s*" if "int" in node.types else r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d+)?\s*"
+    numeric = "int" in node.types or "float" in node.types
+    return node.validated and numeric and len(value) < 40 and re.fullmatch(pattern, value, re.ASCII) is not None
 
 
 def _old_form(where: Where, value: Any) -> bool:
@@ -125,7 +171,7 @@ def _is(value: Any, kind: str) -> bool:
     return isinstance(value, {"str": str, "list": list, "object": dict}[kind])
 
 
-@error("range", "A value out of range, or a word that is not one of the choices.")
+@error("range", "refuses", "A value out of range, or a word that is not one of the choices.")
 def out_of_range(document: Configuration) -> Iterator[Fault]:
     """Reports numbers out of range and unknown choices."""
     for where, value, node in _known(document):
@@ -136,11 +182,11 @@ def out_of_range(document: Configuration) -> Iterator[Fault]:
             choices = [one.lower() for one in node.choices] if node.any_case else node.choices
             if chosen not in choices:
                 words = ", ".join(str(one) for one in node.choices)
-                yield where, f"{reprlib.repr(value)} was given: must be one of {words}", ""
+                yield where, f"{reprlib.repr(value)} is none of its values", f"one of {words}"
         elif type(value) in (int, float):
             wrong = _beyond(value, node)
             if wrong:
-                yield where, f"{reprlib.repr(value)} was given: must be {wrong}", ""
+                yield where, f"{reprlib.repr(value)} is out of range", f"a number {wrong}"
 
 
 def _beyond(value: float, node: Node) -> str:
@@ -153,56 +199,4 @@ def _beyond(value: float, node: Node) -> str:
     return " and ".join(f"{sign} {bound:g}" for bound, sign, holds in bounds if bound is not None and not holds)
 
 
-_TRAINER = {
-    *(("train_batch_size",), ("train_micro_batch_size_per_gpu",), ("gradient_accumulation_steps",)),
-    *(("gradient_clipping",), ("fp16", "enabled"), ("bf16", "enabled")),
-    *(("optimizer", "params", key) for key in ("lr", "betas", "eps", "weight_decay")),
-    *(
-        ("scheduler", "params", key)
-        for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    ),
-    *(
-        ("zero_optimization", key)
-        for key in (
-            "reduce_bucket_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_param_persistence_threshold",
-            "stage3_gather_16bit_weights_on_model_save",
-        )
-    ),
-}
-"""Keys that the Hugging Face Trainer (transformers' integrations/deepspeed.py) or Accelerate fill in."""
-_OWN = (("data_types", "keep_in_fp32_modules"), ("expert_parallel",), ("autotuning",), ("zero_optimization", "zenflow"))
-"""Keys for which DeepSpeed itself gives "auto" a meaning."""
-
-
-def _autos(document: Configuration) -> Iterator[Where]:
-    open_: list[tuple[Where, Any]] = [((str(key),), value) for key, value in document.values.items()]
-    while open_:
-        where, value = open_.pop()
-        if isinstance(value, dict):
-            open_.extend(((*where, str(key)), inner) for key, inner in value.items())
-        elif value == "auto" and where != ("pipeline", "stages") and not any(where[: len(own)] == own for own in _OWN):
-            yield where
-
-
-@error("auto", 'An "auto" that nobody fills in: DeepSpeed uses the default, or fails on the string.')
-def auto(document: Configuration) -> Iterator[Fault]:
-    """Reports "auto" if neither the Trainer nor Accelerate fill it in."""
-    for where in _autos(document):
-        if where not in _TRAINER:
-            yield where, "'auto': neither the Hugging Face Trainer nor DeepSpeed fills this in", "write the value"
-
-
-@warning(
-    "auto_trainer", 'An "auto" that the Hugging Face Trainer or Accelerate fills in, but DeepSpeed alone does not.'
-)
-def auto_trainer(document: Configuration) -> Iterator[Fault]:
-    """Warns about "auto" if the Trainer fills it in."""
-    for where in _autos(document):
-        if where in _TRAINER:
-            message = "'auto' is filled in by the Hugging Face Trainer or Accelerate, but not by DeepSpeed itself"
-            yield where, message, "write the value if another program uses this file"
-
-
-RULES = (duplicate, unknown_key, removed_key, deprecated_key, wrong_type, out_of_range, auto, auto_trainer)
+RULES = (duplicate, unknown_key, unread_key, removed_key, deprecated_key, wrong_type, text_value, out_of_range)

@@ -1,0 +1,159 @@
+"""Rules for what the program that reads the file does with it before DeepSpeed sees it.
+
+The keys that are filled in are those of transformers' `integrations/deepspeed.py`, of Accelerate's
+`utils/dataclasses.py` and `accelerator.py`, and of Lightning's `strategies/deepspeed.py`. The Trainer builds an
+Accelerate plugin from the file, and fills in what Accelerate does, too.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+from typing import Any
+
+from llmtrain.lint.document import READERS, Configuration, Reader, Where
+from llmtrain.lint.rules.rule import Fault, error, warning
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_ZERO = "zero_optimization"
+_OFFLOADS = tuple(
+    (_ZERO, what, key) for what in ("offload_optimizer", "offload_param") for key in ("device", "nvme_path")
+)
+_BY_ACCELERATE: frozenset[Where] = frozenset(
+    {
+        *((size,) for size in _SIZES),
+        *(("gradient_clipping",), ("fp16", "enabled"), ("bf16", "enabled"), ("steps_per_print",)),
+        *((_ZERO, "stage"), *_OFFLOADS),
+        *((_ZERO, key) for key in ("reduce_bucket_size", "stage3_gather_16bit_weights_on_model_save")),
+        *((_ZERO, f"stage3_{key}") for key in ("prefetch_bucket_size", "param_persistence_threshold")),
+        *(("optimizer", "params", key) for key in ("lr", "weight_decay")),
+        *(("scheduler", "params", f"warmup_{key}") for key in ("min_lr", "max_lr", "num_steps")),
+        ("scheduler", "params", "total_num_steps"),
+    }
+)
+_TRAINER_ALONE: frozenset[Where] = frozenset({("optimizer", "params", "betas"), ("optimizer", "params", "eps")})
+_FILLED: dict[Reader, frozenset[Where]] = {
+    "trainer": _BY_ACCELERATE | _TRAINER_ALONE,
+    "accelerate": _BY_ACCELERATE,
+    "lightning": frozenset(),
+    "deepspeed": frozenset(),
+}
+_OWN = (
+    *(("data_types", "keep_in_fp32_modules"), ("expert_parallel",), ("autotuning",), (_ZERO, "zenflow")),
+    ("pipeline", "stages"),
+)
+"""Keys for which DeepSpeed itself gives "auto" a meaning."""
+
+
+def guess(document: Configuration) -> Reader:
+    """Returns the program that a file was probably written for."""
+    autos = set(_autos(document))
+    if autos & _TRAINER_ALONE:
+        return "trainer"
+    if autos & {(_ZERO, "stage"), *_OFFLOADS, ("steps_per_print",)}:
+        return "accelerate"
+    if autos & _BY_ACCELERATE:
+        return "trainer"
+    missing = not any(document.has(size) for size in _SIZES)
+    return "lightning" if missing and document.block(_ZERO) else "deepspeed"
+
+
+def _autos(document: Configuration) -> Iterator[Where]:
+    open_: list[tuple[Where, Any]] = [((str(key),), value) for key, value in document.values.items()]
+    while open_:
+        where, value = open_.pop()
+        if isinstance(value, dict):
+            open_.extend(((*where, str(key)), inner) for key, inner in value.items())
+        elif value == "auto" and not any(where[: len(own)] == own for own in _OWN):
+            yield where
+
+
+@error(
+    "strict_json", "refuses", "Only DeepSpeed itself reads comments and trailing commas; others need strict JSON.", True
+)
+def strict_json(document: Configuration) -> Iterator[Fault]:
+    """Reports what Python's json module does not parse."""
+    if document.no_json and document.reader != "deepspeed":
+        line, _, reason = document.no_json
+        yield ("file",), f"line {line} is not strict JSON: {reason}", "remove comments and trailing commas"
+
+
+@error("auto", "refuses", 'An "auto" that the reader does not fill in.', True)
+def auto(document: Configuration) -> Iterator[Fault]:
+    """Reports "auto" where nobody fills it in."""
+    for where in _autos(document):
+        if where in _FILLED[document.reader]:
+            continue
+        others = [READERS[one] for one in ("accelerate", "trainer") if where in _FILLED[one]]
+        hint = f"; {others[0]} does, see --for" if others else ""
+        if document.filled:
+            yield where, "it does not fill in this 'auto'", f"write the value{hint}"
+        elif where[0] in (_ZERO, "fp16", "bf16"):
+            yield where, "an 'auto' here becomes the default", f"write the value{hint}", "changes"
+        else:
+            yield where, "it does not fill in 'auto'", f"write the value{hint}"
+
+
+@error("zero_missing", "refuses", "The Trainer and Accelerate read no file without a zero_optimization block.", True)
+def zero_missing(document: Configuration) -> Iterator[Fault]:
+    """Reports a file without zero_optimization."""
+    if document.filled and not document.has(_ZERO):
+        yield (_ZERO,), "it is missing", '"zero_optimization": {"stage": 0}'
+
+
+@error("accumulation_twice", "refuses", "Lightning takes gradient accumulation from its own Trainer.", True)
+def accumulation_twice(document: Configuration) -> Iterator[Fault]:
+    """Reports gradient_accumulation_steps in a file for Lightning."""
+    if document.reader == "lightning" and document.has(_SIZES[2]):
+        yield (_SIZES[2],), "Trainer(accumulate_grad_batches=) decides", "remove it"
+
+
+@warning("scheduler_overrides", "allows", "A scheduler block replaces the Trainer's own schedule.", True)
+def scheduler_overrides(document: Configuration) -> Iterator[Fault]:
+    """Warns about a scheduler block in a file for the Trainer."""
+    name = document.word("scheduler", "type")
+    if document.reader != "trainer" or not name:
+        return
+    shape = {"WarmupLR": ", which never decays", "WarmupDecayLR": ", which decays linearly to 0"}.get(name, "")
+    log = name.startswith("Warmup") and not document.has("scheduler", "params", "warmup_type")
+    message = f"ignores lr_scheduler_type for {name}{shape}{'; the warmup is logarithmic' if log else ''}"
+    yield ("scheduler",), message, "remove the block, and set lr_scheduler_type and warmup_steps"
+
+
+_ARGUMENTS: dict[str, Where] = {
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "max_grad_norm": ("gradient_clipping",),
+    "learning_rate": ("optimizer", "params", "lr"),
+    "adam_epsilon": ("optimizer", "params", "eps"),
+    "weight_decay": ("optimizer", "params", "weight_decay"),
+    "fp16": ("fp16", "enabled"),
+    "bf16": ("bf16", "enabled"),
+    "warmup_steps": ("scheduler", "params", "warmup_num_steps"),
+    "max_steps": ("scheduler", "params", "total_num_steps"),
+}
+"""TrainingArguments, and the keys that the Trainer compares with them (`HfTrainerDeepSpeedConfig.fill_match`)."""
+
+
+@error(
+    "mismatch",
+    "refuses",
+    "A value that differs from the Trainer's argument; it compares them when training starts.",
+    True,
+)
+def mismatch(document: Configuration) -> Iterator[Fault]:
+    """Compares the file with the arguments that were given."""
+    given = dict(document.arguments)
+    pairs = [(where, name, given[name]) for name, where in _ARGUMENTS.items() if name in given]
+    if "learning_rate" in given:
+        pairs.append((("scheduler", "params", "warmup_max_lr"), "learning_rate", given["learning_rate"]))
+    if {"adam_beta1", "adam_beta2"} <= given.keys():
+        betas = [given["adam_beta1"], given["adam_beta2"]]
+        pairs.append((("optimizer", "params", "betas"), "adam_beta1 and adam_beta2", betas))
+    for where, name, value in pairs:
+        found = document.at(*where)
+        if found not in (None, "auto") and found != value:
+            yield where, f"{reprlib.repr(found)} is not {name}={reprlib.repr(value)}", '"auto"'
+
+
+RULES = (strict_json, auto, zero_missing, accumulation_twice, scheduler_overrides, mismatch)
