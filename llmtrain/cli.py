@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -18,6 +18,7 @@ from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
 from llmtrain.commands.generate import GenerateRequest, generate_text
+from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
@@ -126,26 +127,13 @@ def plan(request: PlanRequest) -> None:
     show_plan(request)
 
 
-@app.command()
-def lint(
-    config: Annotated[Path, typer.Argument(metavar="DS_CONFIG.json", help="A DeepSpeed configuration.")],
-    world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for this many workers.", min=1)] = None,
-    allow: Annotated[list[str], typer.Option(metavar="RULE", help="Do not report this rule. Repeatable.")] = [],  # noqa: B006
-    as_json: JsonOption = False,
-) -> None:
-    """Find settings that DeepSpeed would reject, ignore or misread; exit with 1 if there are errors."""
-    from llmtrain.lint import allowed, lint_file
+@command
+def lint(request: LintRequest) -> None:
+    """Find settings of DeepSpeed configurations that are refused, ignored, changed or misread.
 
-    findings = lint_file(config, world_size, allowed(allow))
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if as_json:
-        print(json.dumps({"file": str(config), "findings": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        for one in findings:
-            fix = f"\n    {one.fix}" if one.fix else ""
-            print(f"{config}:{one.line}:{one.column}: {one.severity}: {one.field}: {one.message} [{one.rule}]{fix}")
-        print(f"{config}: {len(errors)} errors, {len(findings) - len(errors)} warnings")
-    sys.exit(1 if errors else Exit.DONE)
+    Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
+    """
+    lint_files(request)
 
 
 @app.command()

@@ -137,9 +137,12 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], similar: float = 0.6) -> str:
+    """Returns `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string.
+
+    similar: the least share of characters in common.
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=similar)
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmtrain.errors import nearest
 from llmtrain.lint.document import Configuration, Where
-from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
 from llmtrain.lint.schema import REMOVED_OPTIMIZERS, schema
 
 _PARAMS: Where = ("optimizer", "params")
@@ -64,7 +64,7 @@ def arguments(document: Configuration) -> Iterator[Fault]:
             if key not in taken[name]:
                 yield (
                     (block, "params", key),
-                    f"{name} has no such argument{nearest(key[:80], taken[name])}",
+                    f"{name} has no such argument{nearest(key[:80], taken[name], TYPING_ERROR)}",
                     "remove it",
                 )
 

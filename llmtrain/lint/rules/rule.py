@@ -10,6 +10,8 @@ from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Seve
 
 Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
 """The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""
+TYPING_ERROR = 0.8
+"""How similar a name must be to a known one to be taken for it; `train_epochs` is not `train_batch_size`."""
 Check = Callable[[Configuration], Iterator[Fault]]
 
 

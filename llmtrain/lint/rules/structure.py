@@ -10,7 +10,7 @@ from typing import Any
 
 from llmtrain.errors import nearest
 from llmtrain.lint.document import Configuration, Effect, Where
-from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, schema
 
 _KINDS = {
@@ -25,7 +25,7 @@ _COMMENTS = ("_", "//", "#", "comment")
 """Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
 
-def _known(document: Configuration) -> Iterator[tuple[Where, Any, Node | None]]:
+def known(document: Configuration) -> Iterator[tuple[Where, Any, Node | None]]:
     """Yields every key in a block of known form, with its value and its schema (None if the key is unknown)."""
     open_: list[tuple[Where, Any, Node]] = [((), document.values, schema().root)]
     while open_:
@@ -64,7 +64,7 @@ def duplicate(document: Configuration) -> Iterator[Fault]:
 )
 def unknown_key(document: Configuration) -> Iterator[Fault]:
     """Reports misspelt and misplaced keys."""
-    for where, _, node in _known(document):
+    for where, _, node in known(document):
         if node is None and _removed_fix(where) is None and not (len(where) == 1 and where[0].startswith(_COMMENTS)):
             yield where, *_stranger(where)
 
@@ -77,11 +77,12 @@ def _stranger(where: Where) -> tuple[str, str, Effect]:
     effect: Effect = "refuses" if block.validated else "ignores"
     message = f"{reprlib.repr(where[-1])} is no key of {inside}"
     if where in RENAMED:
-        return message, f"move it to {RENAMED[where]}", effect
+        same = RENAMED[where].rpartition(".")[0] == ".".join(where[:-1])
+        return message, f"{'rename' if same else 'move'} it to {RENAMED[where]}", effect
     homes = [home for home in schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
     if homes:
         return message, f"move it to {'.'.join(homes[0])}", effect
-    hint = nearest(where[-1][:80], block.keys or {})
+    hint = nearest(where[-1][:80], block.keys or {}, TYPING_ERROR)
     return message + hint, "" if hint else "remove it", effect
 
 
@@ -96,7 +97,7 @@ def unread_key(document: Configuration) -> Iterator[Fault]:
 @error("removed_key", "refuses", "A key of a feature that DeepSpeed has removed, and now rejects.")
 def removed_key(document: Configuration) -> Iterator[Fault]:
     """Reports keys of removed features, and how to migrate."""
-    for where, _, node in _known(document):
+    for where, _, node in known(document):
         fix = _removed_fix(where) if node is None else None
         if fix is not None:
             yield where, "the feature was removed", fix
@@ -105,7 +106,7 @@ def removed_key(document: Configuration) -> Iterator[Fault]:
 @warning("deprecated_key", "allows", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
 def deprecated_key(document: Configuration) -> Iterator[Fault]:
     """Warns about renamed keys."""
-    for where, _, node in _known(document):
+    for where, _, node in known(document):
         if node is not None and node.instead is not None:
             yield where, "it is deprecated", f"use {node.instead}"
 
@@ -113,12 +114,13 @@ def deprecated_key(document: Configuration) -> Iterator[Fault]:
 @error("type", "misreads", 'A value of the wrong type; in blocks that are not validated, the string "false" is true.')
 def wrong_type(document: Configuration) -> Iterator[Fault]:
     """Reports values of the wrong type."""
-    for where, value, node in _known(document):
-        if node is not None and not _fits(value, node) and value != "auto" and not _old_form(where, value):
+    for where, value, node in known(document):
+        if node is not None and not fits(value, node) and value != "auto" and not _old_form(where, value):
             if _meant(value, node):
                 continue
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
-            fix = json.dumps(_TRUTH[value.lower()]) if "bool" in node.types and _is_truth(value) else kinds
+            spelled = meaning(value, node)
+            fix = kinds if spelled is None else json.dumps(spelled)
             yield where, f"{reprlib.repr(value)} is not {kinds}", fix, "refuses" if node.validated else "misreads"
 
 
@@ -127,35 +129,38 @@ def wrong_type(document: Configuration) -> Iterator[Fault]:
 )
 def text_value(document: Configuration) -> Iterator[Fault]:
     """Warns about texts that are read rightly."""
-    for where, value, node in _known(document):
-        if node is not None and value != "auto" and not _fits(value, node) and _meant(value, node):
-            meant = _TRUTH[value.lower()] if "bool" in node.types else value.strip()
-            yield where, f"{reprlib.repr(value)} is text", str(meant).lower()
+    for where, value, node in known(document):
+        if node is not None and value != "auto" and not fits(value, node) and _meant(value, node):
+            yield where, f"{reprlib.repr(value)} is text", json.dumps(meaning(value, node))
 
 
 _TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
 
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, str) and value.lower() in _TRUTH
+def meaning(value: Any, node: Node) -> bool | int | float | None:
+    """Returns the switch or number that a text spells, or None."""
+    if not isinstance(value, str) or len(value) > 40:
+        return None
+    if "bool" in node.types:
+        return _TRUTH.get(value.lower())
+    if "int" in node.types and re.fullmatch(r"\s*[+-]?\d+\s*", value, re.ASCII):
+        return int(value)
+    spelled = re.fullmatch(r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d\d?)?\s*", value, re.ASCII)
+    return float(value) if "float" in node.types and spelled else None
 
 
 def _meant(value: Any, node: Node) -> bool:
-    """Whether DeepSpeed reads a text as the number or switch that it spells; any text is true outside pydantic."""
-    if not isinstance(value, str):
-        return False
-    if "bool" in node.types:
-        return _is_truth(value) and (node.validated or _TRUTH[value.lower()])
-    pattern = r"\s*[+-]?\d+\s*" if "int" in node.types else r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d+)?\s*"
-    numeric = "int" in node.types or "float" in node.types
-    return node.validated and numeric and len(value) < 40 and re.fullmatch(pattern, value, re.ASCII) is not None
+    """Whether DeepSpeed reads a text as the number or switch that it spells; outside pydantic, any text is true."""
+    spelled = meaning(value, node)
+    return spelled is not None and (node.validated or spelled is True)
 
 
 def _old_form(where: Where, value: Any) -> bool:
     return where == ("zero_optimization",) and isinstance(value, bool)
 
 
-def _fits(value: Any, node: Node) -> bool:
+def fits(value: Any, node: Node) -> bool:
+    """Whether a value has one of the types of its key."""
     if value is None:
         return node.null or not node.types
     return not node.types or any(_is(value, kind) for kind in node.types)
@@ -174,8 +179,8 @@ def _is(value: Any, kind: str) -> bool:
 @error("range", "refuses", "A value out of range, or a word that is not one of the choices.")
 def out_of_range(document: Configuration) -> Iterator[Fault]:
     """Reports numbers out of range and unknown choices."""
-    for where, value, node in _known(document):
-        if node is None or value is None or not _fits(value, node):
+    for where, value, node in known(document):
+        if node is None or value is None or not fits(value, node):
             continue
         if node.choices and value != "auto":
             chosen = value.lower() if node.any_case and isinstance(value, str) else value

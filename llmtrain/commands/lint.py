@@ -1,0 +1,136 @@
+"""`llmtrain lint`: its command line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from llmtrain.errors import Exit, Problem, RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.lint import Result
+
+FOUND = 1
+"""The exit code if there are findings that count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LintRequest:
+    """The options of the command line."""
+
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE…", help="Files, folders, patterns, or - for standard input: JSON, Hjson or YAML."),
+    ]
+    reader: Annotated[
+        Literal["trainer", "accelerate", "lightning", "deepspeed"] | None,
+        typer.Option("--for", help="The program that reads the files; by default it is guessed for each file."),
+    ] = None
+    world_size: Annotated[int | None, typer.Option(help="Check the batch sizes for this many ranks.", min=1)] = None
+    data_parallel: Annotated[int | None, typer.Option(help="Check them for this many data parallel ranks.", min=1)] = (
+        None
+    )
+    assignments: Annotated[
+        list[str],
+        typer.Option("--set", metavar="ARGUMENT=VALUE", help="Compare with an argument of the Trainer. Repeatable."),
+    ] = field(default_factory=list)
+    arguments: Annotated[
+        Path | None, typer.Option(help="Compare with the Trainer's arguments in this JSON or YAML file.")
+    ] = None
+    allow: Annotated[
+        list[str],
+        typer.Option(metavar="RULE[:KEY]", help="Do not report this rule, or this rule for this key. Repeatable."),
+    ] = field(default_factory=list)
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are warnings, too.")] = False
+    max_warnings: Annotated[
+        int | None, typer.Option(metavar="N", help="Exit with 1 if there are more warnings.", min=0)
+    ] = None
+    form: Annotated[
+        Literal["text", "json", "sarif", "github"], typer.Option("--format", help="How findings are written.")
+    ] = "text"
+    diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and change nothing.")] = False
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what is mechanical in the files, then check them.")] = False
+
+
+def lint_files(request: LintRequest) -> None:
+    """Checks, prints the findings and exits: with 0 if the files are clean, 1 if not, 2 if one cannot be read."""
+    from llmtrain.lint import Use, allowed, examine
+    from llmtrain.lint.files import settings, sources
+    from llmtrain.lint.report import written
+
+    project = settings(Path.cwd())
+    allow = allowed(request.allow)
+    reader = request.reader or project.reader
+    use = Use(reader, request.world_size, request.data_parallel, _arguments(request))
+    files = sources(request.files)
+    if request.diff or request.fix:
+        _mend(files, request)
+    results = [examine(name, text, use, allow | project.allowed_in(name)) for name, text in files]
+    if not request.diff:
+        print(written(results, request.form, guessed=reader is None))
+    sys.exit(_exit_code(results, request))
+
+
+def _exit_code(results: list[Result], request: LintRequest) -> int:
+    if not all(one.readable for one in results):
+        return Exit.USAGE
+    errors = sum(one.errors for one in results)
+    warnings = sum(len(one.findings) for one in results) - errors
+    most = 0 if request.strict else request.max_warnings
+    return FOUND if errors or (most is not None and warnings > most) else Exit.DONE
+
+
+def _mend(files: list[tuple[str, str | Path]], request: LintRequest) -> None:
+    """Prints the difference that mending makes, or makes it."""
+    from llmtrain.lint.document import Unreadable
+    from llmtrain.lint.fixing import fixed
+    from llmtrain.lint.reading import read_file
+
+    for name, path in files:
+        if not isinstance(path, Path):
+            raise RecipeError(Problem("lint.fix", name, "standard input cannot be mended"))
+        try:
+            old = read_file(path)
+        except Unreadable:
+            continue  # it is reported
+        new = old if path.suffix in (".yaml", ".yml") else fixed(old)
+        if request.diff:
+            before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
+            sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
+        elif new != old:
+            path.write_text(new, encoding="utf-8")
+
+
+def _arguments(request: LintRequest) -> dict[str, Any]:
+    """Returns the Trainer's arguments from the file and from --set. Raises: RecipeError."""
+    import yaml
+
+    given: dict[str, Any] = {}
+    if request.arguments:
+        try:
+            loaded = yaml.safe_load(request.arguments.read_text(encoding="utf-8"))  # JSON is YAML, too
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RecipeError(Problem("lint.arguments", str(request.arguments), f"cannot be read: {error}")) from None
+        if not isinstance(loaded, dict):
+            raise RecipeError(Problem("lint.arguments", str(request.arguments), "contains no object"))
+        given.update(loaded)
+    for one in request.assignments:
+        name, equal, value = one.partition("=")
+        if not (name and equal):
+            raise RecipeError(Problem("lint.set", one, "must be ARGUMENT=VALUE"))
+        given[name] = {"True": True, "False": False}.get(value, value)
+    return {name: _number(value) for name, value in given.items()}
+
+
+def _number(value: Any) -> Any:
+    """Returns the number that a text spells: YAML 1.1 reads 1e-5 as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -1,0 +1,123 @@
+"""Finds the files to check, and the settings of a project."""
+
+from __future__ import annotations
+
+import glob
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from llmtrain.errors import Problem, RecipeError, nearest
+from llmtrain.lint import READERS, Reader, allowed
+from llmtrain.lint.document import Unreadable
+from llmtrain.lint.reading import read_file
+
+STDIN = "-"
+_SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
+_IS_CONFIGURATION = re.compile(r"\b(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)[\"']?\s*:")
+_TABLE = "tool.llmtrain.lint"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The table `tool.llmtrain.lint` of a project's pyproject.toml."""
+
+    reader: Reader | None = None
+    allow: frozenset[str] = frozenset()
+    per_file: dict[str, frozenset[str]] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def allowed_in(self, name: str) -> frozenset[str]:
+        """Returns the findings that are left out of a file; patterns are relative to the folder of the table."""
+        path = Path(name).absolute()
+        relative = path.relative_to(self.folder).as_posix() if path.is_relative_to(self.folder) else name
+        matching = [found for pattern, found in self.per_file.items() if fnmatchcase(relative, pattern)]
+        return self.allow.union(*matching)
+
+
+def sources(names: list[str]) -> list[tuple[str, str | Path]]:
+    """Returns the name of each file and its path, or its text for standard input.
+
+    Of folders and patterns, only files that mention batch sizes or ZeRO are taken.
+
+    Raises: RecipeError if there is none.
+    """
+    made: dict[str, str | Path] = {}
+    problems = []
+    for name in names:
+        found = list(_expanded(name))
+        if not found:
+            problems.append(Problem("lint.files", name, "there is no DeepSpeed configuration here"))
+        made.update(found)
+    if problems:
+        raise RecipeError(problems)
+    return list(made.items())
+
+
+def _expanded(name: str) -> Iterator[tuple[str, str | Path]]:
+    path = Path(name)
+    if name == STDIN:
+        yield "<stdin>", sys.stdin.read()
+    elif path.is_dir():
+        yield from ((str(one), one) for one in sorted(path.rglob("*")) if _is_configuration(one, path))
+    elif any(sign in name for sign in "*?[") and not path.exists():
+        matching = (Path(one) for one in sorted(glob.glob(name, recursive=True)))  # noqa: PTH207 - `**`, absolute
+        yield from ((str(one), one) for one in matching if _is_configuration(one, one.parent))
+    else:
+        yield name, path
+
+
+def _is_configuration(path: Path, top: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
+    if hidden or path.suffix not in _SUFFIXES or not path.is_file():
+        return False
+    try:
+        return _IS_CONFIGURATION.search(read_file(path)) is not None
+    except Unreadable:
+        return False
+
+
+def settings(folder: Path) -> Settings:
+    """Returns the settings of the nearest pyproject.toml that has some.
+
+    Raises: RecipeError if they are wrong.
+    """
+    for one in (folder, *folder.parents):
+        file = one / "pyproject.toml"
+        if file.is_file():
+            try:
+                table: Any = tomllib.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise RecipeError(Problem("lint.settings", str(file), f"cannot be read: {error}")) from None
+            for key in _TABLE.split("."):
+                table = table.get(key) if isinstance(table, dict) else None
+            if table is not None:
+                return _settings(table, file)
+    return Settings()
+
+
+def _settings(table: Any, file: Path) -> Settings:
+    known = ("for", "allow", "per-file-allow")
+    wrong = f"[{_TABLE}] of {file}"
+    given = table if isinstance(table, dict) else {"": table}
+    problems = [
+        Problem("lint.settings", wrong, f"{key[:80]!r} is no setting{nearest(key[:80], known)}")
+        for key in given
+        if key not in known
+    ]
+    reader, allow, per_file = given.get("for"), given.get("allow", []), given.get("per-file-allow", {})
+    if reader is not None and reader not in READERS:
+        problems.append(Problem("lint.settings", wrong, f"'for' is one of {', '.join(READERS)}"))
+    lists = [allow, *(per_file.values() if isinstance(per_file, dict) else [None])]
+    if not all(isinstance(one, list) and all(isinstance(entry, str) for entry in one) for one in lists):
+        message = "'allow' is a list of rules, and 'per-file-allow' a table of such lists"
+        problems.append(Problem("lint.settings", wrong, message))
+    if problems:
+        raise RecipeError(problems)
+    entries = {pattern: allowed(found, wrong) for pattern, found in per_file.items()}
+    return Settings(reader, allowed(allow, wrong), entries, file.parent.absolute())

@@ -1,0 +1,136 @@
+"""Mends what is mechanical: renamed and misplaced keys, switches and numbers written as text, fractional counts.
+
+The text is edited in place, which keeps comments, order and layout. Only JSON and Hjson with braces are mended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from llmtrain.lint.document import Configuration, Unreadable, Where
+from llmtrain.lint.reading import read_text
+from llmtrain.lint.rules.structure import fits, known, meaning
+from llmtrain.lint.schema import RENAMED, Node, schema
+
+Edit = tuple[int, int, str]
+_STRING = r'"(?:[^"\\\n]|\\.)*+"'
+_SCALAR = re.compile(rf"{_STRING}|[^\s,\]}}/#]++")
+_SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
+
+
+def fixed(text: str) -> str:
+    """Returns the text with everything mended that is mechanical."""
+    for _ in range(len(text)):  # each pass mends at least one key, or is the last
+        try:
+            document = read_text(text)
+        except Unreadable:
+            return text
+        edits = next(_mended(text, document), [])
+        if not edits:
+            return text
+        for start, end, new in sorted(edits, reverse=True):
+            text = text[:start] + new + text[end:]
+    return text
+
+
+def _mended(text: str, document: Configuration) -> Iterator[list[Edit]]:
+    """Yields the edits of one fault after the other."""
+    for where, value, node in known(document):
+        places = document.places.get(where, [])
+        if len(places) != 1:
+            continue
+        key = _offset(text, *places[0])
+        end = key + len(where[-1]) + 2 * (text[key] == '"')
+        colon = re.compile(r"\s*:\s*").match(text, end)
+        if colon is None or text[key : key + 1] == "'":
+            continue
+        target = _target(where, document) if node is None else None
+        if target and target[:-1] == where[:-1]:
+            yield [(key, end, json.dumps(target[-1]))]
+        elif target and (moved := _moved(text, document, key, colon.end(), target)):
+            yield moved
+        elif node is not None and (new := _value(value, node)) is not None:
+            old = _SCALAR.match(text, colon.end())
+            if old:
+                yield [(old.start(), old.end(), json.dumps(new))]
+
+
+def _offset(text: str, line: int, column: int) -> int:
+    start = 0
+    for _ in range(line - 1):
+        start = text.index("\n", start) + 1
+    return start + column - 1
+
+
+def _target(where: Where, document: Configuration) -> Where | None:
+    """Returns the one path at which a key that is unknown here belongs, if it is free."""
+    named = tuple(RENAMED[where].split(".")) if where in RENAMED and ":" not in RENAMED[where] else None
+    homes = schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type") else ()
+    target = named or (homes[0] if len(homes) == 1 else None)
+    free = target is not None and not document.has(*target) and len(target) <= 2
+    return target if free else None
+
+
+def _value(value: Any, node: Node) -> Any:
+    """Returns the value that is meant, or None if nothing is wrong or it is unclear."""
+    if value == "auto" or fits(value, node):
+        return None
+    if isinstance(value, str):
+        return meaning(value, node)
+    counts = "int" in node.types and "float" not in node.types
+    return int(value) if counts and type(value) is float and 1 <= value < 2**53 else None
+
+
+def _moved(text: str, document: Configuration, key: int, value: int, target: Where) -> list[Edit] | None:
+    """Returns the edits that move a member into the block of its target, which is made if it does not exist."""
+    end = _end(text, value)
+    if end is None:
+        return None
+    member = f"{json.dumps(target[-1])}: {text[value:end]}"
+    after = _SKIPPED.match(text, end)
+    stop = after.end() if after else end
+    last = text[stop : stop + 1] != ","
+    line = text.rfind("\n", 0, key) + 1
+    if last:  # the comma before it goes, too
+        comma = text.rstrip().rfind(",", 0, key)
+        if comma < 0 or text[comma + 1 : key].strip():
+            return None
+        gone = (comma, end, "")
+    else:
+        rest = re.compile(r"[ \t]*\n?").match(text, stop + 1)
+        blank = not text[line:key].strip()
+        whole = rest is not None and blank and text[rest.end() - 1] == "\n"
+        gone = (line if whole else key, rest.end() if rest and whole else stop + 1, "")
+    if len(target) == 1:
+        return [gone, _inserted(text, text.index("{") + 1, member)]
+    if not document.has(target[0]):
+        return [gone, _inserted(text, text.index("{") + 1, f"{json.dumps(target[0])}: {{{member}}}")]
+    places = document.places.get(target[:1], [])
+    opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, _offset(text, *places[0])) if places else None
+    return [gone, _inserted(text, opened.end(), member)] if opened else None
+
+
+def _inserted(text: str, at: int, member: str) -> Edit:
+    """Puts a member first into the block that opens before `at`, with the indentation of the block's first member."""
+    rest = _SKIPPED.match(text, at)
+    first = rest.end() if rest else at
+    comma = "" if text[first : first + 1] == "}" else ","
+    line = text.rfind("\n", at, first)
+    indent = text[line:first] if line >= 0 and not text[line:first].strip() else ""
+    return (at, at, f"{indent}{member}{comma}{'' if indent or not comma else ' '}")
+
+
+def _end(text: str, start: int) -> int | None:
+    """Returns where the value that starts here ends."""
+    if text[start] not in "{[":
+        scalar = _SCALAR.match(text, start)
+        return scalar.end() if scalar else None
+    depth = 0
+    for token in re.compile(rf"{_STRING}|[{{}}\[\]]").finditer(text, start):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(token[0], 0)
+        if depth == 0:
+            return token.end()
+    return None
