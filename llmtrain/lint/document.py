@@ -20,6 +20,10 @@ READERS: dict[Reader, str] = {
     "deepspeed": "DeepSpeed",
 }
 Where = tuple[str, ...]
+_TRUTH = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
 LARGEST_NUMBER = 2**63
 """Larger numbers are not accepted as counts; the bound limits the length of products and messages."""
 
@@ -47,6 +51,11 @@ class Finding:
         fix = f"; fix: {self.fix}" if self.fix else ""
         joint = ", but" if self.effect == "allows" else ":"
         return f"{self.by} {self.effect} this{joint} {self.message}{fix}"
+
+
+def truth(value: Any) -> bool | None:
+    """Returns the truth value of a text, as pydantic reads it, or None."""
+    return _TRUTH.get(value.lower()) if isinstance(value, str) else None
 
 
 class Unreadable(Exception):  # noqa: N818  (it carries the finding)
@@ -98,12 +107,12 @@ class Configuration:
     def on(self, *where: str) -> bool:
         """Whether a switch is present and on."""
         value = self.at(*where)
-        return value is True or (type(value) is int and value == 1)
+        return value is True or (type(value) is int and value == 1) or truth(value) is True
 
     def off(self, *where: str) -> bool:
         """Whether a switch is present and off."""
         value = self.at(*where)
-        return value is False or (type(value) is int and value == 0)
+        return value is False or (type(value) is int and value == 0) or truth(value) is False
 
     def number(self, *where: str) -> float | None:
         """Returns the finite number at a path, or None."""

@@ -23,11 +23,11 @@ def written(results: list[Result], form: Format, guessed: bool) -> str:
     if form == "text":
         return "\n".join(_text(results, guessed))
     if form == "github":
-        return "\n".join(_github(one, finding) for one in results for finding in _joined(one.findings))
+        return "\n".join(_github(one, finding) for one in results for finding in joined(one.findings))
     return json.dumps(_as_json(results) if form == "json" else _sarif(results), indent=2)
 
 
-def _joined(findings: Iterable[Finding]) -> list[Finding]:
+def joined(findings: Iterable[Finding]) -> list[Finding]:
     """Joins findings that differ in their field alone; the position is that of the first."""
     groups: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
@@ -44,7 +44,7 @@ def _text(results: list[Result], guessed: bool) -> Iterable[str]:
         counts = f"{_counted(one.errors, 'error')}, {_counted(warnings, 'warning')}" if one.findings else "clean"
         reader = f" for {READERS[one.reader]}{' (guessed, see --for)' if guessed else ''}" if one.reader else ""
         yield f"{one.name}{reader}: {counts}"
-        for finding in _joined(one.findings):
+        for finding in joined(one.findings):
             place = f"{one.name}:{finding.line}:{finding.column}"
             yield f"{place}: {finding.severity}: {finding.field}: {finding.text} [{finding.rule}]"
     if len(results) > 1:

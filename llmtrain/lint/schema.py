@@ -80,7 +80,7 @@ _WRITTEN: dict[str, Node] = {
     "scheduler": _block(type=_WORD, params=Node(("object",))),
     "zero_allow_untested_optimizer": _BOOL,
     "zero_force_ds_cpu_optimizer": _BOOL,
-    "wall_clock_breakdown": _BOOL,
+    "wall_clock_breakdown": Node(("bool",), choices=(True, False)),  # a text raises a TypeError
     "memory_breakdown": _BOOL,
     "use_data_before_expert_parallelism": _BOOL,
     "pipeline": _block(

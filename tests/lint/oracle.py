@@ -2,7 +2,7 @@
 
 The Trainer's and Accelerate's steps are those of `TrainingArguments.__post_init__`, `deepspeed_init` and
 `Accelerator._prepare_deepspeed`, without a model. Where a file states a value, the Trainer is given the same one:
-whether arguments and file agree is another question, which `llmtrain lint --set` answers.
+others can be stated.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,23 +18,68 @@ HIDDEN, STEPS = 64, 100
 """The width of the model and the number of steps, which readers fill in."""
 
 
-def answer(text: str, reader: str, world: int = 1) -> str:
+def answer(text: str, reader: str, world: int = 1, yaml: bool = False, arguments: Mapping[str, Any] = {}) -> str:
     """Returns "" if the reader and DeepSpeed's own check accept a file, else the exception in a line."""
     try:
-        check(read(text, reader, world), world)
+        check(read(text, reader, world, yaml, arguments), world)
     except Exception as error:  # any exception is an answer
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return ""
 
 
-def read(text: str, reader: str, world: int = 1) -> dict[str, Any]:
+def read(
+    text: str,
+    reader: str,
+    world: int,
+    yaml: bool = False,
+    arguments: Mapping[str, Any] = {},
+) -> dict[str, Any]:
     """Returns what a reader hands to DeepSpeed."""
+    if yaml:
+        from yaml import safe_load
+
+        text = json.dumps(safe_load(text))
     if reader == "deepspeed":
         import hjson
         from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
         return hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    return {"trainer": _trainer, "accelerate": _accelerate, "lightning": _lightning}[reader](json.loads(text), world)
+    if reader == "trainer":
+        return _trainer(json.loads(text), world, arguments)
+    return {"accelerate": _accelerate, "lightning": _lightning}[reader](json.loads(text), world)
+
+
+def build(values: dict[str, Any]) -> str:
+    """Returns "" if DeepSpeed builds an engine on one CPU, and trains two steps unless in fp16; else the exception.
+
+    The batch sizes are those of one rank. Adam is torch's, since DeepSpeed's own would be compiled first; fp16 is said
+    to be supported, which it is on a GPU.
+    """
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        values.pop(key, None)
+    values["train_micro_batch_size_per_gpu"] = 2
+    optimizer = values.setdefault("optimizer", {"type": "AdamW"})
+    if str(optimizer.get("type")).lower() in ("adam", "adamw", "muon"):
+        optimizer.setdefault("params", {})["torch_adam"] = True
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=values)
+        dtype = next(iter(engine.module.parameters())).dtype
+        for _ in range(0 if dtype == torch.float16 else 2):
+            engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
+            engine.step()
+        engine.destroy()
+    except Exception as error:  # whatever the engine raises is its answer
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    finally:
+        del accelerator.is_fp16_supported
+    return ""
 
 
 def check(values: dict[str, Any], world: int = 1) -> None:
@@ -57,7 +103,7 @@ def _get(values: dict[str, Any], path: str, default: Any) -> Any:
     return default if value is None or value == "auto" else value
 
 
-def _trainer(values: dict[str, Any], world: int) -> dict[str, Any]:
+def _trainer(values: dict[str, Any], world: int, stated: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     config = HfTrainerDeepSpeedConfig(values)
@@ -83,6 +129,7 @@ def _trainer(values: dict[str, Any], world: int) -> dict[str, Any]:
         bf16_full_eval=False,
         get_warmup_steps=lambda steps: _get(values, "scheduler.params.warmup_num_steps", 10),
     )
+    vars(arguments).update(stated)
     config.trainer_config_process(arguments)
     plugin = _plugin(config, "fp16" if arguments.fp16 is True else "bf16" if arguments.bf16 is True else "no")
     total_steps = _get(values, "scheduler.params.total_num_steps", STEPS)

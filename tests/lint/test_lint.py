@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmtrain.errors import RecipeError
-from llmtrain.lint import RULES, allowed, lint_file, lint_text
+from llmtrain.lint import RULES, Use, allowed, examine, lint_file, lint_text
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, schema
 
 TOP_LEVEL_KEYS = set(schema().root.keys or {})
@@ -15,6 +15,11 @@ GOOD = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_a
 
 def rules(values: dict, world_size: int | None = None) -> list[str]:
     return [finding.rule for finding in lint_text(json.dumps(values), world_size) if finding.severity == "error"]
+
+
+def effects(values: dict, reader: str = "deepspeed") -> dict[str, str]:
+    found = examine("", json.dumps(values), Use(reader)).findings
+    return {finding.field: finding.effect for finding in found if finding.severity == "error"}
 
 
 def errors(text: str) -> list:
@@ -62,9 +67,11 @@ def test_removed_keys_say_how_to_migrate():
 
 def test_auto_and_duplicates():
     text = '{"train_batch_size": 8,\n "optimizer": {"params": {"lr": "auto",\n  "lr": "auto"}}}'
-    found = {finding.rule: finding for finding in lint_text(text)}
-    assert {"lint.auto_trainer", "lint.duplicate"} <= set(found)
-    assert rules({**GOOD, "zero_optimization": {"stage": "auto"}}) == ["lint.auto"]
+    found = {finding.rule: finding for finding in examine("", text, Use("deepspeed")).findings}
+    assert {"lint.auto", "lint.duplicate"} <= set(found)
+    assert {"zero_optimization.stage": "changes"}.items() <= effects(
+        {**GOOD, "zero_optimization": {"stage": "auto"}}
+    ).items()
     assert found["lint.duplicate"].field == "optimizer.params.lr"
     assert (found["lint.duplicate"].line, found["lint.duplicate"].column) == (3, 3)
     # Objects in a list repeat their keys rightly.
@@ -133,7 +140,11 @@ def test_keys_are_those_that_deepspeed_reads():
 
 def test_rules_are_let_pass():
     text = json.dumps({**GOOD, "zero_optimisation": {}})
-    assert [finding.rule for finding in lint_text(text, allow=allowed(["unknown_key", "lint.clipping_default"]))] == []
+    assert [
+        finding.rule for finding in lint_text(text, allow=allowed(["unknown_key:zero_*", "lint.clipping_default"]))
+    ] == []
+    with pytest.raises(RecipeError, match="every typing error passes"):
+        allowed(["unknown_key"])
     with pytest.raises(RecipeError, match=r"did you mean 'lint\.unknown_key'"):
         allowed(["lint.unknown_keys"])
     assert len({rule.id for rule in RULES}) == len(RULES)
@@ -159,3 +170,48 @@ def test_hjson_is_read_as_deepspeed_reads_it():
 @pytest.mark.parametrize("key", sorted(TOP_LEVEL_KEYS))
 def test_no_known_key_is_refused(key):
     assert "lint.unknown_key" not in rules({key: 1})
+
+
+ARGUMENTS = {"learning_rate": 1e-4, "adam_beta1": 0.9, "adam_beta2": 0.999, "fp16": False}
+
+
+def test_an_auto_is_right_where_it_is_filled_in():
+    betas = {"optimizer": {"type": "AdamW", "params": {"betas": "auto", "lr": "auto"}}}
+    values = {**GOOD, **betas, "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}}
+    assert effects(values, "trainer") == {}
+    assert effects(values, "accelerate") == {"optimizer.params.betas": "refuses"}
+    assert effects(values)["zero_optimization.stage"] == "changes"
+    assert effects(values)["gradient_clipping"] == "refuses"
+    by = {one.by for one in examine("", json.dumps(values), Use("accelerate")).findings if one.rule == "lint.auto"}
+    assert by == {"Accelerate"}
+
+
+def test_arguments_of_the_trainer_are_compared():
+    params = {"lr": 2e-4, "betas": [0.9, 0.95], "eps": "auto"}
+    values = {**GOOD, "zero_optimization": {"stage": 1}, "fp16": {"enabled": True}, "optimizer": {"params": params}}
+    found = examine("", json.dumps(values), Use("trainer", arguments=ARGUMENTS)).findings
+    differing = {one.field for one in found if one.rule == "lint.mismatch"}
+    assert differing == {"optimizer.params.lr", "optimizer.params.betas", "fp16.enabled"}
+
+
+def test_only_near_words_are_proposed():
+    (finding,) = errors('{"train_batch_size": 8, "train_epochs": 3}')
+    assert "did you mean" not in finding.message
+    assert finding.fix == "remove it"
+
+
+def test_data_parallel_ranks_are_given_beside_the_world():
+    text = json.dumps({**GOOD, "pipeline": {"pipe_partitioned": False}})
+    found = examine("", text, Use(world_size=8, data_parallel=4)).findings
+    assert "lint.batch_triangle" not in {one.rule for one in found}
+    assert "lint.batch_triangle" in {one.rule for one in examine("", text, Use(world_size=8)).findings}
+
+
+def test_yaml_is_read_with_positions():
+    text = "train_batch_size: 8\nzero_optimization:\n  stage: 7\n  stage: 8\n"
+    found = {one.rule: one for one in examine("a.yaml", text).findings}
+    assert (found["lint.range"].line, found["lint.duplicate"].line) == (4, 4)
+    for wrong in ("a: &b 1\nc: *b\n", "[1", "- 1", "distributed_type: DEEPSPEED\n", "[" * 5000, "? [a]\n: 1"):
+        assert examine("a.yml", wrong).findings
+    (finding,) = examine("a.yaml", "distributed_type: DEEPSPEED\n").findings
+    assert "deepspeed_config_file" in finding.fix

@@ -11,8 +11,10 @@ import pytest
 
 from llmtrain.lint import RULES, lint_file, lint_text
 from llmtrain.lint.schema import schema
+from tests.lint.corpus import cases
 
 ROOT = Path(__file__).parents[2]
+MALFORMED, VALID = cases("malformed"), cases("valid")
 
 
 def _script(path: str):
@@ -23,37 +25,48 @@ def _script(path: str):
     return module
 
 
-document = _script("tools/render_lint.py")
-MALFORMED, VALID = document.cases("malformed"), document.cases("valid")
-
-
 def test_corpus_is_large():
-    assert len(MALFORMED) >= 60
-    assert len(VALID) >= 30
-    assert all(case.about for case in (*MALFORMED, *VALID))
+    assert len(MALFORMED) >= 120
+    assert len(VALID) >= 120
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.path.stem)
 def test_malformed_are_refused_by_the_field(case):
-    errors = [one for one in lint_file(case.path, case.world) if one.severity == "error"]
+    errors = case.found("error")
     assert case.wrong
     assert set(case.wrong) <= {f"{one.field} {one.rule}" for one in errors}
-    text = case.path.read_text(encoding="utf-8").partition("{")[2]
-    assert all(one.line > 0 for one in errors if one.field.rpartition(".")[2] in text)
+    assert all(one.line > 0 for one in errors if one.field.rpartition(".")[2] in case.text)
 
 
 @pytest.mark.parametrize("case", VALID, ids=lambda case: case.path.stem)
 def test_valid_are_not_refused(case):
-    assert [one for one in lint_file(case.path, case.world) if one.severity == "error"] == []
+    assert case.found("error") == []
+    assert case.lines <= 3
+
+
+@pytest.mark.parametrize("case", [*MALFORMED, *VALID], ids=lambda case: case.path.stem)
+def test_readers_are_guessed(case):
+    assert case.result.reader in (case.reader, None)
 
 
 def test_every_rule_has_a_case():
-    found = {one.rule for case in (*MALFORMED, *VALID) for one in lint_file(case.path, case.world)}
+    found = {one.rule for case in (*MALFORMED, *VALID) for one in case.result.findings}
     assert {rule.id for rule in RULES} - found == set()
 
 
-def test_document_is_rendered():
-    assert document.TARGET.read_text(encoding="utf-8") == document.rendered()
+def test_page_is_rendered():
+    script = _script("tools/render_lint.py")
+    assert script.RULES_PAGE.read_text(encoding="utf-8") == script.rules_page()
+
+
+@pytest.mark.slow
+def test_verdicts_are_those_of_the_readers():
+    """Whatever a reader or DeepSpeed refuses is an error, and they refuse nothing that is valid."""
+    script = _script("tools/render_lint.py")
+    assert script.CORPUS_PAGE.read_text(encoding="utf-8") == script.corpus_page()
+    refused = [case for case in MALFORMED if script.verdict(case) != "accepted"]
+    assert [case.path.stem for case in refused if not case.refused and case.result.readable] == []
+    assert [case.path.stem for case in VALID if script.verdict(case) != "accepted"] == []
 
 
 def test_schema_is_rendered():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Configuration, Effect, Where
+from llmtrain.lint.document import Configuration, Effect, Where, truth
 from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, schema
 
@@ -121,7 +121,12 @@ def wrong_type(document: Configuration) -> Iterator[Fault]:
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
             spelled = meaning(value, node)
             fix = kinds if spelled is None else json.dumps(spelled)
-            yield where, f"{reprlib.repr(value)} is not {kinds}", fix, "refuses" if node.validated else "misreads"
+            yield (
+                where,
+                f"{reprlib.repr(value)} is not {kinds}",
+                fix,
+                "refuses" if node.validated or node.choices else "misreads",
+            )
 
 
 @warning(
@@ -134,15 +139,12 @@ def text_value(document: Configuration) -> Iterator[Fault]:
             yield where, f"{reprlib.repr(value)} is text", json.dumps(meaning(value, node))
 
 
-_TRUTH = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
-
-
 def meaning(value: Any, node: Node) -> bool | int | float | None:
     """Returns the switch or number that a text spells, or None."""
-    if not isinstance(value, str) or len(value) > 40:
+    if not isinstance(value, str) or len(value) > 40 or node.choices:  # an enumeration is not converted
         return None
     if "bool" in node.types:
-        return _TRUTH.get(value.lower())
+        return truth(value)
     if "int" in node.types and re.fullmatch(r"\s*[+-]?\d+\s*", value, re.ASCII):
         return int(value)
     spelled = re.fullmatch(r"\s*[+-]?\d+(\.\d*)?([eE][+-]?\d\d?)?\s*", value, re.ASCII)

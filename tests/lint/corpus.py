@@ -1,0 +1,73 @@
+"""The cases of `tests/lint_corpus`: what is wrong with each, and what its reader and DeepSpeed answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+from llmtrain.lint import Finding, Reader, Result, Use, examine
+from llmtrain.lint.report import joined
+
+CORPUS = Path(__file__).parents[1] / "lint_corpus"
+_HEAD = re.compile(r"^# (About|World|For|Set|Wrong): (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A file of the corpus, read from its first lines, which are not part of the configuration.
+
+    about: its subject; wrong: its faults as `field rule`; world: the number of ranks; reader: who reads it; given:
+    whether that is stated, since it cannot be guessed; arguments: those of the Trainer.
+    """
+
+    path: Path
+    text: str
+    about: str
+    wrong: tuple[str, ...]
+    world: int | None
+    reader: Reader
+    given: bool
+    arguments: dict[str, float]
+
+    @property
+    def result(self) -> Result:
+        """What lint says."""
+        return examine(
+            self.path.name, self.text, Use(self.reader if self.given else None, self.world, None, self.arguments)
+        )
+
+    @property
+    def lines(self) -> int:
+        """The number of lines that a reader of the findings sees."""
+        return len(joined(self.result.findings))
+
+    def found(self, severity: str) -> list[Finding]:
+        """Returns the findings of a severity."""
+        return [one for one in self.result.findings if one.severity == severity]
+
+    @property
+    def refused(self) -> bool:
+        """Whether lint says that the file is refused."""
+        return any(one.effect == "refuses" for one in self.found("error"))
+
+
+@cache
+def cases(kind: str) -> tuple[Case, ...]:
+    """Returns the files of one part of the corpus: `malformed` or `valid`."""
+    return tuple(_case(path) for path in sorted((CORPUS / kind).iterdir()))
+
+
+def _case(path: Path) -> Case:
+    text = path.read_text(encoding="utf-8")
+    heads = _HEAD.findall(text)
+    head = {"World": "", "For": "deepspeed", **dict(heads)}
+    reader, _, given = head["For"].partition(", ")
+    wrong = tuple(value for name, value in heads if name == "Wrong")
+    world = int(head["World"]) if head["World"] else None
+    [known] = [one for one in get_args(Reader) if one == reader]
+    about = head["About"].replace("|", "\\|")
+    arguments = {name: float(number) for one, value in heads if one == "Set" for name, number in [value.split("=")]}
+    return Case(path, _HEAD.sub("", text), about, wrong, world, known, given == "given", arguments)
