@@ -60,10 +60,10 @@ is ignored, changed or misread. `tests/lint/test_lint_engine.py` builds the engi
 @cache
 def verdict(case: Case) -> str:
     """Returns the name of the exception that a file causes, or `accepted`."""
-    return (
-        answer(case.text, case.reader, case.world or 1, case.path.suffix == ".yaml", case.arguments).partition(":")[0]
-        or "accepted"
-    )
+    from tests.lint.oracle import answer
+
+    said = answer(case.text, case.reader, case.world or 1, case.path.suffix == ".yaml", case.arguments)
+    return said.partition(":")[0] or "accepted"
 
 
 def rules_page() -> str:

@@ -68,13 +68,16 @@ def read_yaml(text: str) -> Configuration:
 
     places: dict[Where, list[tuple[int, int]]] = {}
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise Unreadable("uses YAML aliases")
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):  # lazily, since PyYAML's time is quadratic in the depth
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise Unreadable(f"is nested deeper than {DEEPEST} levels")
+            if isinstance(event, yaml.AliasEvent):
+                raise Unreadable("uses YAML aliases")
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         values = _of_yaml(node, (), places, loader)
-    except RecursionError:
-        raise Unreadable("is nested too deeply") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
@@ -92,8 +95,6 @@ def read_yaml(text: str) -> Configuration:
 def _of_yaml(node: Any, where: Where, places: dict[Where, list[tuple[int, int]]], loader: Any) -> Any:
     import yaml
 
-    if len(where) > DEEPEST:
-        raise RecursionError
     if isinstance(node, yaml.MappingNode):
         pairs = []
         for key, value in node.value:

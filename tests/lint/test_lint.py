@@ -69,9 +69,7 @@ def test_auto_and_duplicates():
     text = '{"train_batch_size": 8,\n "optimizer": {"params": {"lr": "auto",\n  "lr": "auto"}}}'
     found = {finding.rule: finding for finding in examine("", text, Use("deepspeed")).findings}
     assert {"lint.auto", "lint.duplicate"} <= set(found)
-    assert {"zero_optimization.stage": "changes"}.items() <= effects(
-        {**GOOD, "zero_optimization": {"stage": "auto"}}
-    ).items()
+    assert effects({**GOOD, "zero_optimization": {"stage": "auto"}})["zero_optimization.stage"] == "changes"
     assert found["lint.duplicate"].field == "optimizer.params.lr"
     assert (found["lint.duplicate"].line, found["lint.duplicate"].column) == (3, 3)
     # Objects in a list repeat their keys rightly.
@@ -140,9 +138,7 @@ def test_keys_are_those_that_deepspeed_reads():
 
 def test_rules_are_let_pass():
     text = json.dumps({**GOOD, "zero_optimisation": {}})
-    assert [
-        finding.rule for finding in lint_text(text, allow=allowed(["unknown_key:zero_*", "lint.clipping_default"]))
-    ] == []
+    assert lint_text(text, allow=allowed(["unknown_key:zero_*", "lint.clipping_default"])) == []
     with pytest.raises(RecipeError, match="every typing error passes"):
         allowed(["unknown_key"])
     with pytest.raises(RecipeError, match=r"did you mean 'lint\.unknown_key'"):
@@ -211,7 +207,7 @@ def test_yaml_is_read_with_positions():
     text = "train_batch_size: 8\nzero_optimization:\n  stage: 7\n  stage: 8\n"
     found = {one.rule: one for one in examine("a.yaml", text).findings}
     assert (found["lint.range"].line, found["lint.duplicate"].line) == (4, 4)
-    for wrong in ("a: &b 1\nc: *b\n", "[1", "- 1", "distributed_type: DEEPSPEED\n", "[" * 5000, "? [a]\n: 1"):
+    for wrong in ("a: &b 1\nc: *b\n", "[1", "- 1", "[[]," * 20000, "[" * 5000, "? [a]\n: 1"):
         assert examine("a.yml", wrong).findings
     (finding,) = examine("a.yaml", "distributed_type: DEEPSPEED\n").findings
     assert "deepspeed_config_file" in finding.fix

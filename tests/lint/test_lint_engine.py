@@ -2,95 +2,95 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from llmtrain.lint import RULES
 from tests.helpers.harness import run_ranks
+from tests.lint.corpus import Case, cases
 
-CORPUS = Path(__file__).parents[1] / "lint_corpus"
-FAILS = [
-    "checkpoint_fast_writer",
-    "clipping_text",
-    "cosine_with_max_lr",
-    "decay_without_total",
-    "fp32_accumulation_stage0",
-    "infinite_steps_per_print",
-    "legacy_stage1",
-    "no_grad_norm_with_clipping",
-    "optimizer_adamww",
-    "optimizer_betas_one",
-    "optimizer_learning_rate",
-    "optimizer_lr_text",
-    "optimizer_max_grad_norm",
-    "optimizer_sgd_lower",
-    "param_dtype_conflict",
-    "predivide_zero3",
-    "prescale_zero2",
-    "removed_onebit_adam",
-    "scheduler_linear",
-    "sgd_zero1",
-    "unmanaged_overlap",
-    "warmup_ratio",
-    "warmup_zero",
-]
-"""Malformed files that DeepSpeedConfig takes, and the engine or its first steps do not."""
-TRAINS = [
-    "bf16_zero1_fp32_accumulation",
-    "checkpoint",
-    "long_warmup",
-    "lr_range_test",
-    "minimal",
-    "no_clipping",
-    "one_cycle",
-    "own_comment_keys",
-    "scientific_counts",
-    "sgd_allowed",
-    "torch_autocast",
-    "torch_scheduler",
-    "two_rates",
-    "warmup_cosine",
-    "zero_true",
-]
+NOT_SHOWN = {
+    "batch_missing": "the harness gives sizes",
+    "batch_value": "the harness gives sizes",
+    "batch_triangle": "the harness gives sizes",
+    "world_divides": "the harness has one rank",
+    "mesh": "the harness has one rank",
+    "expert_conflict": "needs experts and several ranks",
+    "expert_tensor": "needs experts and several ranks",
+    "tensor_size": "needs several ranks",
+    "deepcompile": "needs CUDA",
+    "managed_accumulation": "needs CUDA for DeepCompile",
+    "checkpoint_writer": "fails when a checkpoint is saved, or under torchrun",
+    "strict_json": "the reader refuses it",
+    "auto": "the reader refuses it",
+    "zero_missing": "the reader refuses it",
+    "accumulation_twice": "the reader refuses it",
+    "mismatch": "the reader refuses it",
+    "duplicate": "reading the file refuses it",
+    "quantized_autocast": "needs CUDA",
+    "adamw_mode": "the harness takes torch's Adam",
+    "zenflow": "the harness takes torch's Adam",
+}
+"""Rules whose refusals an engine on one CPU does not show, and why."""
+COMPILED = ("lamb", "lion", "adagrad")
+"""Optimizers of DeepSpeed whose kernels would be compiled first."""
 
 
 def _outcomes(rank: int, kind: str, names: list[str]) -> dict[str, str]:
-    return {name: _outcome(CORPUS / kind / f"{name}.json") for name in names}
+    from tests.lint.oracle import build, read
+
+    known = {case.path.name: case for case in cases(kind)}
+    made = {}
+    for name in names:
+        case = known[name]
+        try:
+            made[name] = build(read(case.text, case.reader, case.world or 1, case.path.suffix == ".yaml"))
+        except Exception as error:  # whatever is raised is the answer
+            made[name] = f"{type(error).__name__}: {error}"
+    return made
 
 
-def _outcome(path: Path) -> str:
-    import deepspeed
-    import hjson
-    import torch
-
-    values = hjson.loads(path.read_text(encoding="utf-8"))
-    optimizer = values.setdefault("optimizer", {"type": "AdamW"})
-    if optimizer["type"].lower() in ("adam", "adamw"):
-        optimizer.setdefault("params", {})["torch_adam"] = True  # DeepSpeed's own would be compiled first
-    for key in ("train_batch_size", "gradient_accumulation_steps"):  # made for other numbers of ranks
-        values.pop(key, None)
-    values["train_micro_batch_size_per_gpu"] = 2
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=values)
-        dtype = next(iter(engine.module.parameters())).dtype
-        for _ in range(2):
-            engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().mean())
-            engine.step()
-        engine.destroy()
-    except Exception as error:  # whatever the engine raises is its answer
-        return f"{type(error).__name__}: {str(error)[:80]}"
-    return "trained"
+def _can_be_built(case: Case) -> bool:
+    """Whether an engine on one CPU can show what the file does: it compiles nothing, and has no NVMe and one rank."""
+    text = case.text.lower()
+    device = ("nvme", "quantized", "deepcompile", "zenflow", "super_offload", "hpz", "autoep", "autotp", "ulysses")
+    several = ("sequence_parallel", "tensor_parallel", "expert_parallel", "hybrid_engine", "load_universal", "comet")
+    kernels = (f'"type": "{name}"' for name in (*COMPILED, "muadam", "muadamw"))
+    return not any(word in text for word in (*device, *several, *kernels, "wandb", "tensorboard", "autotuning", "aio"))
 
 
+def test_reasons_are_of_rules():
+    assert {f"lint.{name}" for name in NOT_SHOWN} <= {rule.id for rule in RULES}
+
+
+@pytest.mark.slow
 def test_refused_configurations_fail_in_the_engine():
-    (outcomes,) = run_ranks(1, _outcomes, "malformed", FAILS)
-    assert [name for name, outcome in outcomes.items() if outcome == "trained"] == []
+    shown = [
+        case.path.name
+        for case in cases("malformed")
+        if _can_be_built(case)
+        and any(
+            one.effect == "refuses" and one.rule.removeprefix("lint.") not in NOT_SHOWN for one in case.found("error")
+        )
+    ]
+    assert len(shown) > 40
+    (outcomes,) = run_ranks(1, _outcomes, "malformed", shown)
+    assert [name for name, outcome in outcomes.items() if not outcome] == []
 
 
+@pytest.mark.slow
 def test_valid_configurations_train():
-    (outcomes,) = run_ranks(1, _outcomes, "valid", TRAINS)
-    assert {name: outcome for name, outcome in outcomes.items() if outcome != "trained"} == {}
+    shown = [case.path.name for case in cases("valid") if _can_be_built(case)]
+    assert len(shown) > 60
+    (outcomes,) = run_ranks(1, _outcomes, "valid", shown)
+    assert {name: outcome for name, outcome in outcomes.items() if outcome} == {}
+
+
+def test_what_only_the_engine_refuses():
+    """Two of each kind, so that every run of the tests builds some."""
+    (refused,) = run_ranks(1, _outcomes, "malformed", ["optimizer_adamww.json", "sgd_zero1.json"])
+    assert all(refused.values())
+    (trained,) = run_ranks(1, _outcomes, "valid", ["minimal.json", "trainer_stage3.json"])
+    assert not any(trained.values())
 
 
 def _log_warmup_of_an_unknown_type(rank: int) -> str:

@@ -1,0 +1,199 @@
+"""`llmtrain lint` as a tool: files, exit codes, formats, mending, settings of a project, pre-commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.commands.lint import LintRequest, lint_files
+from llmtrain.errors import RecipeError
+from llmtrain.lint import lint_text
+from llmtrain.lint.fixing import fixed
+from tests.lint.corpus import cases
+
+ROOT = Path(__file__).parents[2]
+CLEAN = {"train_batch_size": 8, "gradient_clipping": 1.0}
+WARNED = {"train_batch_size": 8}
+WRONG = {"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": 4}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    for name, values in {
+        "clean": CLEAN,
+        "warned": WARNED,
+        "wrong": WRONG,
+        "other": {"name": "no configuration"},
+    }.items():
+        (tmp_path / "configs" / f"{name}.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def run(capsys, *files: str, **options) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as left:
+        lint_files(LintRequest(files=list(files), **options))
+    return left.value.code, capsys.readouterr().out
+
+
+def test_exit_codes(folder, capsys):
+    assert run(capsys, "configs/clean.json")[0] == 0
+    assert run(capsys, "configs/warned.json")[0] == 0
+    assert run(capsys, "configs/warned.json", strict=True)[0] == 1
+    assert run(capsys, "configs/warned.json", max_warnings=1)[0] == 0
+    assert run(capsys, "configs/warned.json", max_warnings=0)[0] == 1
+    assert run(capsys, "configs/wrong.json")[0] == 1
+    assert run(capsys, "configs/clean.json", "configs/gone.json")[0] == 2
+    with pytest.raises(RecipeError, match="no DeepSpeed configuration"):
+        run(capsys, "configs/*.toml")
+
+
+def test_folders_patterns_and_standard_input(folder, capsys, monkeypatch):
+    for name in ("configs", "configs/*.json", "**/*.json"):
+        code, text = run(capsys, name)
+        assert code == 1
+        assert "3 files: 1 error, 1 warning" in text  # other.json is no configuration
+    monkeypatch.setattr("sys.stdin.read", lambda: json.dumps(WRONG), raising=False)
+    assert run(capsys, "-")[0] == 1
+
+
+def test_equal_findings_share_a_line(folder, capsys):
+    (folder / "tuned.json").write_text(
+        json.dumps({**CLEAN, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1, "sub_group_size": 2}})
+    )
+    _, text = run(capsys, "tuned.json")
+    [line] = [line for line in text.splitlines() if "zero3_tuning" in line]
+    assert "zero_optimization.stage3_max_live_parameters, zero_optimization.sub_group_size: DeepSpeed ignores" in line
+
+
+def test_formats(folder, capsys):
+    _, text = run(capsys, "configs", form="json")
+    data = json.loads(text)
+    assert (data["errors"], data["warnings"]) == (1, 1)
+    [finding] = data["files"][2]["findings"]
+    assert (finding["rule"], finding["effect"], finding["page"]) == (
+        "lint.range",
+        "refuses",
+        "docs/reference/lint.md#lintrange",
+    )
+    sarif = json.loads(run(capsys, "configs", form="sarif")[1])
+    [job] = sarif["runs"]
+    known = {rule["id"] for rule in job["tool"]["driver"]["rules"]}
+    assert {one["ruleId"] for one in job["results"]} == {"lint.range", "lint.clipping_default"} <= known
+    (folder / "a,b:c%.json").write_text(json.dumps(WRONG))
+    _, text = run(capsys, "a,b:c%.json", form="github")
+    assert text.startswith("::error file=a%2Cb%3Ac%25.json,line=1,col=")
+
+
+def test_settings_of_a_project(folder, capsys):
+    settings = '[tool.llmtrain.lint]\nfor = "deepspeed"\nallow = ["clipping_default"]\n'
+    settings += '[tool.llmtrain.lint.per-file-allow]\n"configs/wr*.json" = ["range:zero_optimization.*"]\n'
+    (folder / "pyproject.toml").write_text(settings)
+    assert run(capsys, "configs", strict=True)[0] == 0
+    for wrong in ('for = "me"', 'allow = "all"', "alow = []", 'allow = ["unknown_key"]'):
+        (folder / "pyproject.toml").write_text(f"[tool.llmtrain.lint]\n{wrong}\n")
+        with pytest.raises(RecipeError):
+            run(capsys, "configs")
+
+
+def test_arguments_of_a_file(folder, capsys):
+    (folder / "ds.json").write_text(
+        '{"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},'
+        ' "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}'
+    )
+    (folder / "train.yaml").write_text("learning_rate: 2e-4\n")  # a text in YAML 1.1
+    assert run(capsys, "ds.json", arguments=folder / "train.yaml")[0] == 1
+    assert run(capsys, "ds.json", arguments=folder / "train.yaml", assignments=["learning_rate=1e-4"])[0] == 0
+
+
+TEXT = """{
+  // the batch
+  "train_micro_batch_size_per_gpu": 4,  # of one GPU
+  "stage": 2,
+  "bf16": {"enabled": "true"},
+  "zero_optimization": {
+    "stage3_prefetch_bucket_size": 3774873.6,
+    "gradient_clipping": 1.0
+  },
+  "gradient_accumulation_step": 2
+}
+"""
+MENDED = """{
+  "gradient_clipping": 1.0,
+  // the batch
+  "train_micro_batch_size_per_gpu": 4,  # of one GPU
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 2,
+    "stage3_prefetch_bucket_size": 3774873
+  },
+  "gradient_accumulation_steps": 2
+}
+"""
+
+
+def test_what_is_mechanical_is_mended(folder, capsys):
+    file = folder / "ds.json"
+    file.write_text(TEXT)
+    _, text = run(capsys, "ds.json", diff=True)
+    assert '+  "gradient_accumulation_steps": 2' in text
+    assert file.read_text() == TEXT
+    assert run(capsys, "ds.json", fix=True)[0] == 0
+    assert file.read_text() == MENDED
+
+
+def test_mending_never_makes_a_file_worse():
+    for case in (*cases("malformed"), *cases("valid")):
+        if case.path.suffix == ".json" and case.result.readable:
+            after = {(one.field, one.rule) for one in lint_text(fixed(case.text)) if one.rule == "lint.unreadable"}
+            assert not after, case.path
+            errors = [one for one in lint_text(case.text) if one.severity == "error"]
+            left = [one for one in lint_text(fixed(case.text)) if one.severity == "error"]
+            assert len(left) <= len(errors) or "stage" in case.text, case.path
+
+
+def test_the_hook_of_pre_commit(folder):
+    program = shutil.which("pre-commit")
+    if program is None:
+        pytest.skip("needs pre-commit")
+    tools = folder / "bin"
+    tools.mkdir()
+    (tools / "llmtrain-lint").write_text(f'#!/bin/sh\nexec {sys.executable} -m llmtrain lint "$@"\n')
+    (tools / "llmtrain-lint").chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    home = {"HOME": str(folder), "PRE_COMMIT_HOME": str(folder / "cache"), "GIT_CONFIG_GLOBAL": os.devnull}
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **home}
+
+    def git(*words: str, where: Path) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+        subprocess.run(["git", *identity, *words], cwd=where, env=environment, check=True, capture_output=True)
+
+    hooks, used = folder / "hooks", folder / "used"
+    for where in (hooks, used):
+        where.mkdir()
+        git("init", "-q", where=where)
+    shutil.copy(ROOT / ".pre-commit-hooks.yaml", hooks)
+    (used / "ds_config_zero4.json").write_text(json.dumps(WRONG))
+    (used / "package.json").write_text('{"zero": 1}')
+    for where in (hooks, used):
+        git("add", "-A", where=where)
+        git("commit", "-qm", "a", where=where)
+    done = subprocess.run(
+        [program, "try-repo", str(hooks), "llmtrain-lint", "--all-files"],
+        cwd=used,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ds_config_zero4.json" in done.stdout
+    assert "lint.range" in done.stdout
+    assert "package.json" not in done.stdout
