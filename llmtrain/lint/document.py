@@ -143,6 +143,8 @@ class Configuration:
         if self.filled and self.at("zero_optimization", "stage") == "auto":
             return math.nan
         stage = self.number("zero_optimization", "stage")
+        if self.word("zero_optimization", "stage") in ("1", "2", "3"):  # pydantic converts it
+            stage = int(self.word("zero_optimization", "stage"))
         return int(stage) if stage in (1, 2, 3) else 0
 
     def offload(self, what: str) -> str:

@@ -101,6 +101,19 @@ def zero_missing(document: Configuration) -> Iterator[Fault]:
         yield (_ZERO,), "it is missing", '"zero_optimization": {"stage": 0}'
 
 
+@error(
+    "stage_text",
+    "misreads",
+    "The Trainer and Accelerate compare the stage with numbers, and miss ZeRO-3 in a text.",
+    True,
+)
+def stage_text(document: Configuration) -> Iterator[Fault]:
+    """Reports a stage that is written as text."""
+    stage = document.word(_ZERO, "stage")
+    if document.filled and stage in ("0", "1", "2", "3"):
+        yield (_ZERO, "stage"), f"it does not recognise the text '{stage}' as a stage", stage
+
+
 @error("accumulation_twice", "refuses", "Lightning takes gradient accumulation from its own Trainer.", True)
 def accumulation_twice(document: Configuration) -> Iterator[Fault]:
     """Reports gradient_accumulation_steps in a file for Lightning."""
@@ -156,4 +169,4 @@ def mismatch(document: Configuration) -> Iterator[Fault]:
             yield where, f"{reprlib.repr(found)} is not {name}={reprlib.repr(value)}", '"auto"'
 
 
-RULES = (strict_json, auto, zero_missing, accumulation_twice, scheduler_overrides, mismatch)
+RULES = (strict_json, auto, zero_missing, stage_text, accumulation_twice, scheduler_overrides, mismatch)

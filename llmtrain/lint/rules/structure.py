@@ -141,8 +141,10 @@ def text_value(document: Configuration) -> Iterator[Fault]:
 
 def meaning(value: Any, node: Node) -> bool | int | float | None:
     """Returns the switch or number that a text spells, or None."""
-    if not isinstance(value, str) or len(value) > 40 or node.choices:  # an enumeration is not converted
+    if not isinstance(value, str) or len(value) > 40:
         return None
+    if node.choices:  # pydantic converts to enumerations of integers only
+        return next((one for one in node.choices if type(one) is int and str(one) == value.strip()), None)
     if "bool" in node.types:
         return truth(value)
     if "int" in node.types and re.fullmatch(r"\s*[+-]?\d+\s*", value, re.ASCII):
@@ -192,8 +194,9 @@ def out_of_range(document: Configuration) -> Iterator[Fault]:
                 yield where, f"{reprlib.repr(value)} is none of its values", f"one of {words}"
         elif type(value) in (int, float):
             wrong = _beyond(value, node)
+            effect: Effect = "refuses" if node.validated else "misreads"
             if wrong:
-                yield where, f"{reprlib.repr(value)} is out of range", f"a number {wrong}"
+                yield where, f"{reprlib.repr(value)} is out of range", f"a number {wrong}", effect
 
 
 def _beyond(value: float, node: Node) -> str:
