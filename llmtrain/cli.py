@@ -84,6 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(Exit.USAGE)
 
 
+def lint_alone() -> None:
+    """Runs `lint` as a program of its own: the distribution `llmtrain-lint` has no other command."""
+    main(["lint", *sys.argv[1:]])
+
+
 def _check_surroundings() -> None:
     """Raises RecipeError if the process runs in a way that the libraries of a run do not support."""
     try:

@@ -134,10 +134,3 @@ def _number(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def main() -> None:
-    """Runs `llmtrain lint` as a program of its own: the distribution `llmtrain-lint` has no other command."""
-    from llmtrain.cli import main as run
-
-    run(["lint", *sys.argv[1:]])
