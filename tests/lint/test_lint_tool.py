@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,37 @@ def test_mending_never_makes_a_file_worse():
             errors = [one for one in lint_text(case.text) if one.severity == "error"]
             left = [one for one in lint_text(fixed(case.text)) if one.severity == "error"]
             assert len(left) <= len(errors) or "stage" in case.text, case.path
+
+
+ALONE = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {heavy!r}:
+            raise ImportError(f"{{name}} is no dependency of llmtrain-lint")
+sys.meta_path.insert(0, Block())
+sys.argv = ["llmtrain-lint", {file!r}]
+from llmtrain.cli import lint_alone
+lint_alone()
+"""
+
+
+def test_the_distribution_alone_needs_only_what_it_asks_for(folder):
+    def asked(path: str) -> tuple[set[str], dict[str, str]]:
+        project = tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"]
+        return {re.split("[<>=]", one)[0] for one in project["dependencies"]}, project
+
+    all_, project = asked("pyproject.toml")
+    light, alone = asked("packages/lint/pyproject.toml")
+    assert light < all_
+    assert alone["version"] == project["version"]
+    assert alone["scripts"]["llmtrain-lint"] == project["scripts"]["llmtrain-lint"]
+    heavy = sorted(all_ - light - {"rich"})  # Typer brings Rich
+    program = ALONE.format(heavy=heavy, file="configs/wrong.json")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "lint.range" in done.stdout
 
 
 def test_the_hook_of_pre_commit(folder):
