@@ -80,7 +80,7 @@ def test_refused_configurations_fail_in_the_engine():
     assert [name for name, outcome in outcomes.items() if not outcome] == []
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_valid_configurations_train():
     shown = [case.path.name for case in cases("valid") if _can_be_built(case)]
     assert len(shown) > 60
