@@ -168,17 +168,20 @@ class Source(Part):
     """Split of a hub dataset."""
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; set it to make the corpus reproducible."""
-    format: Literal["auto", "text", "messages", "prompt_completion", "instruction", "preference"] = "auto"
+    format: Literal[
+        "auto", "text", "messages", "prompt_completion", "instruction", "preference", "unpaired_preference"
+    ] = "auto"
     """What a row holds: a text; a conversation as `messages` (also ShareGPT's), as a prompt and its completion, or as
-    an instruction, its input and the output; or a pair, one conversation with two completions, of which the first is
-    preferred. `auto`: a pair if `objective` compares pairs, else a text if local files have `text_column`, else a
-    conversation if they have columns with the usual names; the same for a hub dataset that declares its columns, else a
-    text."""
+    an instruction, its input and the output; a pair, one conversation with two completions, of which the first is
+    preferred; or a prompt, a completion, and whether it is desirable. `auto`: what `objective` reads if it is not
+    `language_model`, else a text if local files have `text_column`, else a conversation if they have columns with the
+    usual names; the same for a hub dataset that declares its columns, else a text."""
     text_column: str = "text"
     """Column that contains the document."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns of the parts of a conversation that have none of the usual names: `{"messages": "dialogue"}`. Parts:
-    `messages`, `prompt`, `completion`, `chosen`, `rejected`, `instruction`, `input`, `output`, `system`, `tools`."""
+    `messages`, `prompt`, `completion`, `label`, `chosen`, `rejected`, `instruction`, `input`, `output`, `system`,
+    `tools`."""
     system: str | None = None
     """System text of conversations that have none."""
     weight: PositiveFloat = 1.0
@@ -238,38 +241,64 @@ class DataConfig(Part):
 
 
 class ObjectiveConfig(Part):
-    """What is minimised: the mean over the target tokens of the global batch, or over its pairs."""
+    """What is minimised: the mean over the target tokens of the global batch, over its pairs, or over its
+    completions."""
 
-    name: Literal["language_model", "dpo", "ipo", "orpo"] = "language_model"
-    """`language_model`: the cross-entropy of each target token. The others compare the two completions of each pair by
-    their log-probabilities: `dpo` (arXiv 2305.18290) and `ipo` (arXiv 2310.12036) relative to those of the weights that
-    training starts from, `orpo` (arXiv 2403.07691) without a reference."""
+    name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
+    """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
+    completions. `dpo` (arXiv 2305.18290), `ipo` (arXiv 2310.12036) and `orpo` (arXiv 2403.07691) compare the two of a
+    pair; `kto` (arXiv 2402.01306) reads single ones, each of which is desirable or not. All but `orpo` take
+    log-probabilities relative to those under the weights that training starts from."""
     beta: PositiveFloat = 0.1
-    """`dpo`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of the odds
-    ratio beside the cross-entropy of the chosen completion."""
+    """`dpo` and `kto`: scale of the log-ratios. `ipo`: τ, the strength of the regularisation. `orpo`: λ, the weight of
+    the odds ratio beside the cross-entropy of the chosen completion."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """`dpo`: the probability that a pair's preference is the wrong way round (conservative DPO)."""
     sft_weight: NonNegativeFloat = 0.0
     """`dpo` and `ipo`: weight of the mean cross-entropy of the chosen completion's tokens, added to the loss of each
     pair (RPO, arXiv 2404.19733)."""
+    desirable_weight: PositiveFloat = 1.0
+    """`kto`: weight of the losses of desirable completions, λ_D."""
+    undesirable_weight: PositiveFloat = 1.0
+    """`kto`: weight of the losses of undesirable completions, λ_U."""
+
+    @property
+    def of_completions(self) -> bool:
+        """Whether the loss is a mean over completions, or pairs of them, instead of tokens."""
+        return self.name != "language_model"
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether the data are pairs, and the loss is a mean over them."""
-        return self.name != "language_model"
+        """Whether it is a mean over pairs."""
+        return self.of_completions and self.name != "kto"
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss depends on the log-probabilities under the initial weights."""
-        return self.name in ("dpo", "ipo")
+        return self.name in ("dpo", "ipo", "kto")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of sources that it reads."""
+        if not self.of_completions:
+            return ("auto", "text", "messages", "prompt_completion", "instruction")
+        return ("auto", "preference") if self.compares_pairs else ("auto", "unpaired_preference", "preference")
 
     @model_validator(mode="after")
     def _used(self) -> Self:
-        used = {"dpo": {"beta", "label_smoothing", "sft_weight"}, "ipo": {"beta", "sft_weight"}, "orpo": {"beta"}}
-        fields = ("beta", "label_smoothing", "sft_weight")
-        changed = [name for name in fields if getattr(self, name) != type(self).model_fields[name].default]
-        if unused := [name for name in changed if name not in used.get(self.name, set())]:
-            raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}'")
+        used = {
+            "language_model": (),
+            "dpo": ("beta", "label_smoothing", "sft_weight"),
+            "ipo": ("beta", "sft_weight"),
+            "orpo": ("beta",),
+            "kto": ("beta", "desirable_weight", "undesirable_weight"),
+        }[self.name]
+        fields = type(self).model_fields
+        others = sorted(self.model_fields_set - {"name", *used})
+        unused = [name for name in others if getattr(self, name) != fields[name].default]
+        if unused:
+            has = f"which uses {', '.join(used)}" if used else "which has no further fields"
+            raise ValueError(f"{', '.join(unused)} would have no effect on '{self.name}', {has}")
         return self
 
 
@@ -526,14 +555,13 @@ class Recipe(Part):
     export: ExportConfig = ExportConfig()
 
     @model_validator(mode="after")
-    def _pairs_for_their_objective(self) -> Self:
-        compares = self.objective.compares_pairs
+    def _formats_of_the_objective(self) -> Self:
         formats = {source.format for source in (*self.data.sources, *self.evaluation.sources)}
-        if not compares and "preference" in formats:
-            raise ValueError("a source holds pairs, but objective.name=language_model compares none; set it to dpo")
-        if compares and (others := formats - {"auto", "preference"}):
-            held = ", ".join(sorted(others))
-            raise ValueError(f"objective.name={self.objective.name} compares pairs, but a source's format is {held}")
+        if others := sorted(formats - set(self.objective.formats)):
+            raise ValueError(
+                f"a source has the format {', '.join(others)}, but objective.name={self.objective.name} reads "
+                f"{', '.join(self.objective.formats)}"
+            )
         return self
 
     @property
@@ -650,6 +678,8 @@ def _problem(details: Any, place: str) -> Problem:
     if details["type"] == "missing":
         return Problem("recipe.missing", field, "is required")
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    if details["type"] == "value_error" and isinstance(details["input"], (dict, Part)):
+        return Problem("recipe.value", field, message)  # it names the fields of the part that do not fit together
     return Problem("recipe.value", field, f"{shown(details['input'])} was given: {message}")
 
 

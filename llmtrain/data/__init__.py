@@ -6,13 +6,13 @@ Importing this package loads none of `torch`, `transformers` and `datasets`; eac
 from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import notes, report, summary
-from llmtrain.data.sampler import Documents, MicroBatch, Pairs, Schedule, StepBatch, with_steps
+from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
 from llmtrain.data.store import TokenStore
 
 __all__ = [
+    "Completions",
     "Documents",
     "MicroBatch",
-    "Pairs",
     "Prepared",
     "PreparedSource",
     "Progress",

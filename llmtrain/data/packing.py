@@ -41,22 +41,44 @@ def pack(folder: Path, store: TokenStore, sequence_length: int, alone: bool = Fa
     meta: dict[str, Any] = {}
     for split in SPLITS:
         with ExitStack() as stack:
-            starts = stack.enter_context(ArrayWriter(folder, f"{split}_starts", np.uint64))
-            lengths = stack.enter_context(ArrayWriter(folder, f"{split}_lengths", np.uint32))
             # Sequence i consists of the pieces offsets[i] to offsets[i + 1].
             offsets = stack.enter_context(ArrayWriter(folder, f"{split}_offsets", np.uint64))
-            targets = stack.enter_context(ArrayWriter(folder, f"{split}_targets", np.uint32))
             offsets.append(np.zeros(1, np.uint64))
-            for pieces in _chunks(store.streams[split], sequence_length):
-                order, sizes = _placed(pieces, sequence_length, 2 if store.streams[split].holds_pairs else 1, alone)
+            index = _Index(folder, split, stack)
+            stream = store.streams[split]
+            judged = stream.desirable is not None
+            mismatched = _Index(folder, f"{split}_mismatched", stack) if judged else None
+            desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
+            for pieces in _chunks(stream, sequence_length):
+                trained = trained_of(stream, pieces)
+                order, sizes = _placed(pieces, sequence_length, stream, alone)
                 ends = np.cumsum(sizes)
-                offsets.append(starts.length + ends)
-                starts.append(pieces.starts[order])
-                lengths.append(pieces.lengths[order])
-                trained = trained_of(store.streams[split], pieces)[order]
-                targets.append(np.add.reduceat(trained, ends - sizes))
-            meta[split] = {"sequences": targets.length, "pieces": starts.length}
+                offsets.append(index.starts.length + ends)
+                if mismatched and desirable and stream.desirable is not None:
+                    first = desirable.length
+                    mismatched.add(pieces, trained, 2 * order + 1, ends - sizes)
+                    desirable.append(stream.desirable[first + order])
+                    order = 2 * order
+                index.add(pieces, trained, order, ends - sizes)
+            meta[split] = {"sequences": index.targets.length, "pieces": index.starts.length}
     return meta
+
+
+class _Index:
+    """Writes the pieces of sequences."""
+
+    def __init__(self, folder: Path, name: str, stack: ExitStack) -> None:
+        self.starts = stack.enter_context(ArrayWriter(folder, f"{name}_starts", np.uint64))
+        self.lengths = stack.enter_context(ArrayWriter(folder, f"{name}_lengths", np.uint32))
+        self.targets = stack.enter_context(ArrayWriter(folder, f"{name}_targets", np.uint32))
+
+    def add(
+        self, pieces: Pieces, trained: NDArray[np.int64], order: NDArray[np.int64], firsts: NDArray[np.int64]
+    ) -> None:
+        """Appends pieces in an order; firsts: the places in it where sequences begin."""
+        self.starts.append(pieces.starts[order])
+        self.lengths.append(pieces.lengths[order])
+        self.targets.append(np.add.reduceat(trained[order], firsts))
 
 
 def trained_of(stream: Stream, pieces: Pieces) -> NDArray[np.int64]:
@@ -90,12 +112,16 @@ def cut_documents(bounds: NDArray[np.int64], sequence_length: int) -> Pieces:
     return Pieces(bounds[document] + offset, np.minimum(sequence_length, inputs[document] - offset))
 
 
-def _placed(pieces: Pieces, capacity: int, together: int, alone: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Does the same as `best_fit`, with each `together` consecutive pieces in one bin, in their order.
+def _placed(pieces: Pieces, capacity: int, stream: Stream, alone: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Does the same as `best_fit`, with both pieces of a pair in one bin, in their order.
 
-    alone: whether a bin holds nothing else.
+    A judged conversation and its mismatched one are a single piece here: those of a sequence fill it, and the others
+    another one, as far as the longer of the two does. alone: whether a bin holds nothing else.
     """
+    together = 2 if stream.holds_pairs else 1
     units = pieces.lengths.reshape(-1, together).sum(axis=1)
+    if stream.desirable is not None:
+        units = pieces.lengths.reshape(-1, 2).max(axis=1)
     order, sizes = (np.arange(len(units)), np.ones(len(units), np.int64)) if alone else best_fit(units, capacity)
     return (order[:, None] * together + np.arange(together)).ravel(), sizes * together
 

@@ -179,9 +179,9 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
 
 def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
     """Returns sources in the form in which the objective reads them."""
-    if not recipe.objective.compares_pairs:
+    if not recipe.objective.of_completions:
         return sources
-    return [source.model_copy(update={"format": "preference"}) for source in sources]
+    return [source.model_copy(update={"format": recipe.objective.formats[1]}) for source in sources]
 
 
 def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: PreparedTokenizer) -> ChatReading | None:

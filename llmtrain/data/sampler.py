@@ -6,9 +6,9 @@ changes it, and any position in it is reached in constant time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
@@ -66,8 +66,8 @@ READ_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """The pairs of completions in a micro-batch. Conversation 2·p of a row is the chosen one of its pair p, and
+class Completions:
+    """The completions in a micro-batch. In pairs, conversation 2·p of a row is the chosen one of its pair p, and
     conversation 2·p + 1 the rejected one."""
 
     segments: torch.Tensor
@@ -76,18 +76,27 @@ class Pairs:
     """[micro_batch_size, conversations], int64: targets of each conversation; 0 if a row has no such conversation."""
     references: torch.Tensor
     """[micro_batch_size, conversations], float64: sum of the log-probabilities of these targets under the reference."""
+    desirable: torch.Tensor
+    """[micro_batch_size, conversations], bool: whether the completion is desirable; of a pair, the chosen one is."""
 
     @classmethod
-    def of(cls, segments: torch.Tensor, labels: torch.Tensor, references: torch.Tensor) -> Self:
+    def of(
+        cls, segments: torch.Tensor, labels: torch.Tensor, references: torch.Tensor, desirable: torch.Tensor
+    ) -> Self:
         """Counts the targets; whole sequences, on the host."""
         import torch
 
         lengths = torch.zeros(references.shape, dtype=torch.int64).scatter_add_(1, segments, (labels >= 0).long())
-        return cls(segments, lengths, references)
+        return cls(segments, lengths, references, desirable)
 
-    def to(self, device: torch.device) -> Pairs:
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, in the order in which they are given."""
+        return self.segments, self.lengths, self.references, self.desirable
+
+    def to(self, device: torch.device) -> Completions:
         """Returns a copy on a device."""
-        return Pairs(*(one.to(device, non_blocking=True) for one in (self.segments, self.lengths, self.references)))
+        return Completions(*(one.to(device, non_blocking=True) for one in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,8 @@ class MicroBatch:
     """Positions restart at 0 at each document if documents are masked."""
     labels: torch.Tensor
     """The target of the input at the same position, already shifted. -100 if there is none."""
-    pairs: Pairs | None = None
-    """If the objective compares pairs."""
+    completions: Completions | None = None
+    """If the loss is a mean over them, or over pairs of them."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -122,13 +131,15 @@ class StepBatch:
     """Index of its first sequence."""
     evaluated: str = ""
     """For an evaluation, the name of the source, of which there is one per batch."""
-    pairs: int = 0
-    """Number of pairs in the global batch, if the objective compares pairs."""
+    examples: int = 0
+    """Number of pairs, or of judged completions, in the global batch; 0 if the loss is a mean over tokens."""
+    mismatched: list[MicroBatch] = field(default_factory=list)
+    """For judged completions, micro-batches with the same prompts and the completions of others."""
 
     @property
     def terms(self) -> int:
-        """Number of terms of which the loss is the mean: pairs, or else target tokens."""
-        return self.pairs or self.target_tokens
+        """Number of terms of which the loss is the mean: examples, or else target tokens."""
+        return self.examples or self.target_tokens
 
 
 def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> slice:
@@ -236,9 +247,8 @@ class Schedule:
     def _eval_batch(self, number: int, sequences: Index, first: int) -> StepBatch:
         sources = np.full_like(sequences, number)
         _announce(self._eval, sources, sequences)
-        micro_batches = self._micro_batches(self._eval, sources, sequences, steps=1)
-        targets, pairs = (int(one.sum()) for one in _counts(self._eval, sources, sequences))
-        return StepBatch(micro_batches, targets, len(sequences), first, self._prepared.evaluated[number].name, pairs)
+        (batch,) = self._step_batches(self._eval, sources, sequences, 1, 1, first)
+        return replace(batch, evaluated=self._prepared.evaluated[number].name)
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""
@@ -246,8 +256,7 @@ class Schedule:
         for start in range(0, len(sequences), step):
             own = sequences[start : start + step]
             sources = np.zeros_like(own)
-            targets, pairs = (int(one.sum()) for one in _counts([view], sources, own))
-            batch = StepBatch(self._micro_batches([view], sources, own, steps=1), targets, len(own), start, pairs=pairs)
+            (batch,) = self._step_batches([view], sources, own, 1, 1, start)
             yield own[rows_of(0, self._rank, self._size, self._micro)], batch
 
     def _reads(self, cursor: int) -> Iterator[list[StepBatch]]:
@@ -275,27 +284,39 @@ class Schedule:
             steps = -(-samples // self._global)
         sources, sequences = self.sample_ids(cursor, samples)
         _announce(self._train, sources, sequences)  # the disk reads the rest while this rank's rows are assembled
-        micro_batches = self._micro_batches(self._train, sources, sequences, steps * self._steps)
-        first = np.arange(steps) * self._global
-        counts = _counts(self._train, sources, sequences)
-        targets, pairs = (np.add.reduceat(one, first).tolist() for one in counts)
+        return self._step_batches(self._train, sources, sequences, steps, self._steps, cursor)
+
+    def _step_batches(
+        self, views: list[Samples], sources: Index, sequences: Index, steps: int, micro_steps: int, cursor: int
+    ) -> list[StepBatch]:
+        """Reads the batches of `steps` steps, each of which has `micro_steps` micro steps."""
+        size = micro_steps * self._micro * self._size
+        micro_batches = self._micro_batches(views, sources, sequences, steps * micro_steps)
+        others = [one.mismatched for one in views if isinstance(one, PackedSamples) and one.mismatched is not None]
+        mismatched = self._micro_batches(others, sources, sequences, steps * micro_steps) if others else []
+        targets, examples = (
+            np.add.reduceat(one, np.arange(steps) * size).tolist() for one in _counts(views, sources, sequences)
+        )
         return [
             StepBatch(
-                micro_batches[step * self._steps : (step + 1) * self._steps],
+                micro_batches[step * micro_steps : (step + 1) * micro_steps],
                 targets[step],
-                min(self._global, samples - step * self._global),
-                cursor + step * self._global,
-                pairs=pairs[step],
+                min(size, len(sequences) - step * size),
+                cursor + step * size,
+                examples=examples[step],
+                mismatched=mismatched[step * micro_steps : (step + 1) * micro_steps],
             )
             for step in range(steps)
         ]
 
-    def _micro_batches(self, views: list[Samples], sources: Index, sequences: Index, steps: int) -> list[MicroBatch]:
+    def _micro_batches(
+        self, views: Sequence[Samples], sources: Index, sequences: Index, steps: int
+    ) -> list[MicroBatch]:
         """Reads this rank's sequences of `steps` micro steps; missing rows are padding."""
         numbers = np.arange(len(sources))
         rows = np.concatenate([numbers[rows_of(step, self._rank, self._size, self._micro)] for step in range(steps)])
         sources, sequences = sources[rows], sequences[rows]
-        most = max((view.most_pieces for view in views if _holds_pairs(view)), default=0)
+        most = max((view.most_pieces for view in views if _of_completions(view)), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most)
         for number, view in enumerate(views):
             mine = np.flatnonzero(sources == number)
@@ -337,16 +358,16 @@ def _announce(views: list[Samples], sources: Index, sequences: Index) -> None:
 
 
 def _counts(views: list[Samples], sources: Index, sequences: Index) -> tuple[Index, Index]:
-    """Returns the number of labels other than -100 in each sequence, and of its pairs."""
-    targets, pairs = np.zeros((2, len(sequences)), np.int64)
+    """Returns the number of labels other than -100 in each sequence, and of its examples."""
+    targets, examples = np.zeros((2, len(sequences)), np.int64)
     for number, view in enumerate(views):
         mine = sources == number
-        targets[mine], pairs[mine] = view.targets(sequences[mine]), view.pairs(sequences[mine])
-    return targets, pairs
+        targets[mine], examples[mine] = view.targets(sequences[mine]), view.examples(sequences[mine])
+    return targets, examples
 
 
-def _holds_pairs(view: Samples) -> TypeGuard[PackedSamples]:
-    return isinstance(view, PackedSamples) and view.stream.holds_pairs
+def _of_completions(view: Samples) -> TypeGuard[PackedSamples]:
+    return isinstance(view, PackedSamples) and view.of_completions
 
 
 def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
@@ -356,9 +377,9 @@ def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
 
     columns = [[None] * steps if one is None else torch.from_numpy(one).chunk(steps) for one in rows]
     found = []
-    for inputs, positions, labels, segments, references in zip(*columns, strict=True):
-        pairs = None if segments is None else Pairs.of(segments, labels, references)
-        found.append(MicroBatch(inputs, positions, labels, pairs))
+    for inputs, positions, labels, segments, *others in zip(*columns, strict=True):
+        completions = None if segments is None else Completions.of(segments, labels, *others)
+        found.append(MicroBatch(inputs, positions, labels, completions))
     for batch in found:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long
     return found

@@ -27,10 +27,13 @@ class Rows(NamedTuple):
     labels: NDArray[np.int64]
     """The target of the input at the same position, already shifted; `NO_TARGET` if there is none."""
     segments: NDArray[np.int64] | None = None
-    """For pairs, the number of each token's conversation in its row: 2·pair, plus 1 if it is the rejected one."""
+    """For an objective of completions, the number of each token's conversation in its row. Of a pair, the chosen one
+    comes first."""
     references: NDArray[np.float64] | None = None
-    """For pairs, [rows, conversations]: the log-probability of each completion under the reference; NaN if it is
+    """Likewise, [rows, conversations]: the log-probability of each completion under the reference; NaN if it is
     unknown, 0 beyond the last conversation of a row."""
+    desirable: NDArray[np.bool_] | None = None
+    """Likewise, [rows, conversations]: whether the completion is desirable, or chosen."""
 
 
 class Samples(Protocol):
@@ -51,8 +54,8 @@ class Samples(Protocol):
     def targets(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the number of labels other than `NO_TARGET` in each sequence of `index`."""
 
-    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of pairs in each sequence of `index`; 0 for text and single conversations."""
+    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of pairs, or of judged completions, in each sequence of `index`; 0 for others."""
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`."""
@@ -90,8 +93,8 @@ class ConcatSamples:
         """Returns T for each sequence, since every position has a target."""
         return np.full(len(index), self.sequence_length)
 
-    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns 0 for each sequence, since a pair is never cut."""
+    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns 0 for each sequence, since completions are never cut."""
         return np.zeros(len(index), np.int64)
 
     def read(self, index: NDArray[np.int64]) -> Rows:
@@ -132,7 +135,11 @@ class PackedSamples:
     offsets: NDArray[np.uint64]
     target_counts: NDArray[np.uint32]
     references: NDArray[np.float64] | None = None
-    """[pieces]: for pairs, the log-probability of each completion under the reference; None if they are unknown."""
+    """[pieces]: the log-probability of each completion under the reference; None if they are unknown."""
+    desirable: NDArray[np.bool_] | None = None
+    """[pieces]: whether a judged completion is desirable; None for others."""
+    mismatched: PackedSamples | None = None
+    """For judged completions, sequences with the same prompts and the completions of others."""
 
     def __len__(self) -> int:
         return len(self.target_counts)
@@ -156,11 +163,16 @@ class PackedSamples:
         """Returns the number of inputs with a target: all that are not padding, unless the stream says otherwise."""
         return self.target_counts[index].astype(np.int64)
 
-    def pairs(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the number of pairs in each sequence of `index`."""
-        if not self.stream.holds_pairs:
+    @property
+    def of_completions(self) -> bool:
+        """Whether the pieces are pairs, or judged completions."""
+        return self.stream.holds_pairs or self.desirable is not None
+
+    def examples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the number of pairs, or of judged completions, in each sequence of `index`."""
+        if not self.of_completions:
             return np.zeros(len(index), np.int64)
-        return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // 2
+        return (self.offsets[index + 1] - self.offsets[index]).astype(np.int64) // (2 if self.stream.holds_pairs else 1)
 
     @cached_property
     def most_pieces(self) -> int:
@@ -194,14 +206,17 @@ class PackedSamples:
         if self.mask_documents:
             positions -= filled.sum(axis=1, keepdims=True)
             positions[filled] = _runs(np.zeros_like(lengths), lengths)
-        if not self.stream.holds_pairs:
+        if not self.of_completions:
             return Rows(inputs, positions, labels)
         segments = np.zeros(shape, np.int64)
         segments[filled] = np.repeat(_runs(np.zeros_like(first), end - first), lengths)
         references = np.zeros((len(index), self.most_pieces))
         held = np.arange(self.most_pieces) < (end - first)[:, None]
         references[held] = np.nan if self.references is None else self.references[piece]
-        return Rows(inputs, positions, labels, segments, references)
+        desirable = np.tile(np.arange(self.most_pieces) % 2 == 0, (len(index), 1))
+        if self.desirable is not None:
+            desirable[held] = self.desirable[piece]
+        return Rows(inputs, positions, labels, segments, references, desirable)
 
 
 def packed_samples(
@@ -209,16 +224,25 @@ def packed_samples(
 ) -> PackedSamples:
     """Opens one split of the index that `packing.pack` wrote to a folder."""
     sequences, pieces = meta[split]["sequences"], meta[split]["pieces"]
-    return PackedSamples(
-        stream,
-        sequence_length,
-        mask,
-        pad_id,
-        starts=open_array(folder, f"{split}_starts", np.uint64, pieces),
-        lengths=open_array(folder, f"{split}_lengths", np.uint32, pieces),
-        offsets=open_array(folder, f"{split}_offsets", np.uint64, sequences + 1),
-        target_counts=open_array(folder, f"{split}_targets", np.uint32, sequences),
-    )
+    judged = stream.desirable is not None
+    offsets = open_array(folder, f"{split}_offsets", np.uint64, sequences + 1)
+    desirable = open_array(folder, f"{split}_desirable", np.bool_, pieces) if judged else None
+
+    def opened(name: str, mismatched: PackedSamples | None = None) -> PackedSamples:
+        return PackedSamples(
+            stream,
+            sequence_length,
+            mask,
+            pad_id,
+            starts=open_array(folder, f"{name}_starts", np.uint64, pieces),
+            lengths=open_array(folder, f"{name}_lengths", np.uint32, pieces),
+            offsets=offsets,
+            target_counts=open_array(folder, f"{name}_targets", np.uint32, sequences),
+            desirable=desirable,
+            mismatched=mismatched,
+        )
+
+    return opened(split, opened(f"{split}_mismatched") if judged else None)
 
 
 def fill(samples: Samples) -> float:
@@ -228,13 +252,16 @@ def fill(samples: Samples) -> float:
 
 
 def empty_rows(rows: int, sequence_length: int, pad_id: int, conversations: int = 0) -> Rows:
-    """Returns rows of padding, without targets; for pairs, with room for this many conversations in each."""
+    """Returns rows of padding, without targets; for completions, with room for this many conversations in each."""
     shape = (rows, sequence_length)
     positions = np.tile(np.arange(sequence_length), (rows, 1))
     empty = Rows(np.full(shape, pad_id, np.int64), positions, np.full(shape, NO_TARGET, np.int64))
     if not conversations:
         return empty
-    return empty._replace(segments=np.zeros(shape, np.int64), references=np.zeros((rows, conversations)))
+    of_each = (rows, conversations)
+    return empty._replace(
+        segments=np.zeros(shape, np.int64), references=np.zeros(of_each), desirable=np.zeros(of_each, np.bool_)
+    )
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

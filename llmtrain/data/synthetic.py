@@ -24,9 +24,9 @@ EOS = 0
 def synthetic(recipe: Recipe, folder: Path) -> Prepared:
     """Makes as many sources as the recipe has, mixed and packed in the same way, in `folder`; made only once.
 
-    Documents are 2 to 1.5 · T tokens long, so that sequences contain several of them, and some are cut; those of pairs
-    are at most T / 2 long. The vocabulary
-    is that of the model; there is no tokenizer. The result is the same for the same recipe.
+    Documents are 2 to 1.5 · T tokens long, so that sequences contain several of them, and some are cut; those of
+    completions are at most T / 2 long. The vocabulary is that of the model; there is no tokenizer. The result is the
+    same for the same recipe.
     """
     vocabulary = recipe.vocab_size
     assert vocabulary is not None, "a model for random tokens must state its vocabulary size"
@@ -35,16 +35,20 @@ def synthetic(recipe: Recipe, folder: Path) -> Prepared:
         folder=folder, identity="synthetic", vocab_size=vocabulary, eos_id=EOS, bos_id=None, made=True
     )
     length = recipe.data.sequence_length
-    sources, names, pairs = [], unique_names(recipe.data.sources), recipe.objective.compares_pairs
+    sources, names, objective = [], unique_names(recipe.data.sources), recipe.objective
+    kind = "" if not objective.of_completions else "pairs" if objective.compares_pairs else "judged"
     for number, source in enumerate(recipe.data.sources):
-        key = key_of("synthetic", number, vocabulary, length, *(["pairs"] if pairs else []))
-        entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, pairs))  # type: ignore[misc]
+        key = key_of("synthetic", number, vocabulary, length, *([kind] if kind else []))
+        entry = cache.entry("tokens", key, lambda path, n=number: _write(path, n, vocabulary, length, kind))  # type: ignore[misc]
         sources.append(packed_source(recipe.data, names[number], source.weight, TokenStore(entry), tokenizer, cache))
     return Prepared(tokenizer, tuple(sources), (), length, made=True, seconds=0.0)
 
 
-def _write(folder: Path, seed: int, vocabulary: int, length: int, pairs: bool) -> dict[str, Any]:
-    """Writes the token store of one source; returns its metadata, in the form that `store` reads."""
+def _write(folder: Path, seed: int, vocabulary: int, length: int, kind: str) -> dict[str, Any]:
+    """Writes the token store of one source; returns its metadata, in the form that `store` reads.
+
+    kind: the key of the metadata that says what documents are, if they are completions.
+    """
     random = np.random.default_rng(seed)
     splits: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -53,14 +57,16 @@ def _write(folder: Path, seed: int, vocabulary: int, length: int, pairs: bool) -
             stack.enter_context(ArrayWriter(folder, name, dtype)).append(values)
 
         for split in SPLITS:
-            sizes = random.integers(2, max(3, length // 2 if pairs else length * 3 // 2), DOCUMENTS[split])
+            sizes = random.integers(2, max(3, length // 2 if kind else length * 3 // 2), DOCUMENTS[split])
             ends = np.concatenate([[0], np.cumsum(sizes)])
             tokens = random.integers(EOS + 1, vocabulary, ends[-1])
             tokens[ends[1:] - 1] = EOS
             write(f"{split}_tokens", np.uint32, tokens)
             write(f"{split}_documents", np.uint64, ends)
+            if kind == "judged":
+                write(f"{split}_desirable", np.bool_, random.integers(0, 2, len(sizes) // 2))
             splits[split] = {"documents": len(sizes), "tokens": len(tokens)}
             if split == "train":
                 write("train_counts", np.int64, np.bincount(tokens, minlength=vocabulary))
     meta = {"dtype": "uint32", "vocab_size": vocabulary, "splits": splits, "characters": 0, "seconds": 0.0}
-    return meta | ({"pairs": True} if pairs else {})
+    return meta | ({kind: True} if kind else {})

@@ -26,6 +26,7 @@ from llmtrain.dry_run.job import Checkpoint, DryRunJob, DryRunStep, Findings, Ra
 from llmtrain.dry_run.shrink import STEPS
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.reference_model import with_references
 from llmtrain.errors import CheckpointError, Problem, WorkerError
 from llmtrain.plan import Plan
@@ -96,6 +97,7 @@ def _step(engine: Engine, data: Schedule, state: TrainerState, say: Say) -> DryR
 def _evaluate(engine: Engine, data: Schedule, most: int | None) -> float:
     """Returns the mean loss over the first held-out sequences."""
     total, targets = 0.0, 0
+    estimate_divergence(engine, data.eval_batches(most))
     for batch in data.eval_batches(most):
         total += engine.eval_step(batch).item() * batch.terms
         targets += batch.terms

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from llmtrain.data import MicroBatch, Pairs
+from llmtrain.data import Completions, MicroBatch
 from llmtrain.engines.forward import forward
 from llmtrain.engines.plain import Distribution
 from llmtrain.models import Objective
@@ -40,8 +40,7 @@ class DataParallel(Distribution):
 
     def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        pairs = micro_batch.pairs
-        held = () if pairs is None else (pairs.segments, pairs.lengths, pairs.references)
+        held = micro_batch.completions.tensors if micro_batch.completions else ()
         loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *held)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
@@ -59,12 +58,12 @@ class _Losses(nn.Module):
         self.objective = objective
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, *pairs: Tensor
+        self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, *completions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses and the auxiliary loss of one device's part, each of shape [1].
 
-        pairs: the tensors of `Pairs`, if there are any.
+        completions: the tensors of `Completions`, if there are any.
         """
-        part = MicroBatch(input_ids, position_ids, labels, Pairs(*pairs) if pairs else None)
+        part = MicroBatch(input_ids, position_ids, labels, Completions(*completions) if completions else None)
         loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device, self.objective)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

@@ -25,7 +25,7 @@ class StepResult:
     """The result of a step. Its tensors are still on the device, so that a loop waits for it only when it logs."""
 
     loss: Tensor
-    """Mean over the target tokens, or the pairs, of the global batch, in nats; a scalar, equal on all ranks."""
+    """Mean over the terms of the global batch, in nats; a scalar, equal on all ranks."""
     grad_norm: Tensor
     """2-norm of the whole gradient before clipping; a scalar, equal on all ranks."""
     lr: float
@@ -51,15 +51,12 @@ class Engine(Protocol):
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
 
-    def rewards(self, batch: StepBatch) -> Tensor | None:
-        """Returns means over the pairs of the batch that was trained or evaluated last; None without pairs.
+    def rewards(self) -> Tensor | None:
+        """Returns [5]: sums over the completions of the batch that was trained or evaluated last, which
+        `reward_metrics` reads; None if the loss is a mean over tokens."""
 
-        They are [3]: the rewards of the chosen and of the rejected completions, and how often the former is greater.
-        """
-
-    @property
-    def objective(self) -> Objective | None:
-        """What compares pairs, if the recipe does."""
+    objective: Objective | None
+    """The objective, if its loss is not a mean over tokens."""
 
     def save(self, writer: Writer) -> None:
         """Passes this rank's part of weights, optimizer and schedule to `writer`."""

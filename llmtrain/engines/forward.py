@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.data import Documents, MicroBatch, Pairs
+from llmtrain.data import Completions, Documents, MicroBatch
 from llmtrain.models import (
     ChunkedLoss,
     Objective,
@@ -146,7 +146,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if kernels.loss == "liger":
         liger.LigerLoss(model)
     elif chunks_loss(plan):
-        of_tokens = recipe.objective.compares_pairs
+        of_tokens = recipe.objective.of_completions
         plain = target_losses if of_tokens else target_loss_sum
         loss = compiled_loss(of_tokens) if kernels.loss == "compiled" else plain
         ChunkedLoss(model, CHUNK_TOKENS, recomputes_loss(recipe), loss)
@@ -166,7 +166,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
-    The sum is over target tokens, or over pairs if an objective compares them. call: the engine, or whatever
+    The sum is over target tokens, or over what an objective is a mean of. call: the engine, or whatever
     else stands for the model. No attention mask is passed: `transformers` finds the boundaries of packed documents in
     `position_ids`, which restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without
     masks receives the boundaries as arguments.
@@ -181,7 +181,8 @@ def forward(
         inputs["targets"] = labels
     with documents_known(batch) as documents:
         output = call(**inputs, **bounds_for(model, batch, device, documents))
-    loss_sum = loss_of(output.loss_sum if "targets" in inputs else output.logits, labels, model, batch.pairs, objective)
+    result = output.loss_sum if "targets" in inputs else output.logits
+    loss_sum = loss_of(result, labels, model, batch.completions, objective)
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss_sum, None
@@ -190,18 +191,25 @@ def forward(
 
 
 def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objective | None:
-    """Returns the objective of a recipe that compares pairs; slices: the ranks that share this rank's sequences."""
-    return Objective(recipe.objective, slices) if recipe.objective.compares_pairs else None
+    """Returns the objective of a recipe if its loss is not a mean over tokens.
+
+    slices: the ranks that share this rank's sequences.
+    """
+    return Objective(recipe.objective, slices) if recipe.objective.of_completions else None
 
 
 def loss_of(
-    result: Tensor, labels: Tensor, model: PreTrainedModel, pairs: Pairs | None, objective: Objective | None
+    result: Tensor,
+    labels: Tensor,
+    model: PreTrainedModel,
+    completions: Completions | None,
+    objective: Objective | None,
 ) -> Tensor:
-    """Returns the sum of the losses of a micro-batch, over target tokens or over pairs.
+    """Returns the sum of the losses of a micro-batch, over target tokens or over what an objective is a mean of.
 
     result: the model's logits, or what its `ChunkedLoss` has made of them.
     """
     if objective is None:
         return result if chunked_loss(model) else target_loss_sum(result, labels)
-    assert pairs is not None, "an objective is given pairs"
-    return objective(result if chunked_loss(model) else target_losses(result, labels), pairs)
+    assert completions is not None, "an objective is given completions"
+    return objective(result if chunked_loss(model) else target_losses(result, labels), completions)

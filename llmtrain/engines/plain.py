@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward, objective_of
 from llmtrain.engines.guard import Guard, Measured
@@ -43,7 +44,7 @@ class Distribution:
     place = (0, 1)
     """(index, number) of this rank among those that read different samples."""
     objective: Objective | None = None
-    """What compares the pairs of the recipe, if it has any."""
+    """The objective, if its loss is not a mean over tokens."""
 
     def distribute(self, model: PreTrainedModel, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Distributes a model; returns the optimizer that trains this rank's part of it.
@@ -136,6 +137,7 @@ class PlainLoop:
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Takes one update from the mean over all terms of all micro-batches of all ranks."""
+        estimate_divergence(self, [batch])
         return take_step(self, batch)
 
     @property
@@ -204,11 +206,9 @@ class PlainLoop:
             total += self.forward(micro_batch)[0]
         return self.distribution.sum(total) / batch.terms
 
-    def rewards(self, batch: StepBatch) -> Tensor | None:
-        """Returns the mean rewards of the last batch over all ranks."""
-        if self.objective is None:
-            return None
-        return self.distribution.sum(self.objective.rewards(self.device)) / batch.pairs
+    def rewards(self) -> Tensor | None:
+        """Returns the sums of the last batch's rewards over all ranks."""
+        return None if self.objective is None else self.distribution.sum(self.objective.rewards(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""

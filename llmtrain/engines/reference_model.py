@@ -49,16 +49,16 @@ def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat =
     cache = Cache(cache_folder(plan.recipe.data), Progress())
     weights = broadcast(_identity(plan.recipe, cache) if not dist.is_initialized() or dist.get_rank() == 0 else {})
 
-    def kept(source: PreparedSource, split: Split) -> Values:
-        key = key_of(KIND, FORMAT, source.key, split, weights)
-        view, values = getattr(source, split), np.empty(0)
+    def kept(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
+        name, values = "" if view is getattr(source, split) else "mismatched", np.empty(0)
+        key = key_of(KIND, FORMAT, source.key, split, weights, *([name] if name else []))
         if not all(gather((cache.folder / KIND / key / META).exists())):
             values = log_probs(engine, plan, prepared, view, beat=beat)
 
         def build(folder: Path) -> dict[str, Any]:
             with ArrayWriter(folder, KIND, np.float64) as writer:
                 writer.append(values)
-            return {"source": source.name, "split": split, "weights": weights}
+            return {"source": source.name, "split": split, "weights": weights, "completions": name}
 
         entry = cache.entry(KIND, key, build)
         return open_array(entry.path, KIND, np.float64, len(view.starts))
@@ -66,11 +66,20 @@ def with_references(engine: Engine, plan: Plan, prepared: Prepared, beat: Beat =
     return attach(prepared, kept)
 
 
-def attach(prepared: Prepared, values_of: Callable[[PreparedSource, Split], Values]) -> Prepared:
-    """Returns the data with the log-probabilities that `values_of` returns for each split of each source."""
+def attach(prepared: Prepared, values_of: Callable[[PreparedSource, Split, PackedSamples], Values]) -> Prepared:
+    """Returns the data with the log-probabilities that `values_of` returns for each view of each split of each source.
+
+    The views of a split are its sequences and, if there are any, those of mismatched completions.
+    """
 
     def attached(source: PreparedSource) -> PreparedSource:
-        views = {split: replace(getattr(source, split), references=values_of(source, split)) for split in SPLITS}
+        views = {}
+        for split in SPLITS:
+            view: PackedSamples = getattr(source, split)
+            other = view.mismatched
+            if other is not None:
+                other = replace(other, references=values_of(source, split, other))
+            views[split] = replace(view, references=values_of(source, split, view), mismatched=other)
         return replace(source, train=views["train"], eval=views["eval"])
 
     return replace(
@@ -92,8 +101,8 @@ def log_probs(
 
     All ranks call it.
     """
-    assert isinstance(view, PackedSamples), "pairs are packed"
-    assert engine.objective is not None, "the recipe compares pairs"
+    assert isinstance(view, PackedSamples), "completions are packed"
+    assert engine.objective is not None, "the loss is one of completions"
     schedule = Schedule.of(plan, prepared, engine.data_parallel_rank)
     values = torch.full((len(view.starts),), -torch.inf, dtype=torch.float64)
     for mine, batch in schedule.passes(view, np.arange(len(view)) if sequences is None else sequences):

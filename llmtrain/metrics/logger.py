@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,9 +52,8 @@ class StepMetrics:
     """How many times the run has rolled back to a checkpoint because of them."""
     slowest: tuple[int, float] | None = None
     """The slowest rank recently, and the ratio of its own time to the median rank's; None if unknown."""
-    rewards: Sequence[float] | None = None
-    """Mean rewards of the step's chosen and rejected completions, and how often the former is greater; None without
-    pairs."""
+    rewards: Mapping[str, float] | None = None
+    """What `llmtrain.models.reward_metrics` returns; None if the loss is a mean over tokens."""
 
 
 class MetricsLogger:
@@ -94,7 +93,7 @@ class MetricsLogger:
         }
         if metrics.slowest is not None:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
-        fields |= _reward_fields(metrics.rewards)
+        fields |= metrics.rewards or {}
         return self._write(fields, "train")
 
     def log_eval(
@@ -102,14 +101,14 @@ class MetricsLogger:
         step: int,
         eval_loss: float,
         by_source: Mapping[str, float] | None = None,
-        rewards: Sequence[float] | None = None,
+        rewards: Mapping[str, float] | None = None,
     ) -> Record:
         """Writes an evaluation after `step` steps; returns its record.
 
-        by_source: the loss of each source. rewards: as in `StepMetrics`; a loss of pairs has no perplexity.
+        by_source: the loss of each source. rewards: as in `StepMetrics`; a loss of completions has no perplexity.
         """
         fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
-        fields |= {"perplexity": perplexity(eval_loss)} if rewards is None else _reward_fields(rewards)
+        fields |= {"perplexity": perplexity(eval_loss)} if rewards is None else rewards
         if by_source and len(by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
         return self._write(fields, "eval")
@@ -187,14 +186,6 @@ def _flat(record: Record, group: str) -> dict[str, Any]:
         elif name != "step":
             values[f"{group}/{name}"] = value
     return values
-
-
-def _reward_fields(rewards: Sequence[float] | None) -> dict[str, float]:
-    if rewards is None:
-        return {}
-    chosen, rejected, accuracy = rewards
-    names = ("rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy")
-    return dict(zip(names, (chosen, rejected, chosen - rejected, accuracy), strict=True))
 
 
 def perplexity(loss: float) -> float:

@@ -10,7 +10,7 @@ from llmtrain.models.build import (
 )
 from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import IGNORE, router_loss_weight, target_loss_sum, target_losses
-from llmtrain.models.objective import Objective
+from llmtrain.models.objective import Objective, reward_metrics
 from llmtrain.models.stages import Stage
 from llmtrain.models.varlen import takes_bounds
 
@@ -24,6 +24,7 @@ __all__ = [
     "chunked_loss",
     "find_stages",
     "model_configuration",
+    "reward_metrics",
     "router_loss_weight",
     "stage_builder",
     "stage_names",

@@ -1,14 +1,16 @@
-"""The objectives that compare the two completions of a pair, as a sum over pairs that the caller divides.
+"""The objectives of whole completions, as a sum over pairs of them, or over single ones, that the caller divides.
 
 A loss depends on the sums of the log-probabilities of a completion's tokens, and mostly on small differences between
 such sums. A sum over a thousand tokens has an error of 1e-4 in fp32, therefore sums and differences are in fp64.
 
-The completions of a pair lie in one sequence, of which ranks may hold slices. Then the sums are added over the ranks
-before the loss is computed, which is no sum over tokens itself.
+A completion lies in one sequence, of which ranks may hold slices. Then the sums are added over the ranks before the
+loss is computed, which is no sum over tokens itself.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,61 +18,88 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
-from llmtrain.data import Pairs
+from llmtrain.data import Completions
 from llmtrain.recipe import ObjectiveConfig
 
 
 class Objective:
-    """An objective, and what it has seen of the pairs since `begin`."""
+    """An objective, and what it has seen of the completions since `begin`."""
 
     def __init__(self, config: ObjectiveConfig, slices: dist.ProcessGroup | None = None) -> None:
         """slices: the ranks that hold slices of this rank's sequences, if there are any."""
-        self._config = config
+        self.config = config
         self._slices = slices
+        self.divergence = torch.zeros(())
+        """KTO's estimate of the divergence from the reference, a constant of each batch (`engines/divergence.py`)."""
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the pairs seen so far."""
+        """Forgets the completions seen so far."""
         self.log_probs: list[Tensor] = []
         """For each micro-batch, [rows, conversations]: the log-probability of each completion; detached."""
-        self._rewards: list[Tensor] = []
+        self._seen: list[Tensor] = []
 
     def rewards(self, device: torch.device) -> Tensor:
-        """Returns [3]: this rank's share of the sums over all pairs of the reward of the chosen completion, of that of
-        the rejected one, and of how often the former is greater."""
-        return torch.stack([torch.zeros(3, device=device), *(one.to(device) for one in self._rewards)]).sum(0)
+        """Returns [5]: this rank's share of the sums over all completions seen that `reward_metrics` reads."""
+        return torch.stack([torch.zeros(5, device=device), *(one.to(device) for one in self._seen)]).sum(0)
 
-    def __call__(self, losses: Tensor, pairs: Pairs) -> Tensor:
-        """Returns this rank's share of the sum of the losses of a micro-batch's pairs.
+    def __call__(self, losses: Tensor, completions: Completions) -> Tensor:
+        """Returns this rank's share of the sum of the losses of a micro-batch's pairs, or single completions.
 
         losses: [rows, T], the cross-entropy of each token of this rank's slices, 0 without a target.
         """
-        pairs = pairs.to(losses.device)
-        conversations = torch.arange(pairs.lengths.shape[1], device=losses.device)
+        own = completions.to(losses.device)
+        conversations = torch.arange(own.lengths.shape[1], device=losses.device)
         # Not an addition by index, whose order on a GPU differs from run to run.
-        members = (pairs.segments[:, None] == conversations[:, None]).double()
+        members = (own.segments[:, None] == conversations[:, None]).double()
         log_probs = -(members @ losses.double()[:, :, None])[:, :, 0]
         share = 1.0
         if self._slices is not None:
             log_probs = _SummedOverSlices.apply(log_probs, self._slices)  # type: ignore[no-untyped-call]
             share = 1 / dist.get_world_size(self._slices)
         self.log_probs.append(log_probs.detach())
-        exists = pairs.lengths[:, 0::2] > 0
-        losses_of_pairs, rewards = pair_losses(self._config, log_probs, pairs.lengths, pairs.references)
+        exists = own.lengths > 0
+        if self.config.compares_pairs:
+            terms, rewards = pair_losses(self.config, log_probs, own.lengths, own.references)
+            seen, right = exists[:, 0::2], rewards[:, 0::2] > rewards[:, 1::2]
+        else:
+            divergence = self.divergence.to(losses.device)
+            terms, rewards = kto_losses(self.config, log_probs - own.references, own.desirable, divergence)
+            seen, right = exists, (rewards > self.config.beta * divergence) == own.desirable
         with torch.no_grad():
-            chosen, rejected = rewards.detach().unbind(-1)
-            seen = torch.stack([chosen, rejected, (chosen > rejected).double()]).where(exists, 0)
-            self._rewards.append((share * seen.sum((1, 2))).float())
-        return (share * losses_of_pairs.where(exists, 0).sum()).float()
+            kinds = torch.stack([exists & own.desirable, exists & ~own.desirable])
+            sums = [*rewards.where(kinds, 0).sum((1, 2)), (right & seen).sum(), *kinds.sum((1, 2))]
+            self._seen.append((share * torch.stack([one.double() for one in sums])).float())
+        return (share * terms.where(seen, 0).sum()).float()
+
+
+def reward_metrics(objective: Objective, sums: Sequence[float]) -> dict[str, float]:
+    """Returns what is logged of completions, given the sums of `Objective.rewards` over all ranks.
+
+    The reward of desirable (chosen) completions and that of undesirable (rejected) ones are means over these; NaN
+    without any. The accuracy is how often the chosen completion of a pair has the greater reward; without pairs, how
+    often a reward is on its side of the divergence.
+    """
+    chosen, rejected, right, desirable, undesirable = sums
+    chosen = chosen / desirable if desirable else math.nan
+    rejected = rejected / undesirable if undesirable else math.nan
+    pairs = objective.config.compares_pairs
+    metrics = {
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "reward_margin": chosen - rejected,
+        "reward_accuracy": right / (desirable if pairs else desirable + undesirable),
+    }
+    return metrics if pairs else metrics | {"kl": objective.divergence.item()}
 
 
 def pair_losses(
     config: ObjectiveConfig, log_probs: Tensor, lengths: Tensor, references: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each pair, [rows, pairs], and the rewards of both completions, [rows, pairs, 2].
+    """Returns the loss of each pair, [rows, pairs], and the reward of each completion, detached.
 
-    log_probs, lengths, references: [rows, 2 · pairs], chosen and rejected in turn, as in `Pairs`; fp64. The values
-    for a pair that a row does not have are finite and without meaning.
+    log_probs, lengths, references: [rows, 2 · pairs], chosen and rejected in turn, as in `Completions`; fp64. The
+    values for a pair that a row does not have are finite and without meaning.
     """
     counts = lengths.clamp(min=1)
     if config.name == "orpo":
@@ -78,7 +107,7 @@ def pair_losses(
         mean = (log_probs / counts).where(lengths > 0, -1.0)
         odds = mean - torch.log(-torch.expm1(mean))
         loss = -mean[:, 0::2] - config.beta * logsigmoid(odds[:, 0::2] - odds[:, 1::2])
-        return loss, config.beta * _by_pair(mean)
+        return loss, config.beta * mean.detach()
     ratios = log_probs - references
     if config.name == "ipo":
         # Azar et al., arXiv 2310.12036, equation 17, with means over tokens, which its authors have confirmed to use.
@@ -91,11 +120,23 @@ def pair_losses(
     if config.sft_weight:
         # Pang et al., arXiv 2404.19733, equation 1.
         loss = loss - config.sft_weight * (log_probs / counts)[:, 0::2]
-    return loss, config.beta * _by_pair(ratios)
+    return loss, config.beta * ratios.detach()
 
 
-def _by_pair(values: Tensor) -> Tensor:
-    return values.view(len(values), -1, 2)
+def kto_losses(config: ObjectiveConfig, ratios: Tensor, desirable: Tensor, divergence: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the loss of each completion and its reward, detached; [rows, conversations], fp64.
+
+    Ethayarajh et al., arXiv 2402.01306, equation 8, where the value of a completion is at most λ.
+
+    ratios: of the log-probabilities to those under the reference. divergence: z0 in the paper, a scalar.
+    """
+    advantage = config.beta * (ratios - divergence)
+    losses = torch.where(
+        desirable,
+        config.desirable_weight * torch.sigmoid(-advantage),
+        config.undesirable_weight * torch.sigmoid(advantage),
+    )
+    return losses, config.beta * ratios.detach()
 
 
 class _SummedOverSlices(torch.autograd.Function):

@@ -63,4 +63,4 @@ def recomputes_loss(recipe: Recipe) -> bool:
     The weight of a token in an objective that compares pairs is only known once all tokens of its pair are.
     """
     scaled = recipe.parallel.precision in ("fp16", "autocast_fp16")
-    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.compares_pairs
+    return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.of_completions

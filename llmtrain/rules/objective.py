@@ -1,4 +1,4 @@
-"""Rules for objectives that compare the completions of pairs."""
+"""Rules for objectives of whole completions."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from llmtrain.rules.rule import Fault, assignment, rule
 
 @rule("objective.whole_pairs", "The log-probability of a part of a completion is not that of the completion.", "read")
 def whole_pairs(draft: Draft) -> Iterator[Fault]:
-    """Refuses what splits or cuts conversations (`llmtrain/data/packing.py`)."""
+    """Refuses what splits, cuts or separates conversations (`llmtrain/data/packing.py`)."""
     data = draft.recipe.data
-    if not draft.recipe.objective.compares_pairs:
+    if not draft.recipe.objective.of_completions:
         return
     if data.packing == "concat":
-        message = "`concat` cuts sequences anywhere, but a pair is never split"
+        message = "`concat` cuts sequences anywhere, but completions are never split"
+        yield Fault("data.packing", message, assignment(data__packing="best_fit"))
+    if data.packing == "none" and draft.recipe.objective.compares_pairs:
+        message = "`none` leaves no boundaries within a sequence, but both conversations of a pair lie in one"
         yield Fault("data.packing", message, assignment(data__packing="best_fit"))
     if data.too_long == "cut_turns":
-        message = "`cut_turns` is not possible: completions are compared whole, and pairs that are too long are dropped"
+        message = "`cut_turns` is not possible: completions are read whole, and those that are too long are dropped"
         yield Fault("data.too_long", message, assignment(data__too_long="drop"))
 
 
-@rule("objective.completions", "A pair has one prompt, whose tokens both completions share.", "arithmetic")
+@rule("objective.completions", "The loss depends on the probability of a completion, given its prompt.", "arithmetic")
 def completions(draft: Draft) -> Iterator[Fault]:
     """Refuses to count the prompt's tokens."""
-    if draft.recipe.objective.compares_pairs and draft.recipe.data.train_on == "all":
-        message = "`all` has no effect: only the turns of the assistant in the completions are compared"
+    if draft.recipe.objective.of_completions and draft.recipe.data.train_on == "all":
+        message = "`all` has no effect: only the turns of the assistant in completions count"
         yield Fault("data.train_on", message, assignment(data__train_on="assistant"))
 
 
 @rule(
     "objective.documents",
-    "Both completions of a pair lie in one sequence: the second one would follow from the first.",
+    "Several completions lie in one sequence: each would follow from the one before.",
     "read",
 )
 def documents(draft: Draft) -> Iterator[Fault]:
     """Refuses documents that see each other, and families that carry state from one to the next."""
     facts = draft.facts
-    if not draft.recipe.objective.compares_pairs:
+    if not draft.recipe.objective.of_completions or draft.recipe.data.packing == "none":
         return
     if not draft.recipe.data.mask_documents:
-        message = "pairs would be compared with the rejected completion reading the chosen one"
+        message = "each completion would be computed from those before it in its sequence, such as the chosen one"
         yield Fault("data.mask_documents", message, assignment(data__mask_documents="true"))
     elif facts is not None and facts.model_type in MIXES_DOCUMENTS:
         message = (
             f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask: "
-            "the rejected completion would be computed from the chosen one"
+            "each completion would be computed from those before it in its sequence, such as the chosen one"
         )
         yield Fault("objective.name", message, "use a model of another family, such as llama or qwen3")
 

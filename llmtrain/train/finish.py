@@ -19,7 +19,7 @@ from llmtrain.run_dir import RunDir
 def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared, console: Console) -> None:
     """Compares the evaluation with a unigram model, exports, and samples; runs on rank 0 after the last step."""
     recipe = plan.recipe
-    if state.eval_loss is not None and not recipe.objective.compares_pairs:
+    if state.eval_loss is not None and not recipe.objective.of_completions:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
         console.print(
             f"evaluation loss {state.eval_loss:.4f}; a unigram model of the same tokens has {unigram:.4f}",

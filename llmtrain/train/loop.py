@@ -15,8 +15,10 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
 from llmtrain.data import Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
+from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
 from llmtrain.metrics import BusyCores, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.train.signals import Agreement
@@ -100,19 +102,22 @@ def evaluate(run: Run) -> None:
     """Computes and logs the mean loss over the terms of the evaluation data, of all sources and of each."""
     losses: dict[str, float] = defaultdict(float)
     terms: dict[str, int] = defaultdict(int)
-    rewards = torch.zeros(3)
+    rewards = torch.zeros(5)
+    most = run.recipe.evaluation.max_sequences
     with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
-        for batch in run.data.eval_batches(run.recipe.evaluation.max_sequences):
+        estimate_divergence(run.engine, run.data.eval_batches(most), run.heart.beat)
+        for batch in run.data.eval_batches(most):
             run.heart.beat()
             losses[batch.evaluated] += _weighted(run.engine, batch)
             terms[batch.evaluated] += batch.terms
-            if run.recipe.objective.compares_pairs:
-                rewards += _rewards(run.engine, batch)
+            if (sums := run.engine.rewards()) is not None:
+                rewards += sums.cpu()
     run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(terms.values()), run.state.step
     if run.metrics:
         by_source = {name: loss / terms[name] for name, loss in losses.items()}
-        means = (rewards / sum(terms.values())).tolist() if run.recipe.objective.compares_pairs else None
-        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means))
+        run.progress.show(
+            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, _reward_metrics(run, rewards))
+        )
 
 
 def _save(run: Run) -> None:
@@ -132,10 +137,9 @@ def _weighted(engine: Engine, batch: StepBatch) -> float:
     return engine.eval_step(batch).item() * batch.terms
 
 
-def _rewards(engine: Engine, batch: StepBatch) -> Tensor:
-    means = engine.rewards(batch)
-    assert means is not None, "the recipe compares pairs"
-    return means.cpu() * batch.pairs
+def _reward_metrics(run: Run, sums: Tensor | None) -> dict[str, float] | None:
+    objective = run.engine.objective
+    return None if objective is None or sums is None else reward_metrics(objective, sums.tolist())
 
 
 def _due(every_steps: int, step: int) -> bool:
@@ -152,7 +156,7 @@ def _check_skipped(run: Run) -> None:
 
 def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     """Logs a step; rank 0 waits for the device to read its values."""
-    rewards = run.engine.rewards(batch) if run.recipe.objective.compares_pairs else None
+    rewards = run.engine.rewards()
     if run.metrics is None:
         return
     with run.heart.waiting():
@@ -162,7 +166,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         run.skipped = skipped.total
     with run.heart.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
-        means = None if rewards is None else rewards.tolist()
+        means = _reward_metrics(run, rewards)
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,

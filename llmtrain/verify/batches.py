@@ -5,8 +5,8 @@ well-packed sequences almost have. Therefore sample j of a batch of B loses the 
 documents attend to each other only matters if several share a sequence, which long ones rarely do. Therefore, if the
 recipe masks documents, another one begins at position (j+1)·T/(B+1) of sample j.
 
-If the objective compares pairs, every third sample loses its first pair instead: the loss is a mean over pairs, and
-their documents share sequences anyway.
+If the loss is a mean over pairs, or judged completions, every third sample loses its first one instead; their documents
+share sequences anyway.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmtrain.data import MicroBatch, Pairs, Prepared, PreparedSource, Schedule, StepBatch
+from llmtrain.data import Completions, MicroBatch, Prepared, PreparedSource, Schedule, StepBatch
+from llmtrain.data.samples import PackedSamples
 from llmtrain.data.store import Split
 from llmtrain.engines import Engine
 from llmtrain.engines.reference_model import Values, attach, log_probs
@@ -31,7 +32,7 @@ from llmtrain.recipe import Recipe
 from llmtrain.verify.documents import read_documents
 from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, Sequences, count_terms
 
-LOSES_A_PAIR = 3
+LOSES_ONE = 3
 EVAL_SEQUENCES = 16
 """Largest number of held-out sequences in the comparison."""
 
@@ -64,22 +65,25 @@ class Batches:
         """Yields what a plan's own schedule gives to a data parallel rank in each step."""
         schedule = Schedule.of(plan, self.prepared, dp_rank)
         micro, dp = plan.read_size, plan.readers
+
+        def uneven(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+            firsts = [(index * dp + dp_rank) * micro for index in range(len(micro_batches))]
+            rows = [torch.arange(first, first + micro) for first in firsts]
+            return [self._uneven(one, samples) for one, samples in zip(micro_batches, rows, strict=True)]
+
         for step, hidden in enumerate(self._hidden):
             batch = schedule.train_batch(step * self.size)
-            uneven = []
-            for index, micro_batch in enumerate(batch.micro_batches):
-                first = (index * dp + dp_rank) * micro
-                uneven.append(self._uneven(micro_batch, torch.arange(first, first + micro)))
-            targets, pairs = (0, hidden) if batch.pairs else (hidden, 0)
+            targets, examples = (0, hidden) if batch.examples else (hidden, 0)
             yield replace(
                 batch,
-                micro_batches=uneven,
+                micro_batches=uneven(batch.micro_batches),
+                mismatched=uneven(batch.mismatched),
                 target_tokens=batch.target_tokens - targets,
-                pairs=batch.pairs - pairs,
+                examples=batch.examples - examples,
             )
 
     def referenced(self, engine: Engine, plan: Plan) -> Batches:
-        """Returns batches with what the engine finds to be the references of their pairs. All ranks call it."""
+        """Returns batches with what the engine finds to be the references of their completions. All ranks call it."""
         if not plan.recipe.objective.needs_reference:
             return self
         wanted: dict[tuple[str, Split], list[NDArray[np.int64]]] = defaultdict(list)
@@ -90,9 +94,9 @@ class Batches:
         for number, index in order.by_source(self._held_out):
             wanted[self.prepared.evaluated[number].key, "eval"].append(index)
 
-        def found(source: PreparedSource, split: Split) -> Values:
+        def found(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
             sequences = np.unique(np.concatenate([np.empty(0, np.int64), *wanted[source.key, split]]))
-            return log_probs(engine, plan, self.prepared, getattr(source, split), sequences)
+            return log_probs(engine, plan, self.prepared, view, sequences)
 
         return Batches(self.recipe, attach(self.prepared, found), self.steps)
 
@@ -130,6 +134,11 @@ class Batches:
         steps = zip(self._read_steps, self._uneven_steps, strict=True)
         return [count_terms(read) - count_terms(uneven) for read, uneven in steps]
 
+    @property
+    def _conversations(self) -> int:
+        """Number of conversations in an example: a pair has two."""
+        return 2 if self.recipe.objective.compares_pairs else 1
+
     def _places(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the number of targets that samples lose, and the position where they are cut.
 
@@ -140,10 +149,11 @@ class Batches:
 
     def _uneven(self, rows: MicroBatch, samples: Tensor) -> MicroBatch:
         """Makes rows uneven; `samples` are their indices within their batch."""
-        if rows.pairs is not None:
-            lost = (samples[:, None] % LOSES_A_PAIR == 1) & (rows.pairs.segments < 2)
+        if (found := rows.completions) is not None:
+            lost = (samples[:, None] % LOSES_ONE == 1) & (found.segments < self._conversations)
             labels = rows.labels.masked_fill(lost, IGNORE)
-            return replace(rows, labels=labels, pairs=Pairs.of(rows.pairs.segments, labels, rows.pairs.references))
+            left = Completions.of(found.segments, labels, found.references, found.desirable)
+            return replace(rows, labels=labels, completions=left)
         hidden, start = (one[:, None] for one in self._places(samples))
         places = torch.arange(rows.labels.shape[1])[None]
         positions = rows.position_ids
@@ -155,8 +165,8 @@ class Batches:
 
     def _uneven_documents(self, documents: Sequence[ReferenceDocument], sample: int) -> list[ReferenceDocument]:
         """Does the same as `_uneven` for the documents of one sequence."""
-        if self.recipe.objective.compares_pairs:
-            lost = 2 if sample % LOSES_A_PAIR == 1 else 0
+        if self.recipe.objective.of_completions:
+            lost = self._conversations if sample % LOSES_ONE == 1 else 0
             empty = [ReferenceDocument(one.inputs, torch.full_like(one.targets, NO_TARGET)) for one in documents[:lost]]
             return [*empty, *documents[lost:]]
         hidden, start = (int(one) for one in self._places(torch.tensor(sample)))

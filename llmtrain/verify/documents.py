@@ -8,6 +8,7 @@ boundaries, the packing, and the order of the sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,19 +28,28 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
         first, last = np.searchsorted(samples.stream.documents, np.array([begin + 1, end], np.uint64))
         inside = samples.stream.documents[first:last].tolist()
         for first, last in zip([begin, *inside], [*inside, end], strict=True):
-            tokens = torch.from_numpy(np.asarray(samples.stream.tokens[first : last + 1], dtype=np.int64))
-            targets = tokens[1:].clone()
-            if samples.stream.trained is not None:
-                targets[torch.from_numpy(~samples.stream.trained[first + 1 : last + 1])] = NO_TARGET
-            pair = None
+            document = _document(samples.stream, first, last)
+            place = int(np.searchsorted(samples.stream.documents, np.uint64(first)))
             if samples.stream.holds_pairs:
-                number_in_stream = int(np.searchsorted(samples.stream.documents, np.uint64(first)))
-                pair = number_in_stream // 2, number_in_stream % 2 == 1
-            found.append(ReferenceDocument(tokens[:-1], targets, pair))
+                document = replace(document, pair=(place // 2, place % 2 == 1))
+            if samples.stream.desirable is not None:
+                bounds = samples.stream.documents[place + 1 : place + 3].tolist()
+                label = bool(samples.stream.desirable[place // 2])
+                document = replace(document, desirable=label, mismatched=_document(samples.stream, *bounds))
+            found.append(document)
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
     return found if data.keeps_apart else [join(found)]
+
+
+def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:
+    """Returns the document whose inputs are those from `begin` to `end`, or to its end."""
+    tokens = torch.from_numpy(np.asarray(stream.tokens[begin : end + 1], dtype=np.int64))
+    targets = tokens[1:].clone()
+    if stream.trained is not None:
+        targets[torch.from_numpy(~stream.trained[begin + 1 : end + 1])] = NO_TARGET
+    return ReferenceDocument(tokens[:-1], targets)
 
 
 def _pieces(samples: Any, number: int, data: DataConfig) -> Iterator[tuple[int, int]]:

@@ -49,6 +49,10 @@ class ReferenceDocument:
     """[n], int64: the token to predict at each position; `NO_TARGET` if there is none."""
     pair: tuple[int, bool] | None = None
     """Number of the pair of which it is one conversation, and whether it is the rejected one."""
+    desirable: bool | None = None
+    """For KTO, whether the completion is desirable."""
+    mismatched: ReferenceDocument | None = None
+    """For KTO, the same prompt with the completion of another one."""
 
 
 Sequences = Sequence[Sequence[ReferenceDocument]]
@@ -60,7 +64,7 @@ class ReferenceStep:
     """One update."""
 
     loss: float
-    """Mean cross-entropy per target token, or mean loss per pair."""
+    """Mean cross-entropy per target token, or mean loss per pair or judged completion."""
     grad_norm: float
     """Norm before clipping."""
     lr: float
@@ -102,7 +106,9 @@ class ReferenceLoop:
         trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
         self.initial = {name: one.detach().clone() for name, one in needed.items()}
-        """The reference of an objective that compares pairs."""
+        """The reference of an objective of completions."""
+        self.divergence = 0.0
+        """KTO's z0 of the batch."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
         self.optimizer = _optimizer(self.masters.values(), recipe.optim)
@@ -116,6 +122,7 @@ class ReferenceLoop:
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
         ]
         terms = count_terms(sequences)
+        self.divergence = self._divergence(sequences)
         total = 0.0
         for micro_batch in micro_batches:
             loss_sum, auxiliary = self._losses(micro_batch)
@@ -136,8 +143,9 @@ class ReferenceLoop:
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
-        """Returns the mean cross-entropy per target token, or the mean loss per pair."""
+        """Returns the mean cross-entropy per target token, or the mean loss per pair or judged completion."""
         self.model.eval()
+        self.divergence = self._divergence(sequences)
         return sum(self._losses([one])[0].item() for one in sequences) / count_terms(sequences)
 
     @torch.no_grad()
@@ -152,7 +160,7 @@ class ReferenceLoop:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}
 
     def _losses(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the losses of a micro-batch, of target tokens or of pairs, and its router's loss."""
+        """Returns the sum of a micro-batch's losses, of targets or of what the objective compares, and its router's."""
         losses: list[Tensor] = []
         routers: list[Sequence[Tensor]] = []
         for rows in self._passes(sequences):
@@ -164,7 +172,32 @@ class ReferenceLoop:
             return torch.cat(losses).sum(), auxiliary
         with torch.no_grad():
             references = torch.cat([self._forward(rows, self.initial)[0] for rows in self._passes(sequences)])
+        if self.recipe.objective.name == "kto":
+            return self._kto_losses(sequences, references - torch.cat(losses)), auxiliary
         return self._pair_losses(sequences, torch.cat(losses), references), auxiliary
+
+    @torch.no_grad()
+    def _divergence(self, sequences: Sequences) -> float:
+        """Returns KTO's z0: the mean log-ratio of the mismatched completions of a whole batch, at least 0."""
+        found = [[one.mismatched] for documents in sequences for one in documents if one.mismatched is not None]
+        ratios = [
+            (self._forward(rows, self.initial)[0] - self._forward(rows, self._rounded())[0]).sum().item()
+            for rows in self._passes(found)
+        ]
+        counted = sum(count_targets([one]) > 0 for one in found)
+        return max(0.0, sum(ratios) / counted) if counted else 0.0
+
+    def _kto_losses(self, sequences: Sequences, ratios: Tensor) -> Tensor:
+        """Returns the sum of the losses of all judged completions; ratios: the log-ratio of each document."""
+        objective = self.recipe.objective
+        total = 0 * ratios.sum()
+        for one, ratio in zip((one for documents in sequences for one in documents), ratios, strict=True):
+            if one.desirable is not None:
+                sign = 1 if one.desirable else -1
+                value = torch.sigmoid(objective.beta * sign * (ratio - self.divergence))
+                weight = objective.desirable_weight if one.desirable else objective.undesirable_weight
+                total = total + weight * (1 - value)
+        return total
 
     def _pair_losses(self, sequences: Sequences, losses: Tensor, references: Tensor) -> Tensor:
         """Returns the sum of the losses of all pairs.
@@ -250,9 +283,10 @@ class ReferenceLoop:
 
 
 def count_terms(sequences: Sequences) -> int:
-    """Returns the number of pairs in all documents, or of targets if there are no pairs."""
+    """Returns the number of pairs in all documents, or of judged completions, or of targets."""
     conversations = sum(one.pair is not None for documents in sequences for one in documents)
-    return conversations // 2 or count_targets(sequences)
+    judged = sum(one.desirable is not None for documents in sequences for one in documents)
+    return conversations // 2 or judged or count_targets(sequences)
 
 
 def count_targets(sequences: Sequences) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import distributed as dist
 from llmtrain.data import StepBatch, prepare
 from llmtrain.ds_config import render
 from llmtrain.engines import Engine, build_engine
+from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.models import build_model
 from llmtrain.models.adapter import is_adapter, weight_name
 from llmtrain.models.precision import weight_dtype
@@ -200,9 +201,11 @@ def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:
     return {name: weight for name, weight in named.items() if model.pretrained is None or is_adapter(name)}
 
 
-def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterator[StepBatch]) -> Trace:
+def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]) -> Trace:
     results = [engine.train_step(batch) for batch in steps]
     total, targets = 0.0, 0
+    held_out = list(held_out)
+    estimate_divergence(engine, held_out)
     for batch in held_out:
         total += engine.eval_step(batch).item() * batch.terms
         targets += batch.terms

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from llmtrain.data import MicroBatch, Pairs, StepBatch
+from llmtrain.data import Completions, MicroBatch, StepBatch
 from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 
 VOCAB = 256
@@ -72,8 +72,10 @@ def with_pairs(batch: StepBatch) -> StepBatch:
     for one in batch.micro_batches:
         segments = ((one.position_ids == 0).cumsum(1) - 1).clamp(max=1)
         references = torch.full((len(one.labels), 2), -50.0, dtype=torch.float64)
-        micro_batches.append(replace(one, pairs=Pairs.of(segments, one.labels, references)))
-    return replace(batch, micro_batches=micro_batches, pairs=batch.samples)
+        desirable = torch.tensor([True, False]).repeat(len(one.labels), 1)
+        completions = Completions.of(segments, one.labels, references, desirable)
+        micro_batches.append(replace(one, completions=completions))
+    return replace(batch, micro_batches=micro_batches, examples=batch.samples)
 
 
 def step_batch(

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import distributed as dist
 
-from llmtrain.data import Pairs
 from llmtrain.engines.deepspeed import engine
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.models import objective
@@ -20,7 +19,7 @@ def _on_pairs(patch, change, only_training=True):
 
     def forward(call, model, rows, *others):
         if model.training or not only_training:
-            rows = replace(rows, pairs=change(rows.pairs))
+            rows = replace(rows, completions=change(rows.completions))
         return original(call, model, rows, *others)
 
     patch.setattr(engine, "forward", forward)
@@ -37,7 +36,8 @@ def swapped_on_one_rank(patch):
         if dist.get_rank() < dist.get_world_size() - 1:
             return pairs
         other = torch.arange(pairs.lengths.shape[1]) ^ 1
-        return Pairs(pairs.segments ^ 1, pairs.lengths[:, other], pairs.references[:, other])
+        changed = {"lengths": pairs.lengths[:, other], "references": pairs.references[:, other]}
+        return replace(pairs, segments=pairs.segments ^ 1, **changed)
 
     _on_pairs(patch, swap)
 
@@ -58,12 +58,12 @@ def pairs_by_micro_batch(patch):
     original, train, seen = engine.forward, DeepSpeedEngine.train_step, {}
 
     def train_step(self, batch):
-        seen["mean"] = batch.pairs / (self.plan.data_parallel_size * self.plan.batch.gradient_accumulation_steps)
+        seen["mean"] = batch.examples / (self.plan.data_parallel_size * self.plan.batch.gradient_accumulation_steps)
         return train(self, batch)
 
     def forward(call, model, rows, *others):
         loss_sum, auxiliary = original(call, model, rows, *others)
-        own = (rows.pairs.lengths > 0).sum() / 2
+        own = (rows.completions.lengths > 0).sum() / 2
         return loss_sum * (seen["mean"] / own if model.training else 1), auxiliary
 
     patch.setattr(DeepSpeedEngine, "train_step", train_step)

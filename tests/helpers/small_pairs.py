@@ -1,4 +1,4 @@
-"""Pairs of short completions, and a recipe that compares them, small enough to train some dozen times in a test."""
+"""Short completions, and a recipe that compares or judges them, small enough to train some dozen times in a test."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ TEMPLATE = (
 """ChatML without the line feed after a turn, so that the last token of a completion is trained on."""
 
 
-def write_pairs(folder: Path, number: int = 300) -> Path:
-    """Pairs of many lengths, one to a few of which fit into a sequence, and a tokenizer with a chat template."""
+def write_pairs(folder: Path, number: int = 300, judged: bool = False) -> Path:
+    """Pairs of many lengths, one to a few of which fit into a sequence, and a tokenizer with a chat template.
+
+    judged: one of the completions instead, with its label.
+    """
     case("chatml", folder / "tokenizer")
     draw = random.Random(1)
 
@@ -29,7 +32,14 @@ def write_pairs(folder: Path, number: int = 300) -> Path:
         return " ".join("".join(draw.choices("abcde", k=draw.randrange(1, 6))) for _ in range(draw.randrange(1, 9)))
 
     rows = [{"prompt": text(), "chosen": f"yes {text()}", "rejected": f"no {text()}"} for _ in range(number)]
-    path = folder / "pairs.jsonl"
+    if judged:
+        chosen = [draw.random() < 0.6 for _ in rows]
+        texts = [row["chosen" if label else "rejected"] for row, label in zip(rows, chosen, strict=True)]
+        rows = [
+            {"prompt": row["prompt"], "completion": text, "label": label}
+            for row, text, label in zip(rows, texts, chosen, strict=True)
+        ]
+    path = folder / ("judged.jsonl" if judged else "pairs.jsonl")
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

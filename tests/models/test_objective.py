@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from llmtrain.data import Pairs
+from llmtrain.data import Completions
 from llmtrain.models import Objective
 from llmtrain.models.objective import pair_losses
 from llmtrain.recipe import ObjectiveConfig
@@ -18,10 +19,11 @@ from tests.helpers.harness import run_ranks
 LABELS = torch.tensor([[1, -100, 1, 1, 1, -100, 1, 1, 1, -100], [1, 1, 1, 1, -100, -100, -100, -100, -100, -100]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 3, 0], [0, 0, 0, 1, 1, 1, 0, 0, 0, 0]])
 REFERENCES = torch.tensor([[-1.0, -2.0, -3.0, -4.0], [-2.5, -0.5, 0.0, 0.0]], dtype=torch.float64)
+DESIRABLE = torch.tensor([[True, False, True, False]]).repeat(2, 1)
 
 
-def pairs() -> Pairs:
-    return Pairs.of(SEGMENTS, LABELS, REFERENCES)
+def pairs() -> Completions:
+    return Completions.of(SEGMENTS, LABELS, REFERENCES, DESIRABLE)
 
 
 def losses() -> torch.Tensor:
@@ -34,7 +36,7 @@ def sigmoid(value: float) -> float:
 
 
 def by_hand(config: ObjectiveConfig) -> tuple[float, list[float]]:
-    """The sum of the losses, and the sums of the rewards and of the accuracies, of the three pairs, one by one."""
+    """The sum of the losses, and the sums of the rewards, and the numbers, of the three pairs, one by one."""
     values, total, seen = losses(), 0.0, [0.0, 0.0, 0.0]
     for row, pair in ((0, 0), (0, 1), (1, 0)):
         logps, sizes, ratios = [], [], []
@@ -64,7 +66,7 @@ def by_hand(config: ObjectiveConfig) -> tuple[float, list[float]]:
             seen[1] + rewards[1],
             seen[2] + (rewards[0] > rewards[1]),
         ]
-    return total, seen
+    return total, [*seen, 3.0, 3.0]
 
 
 CONFIGS = [
@@ -83,7 +85,7 @@ def test_sums_are_those_computed_by_hand(config: ObjectiveConfig) -> None:
     assert objective(losses(), pairs()).item() == pytest.approx(total, rel=2**-23)  # rounded once, to fp32
     assert objective.rewards(torch.device("cpu")).tolist() == pytest.approx(seen, rel=2**-22)
     objective.begin()
-    assert objective.rewards(torch.device("cpu")).tolist() == [0, 0, 0]
+    assert objective.rewards(torch.device("cpu")).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -105,7 +107,7 @@ def _sliced(rank: int, config: ObjectiveConfig) -> list[list[Any]]:
     held, own = pairs(), slice(5 * rank, 5 * rank + 5)
     tokens = losses()[:, own].clone().requires_grad_()
     objective = Objective(config, dist.group.WORLD)
-    share = objective(tokens, Pairs(held.segments[:, own], held.lengths, held.references))
+    share = objective(tokens, replace(held, segments=held.segments[:, own]))
     share.backward()  # type: ignore[no-untyped-call]
     assert tokens.grad is not None
     return [[share.item()], objective.rewards(torch.device("cpu")).tolist(), tokens.grad.tolist()]
@@ -125,6 +127,6 @@ def test_slices_of_sequences_are_summed_before_the_loss() -> None:
 
 
 def test_a_pair_without_a_known_reference_has_no_finite_loss() -> None:
-    unknown = Pairs(SEGMENTS, pairs().lengths, torch.full_like(REFERENCES, torch.nan))
+    unknown = replace(pairs(), references=torch.full_like(REFERENCES, torch.nan))
     assert Objective(CONFIGS[0])(losses(), unknown).isnan()
     assert Objective(CONFIGS[-1])(losses(), unknown).isfinite()  # ORPO has no reference

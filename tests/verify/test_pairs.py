@@ -10,6 +10,7 @@ from tests.helpers.small_verify import MOE, certified, job_of, plant, refer
 
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 DPO = {"objective.name": "dpo", "objective.label_smoothing": 0.1, "objective.sft_weight": 0.3}
+KTO = {"objective.name": "kto", "objective.beta": 0.5, "objective.undesirable_weight": 1.5}
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-sp2-zero3-acc1", "dp1-tp2-zero1-acc4"]
 FLAT = ["dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
 THREE = ["dp1-pp2-sp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-pp2-zero1-acc2"]
@@ -18,6 +19,11 @@ THREE = ["dp1-pp2-sp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-tp2-sp2-zero1-
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
     return write_pairs(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="session")
+def judged(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("judged"), judged=True)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,23 @@ def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
     run_ranks(1, refer, job, tmp_path)
     world = max(plan.workers for plan in job.plans.values())
     assert run_ranks(world, certified, job, tmp_path, timeout=600)[0] == dict.fromkeys(names, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "fields"),
+    [
+        pytest.param(["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], KTO, marks=SLOW),
+        pytest.param(FLAT, KTO, marks=BREADTH),
+        pytest.param(SHARED, KTO, marks=BREADTH),
+        pytest.param(THREE, KTO, marks=BREADTH),
+        pytest.param(["dp1-zero0-acc4", *SHARED], KTO | {"kernels.loss": "chunked"}, marks=BREADTH),
+        pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], KTO | MOE, marks=BREADTH),
+        pytest.param(FLAT, KTO | {"data.packing": "none"}, marks=BREADTH),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_clean_plans_of_judged_completions_are_certified(names, fields, judged, tmp_path):
+    test_clean_plans_are_certified(names, fields, judged, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from llmtrain.errors import DataError, Problem, nearest, shown
 
-Format = Literal["messages", "prompt_completion", "instruction", "preference"]
+Format = Literal["messages", "prompt_completion", "instruction", "preference", "unpaired_preference"]
 Message = dict[str, Any]
 """As chat templates read it: `role`, `content`, and `reasoning_content`, `tool_calls`, `tool_call_id` and `name` if
 there are any. The arguments of a tool call are an object."""
@@ -34,6 +34,11 @@ NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     },
     "instruction": {"instruction": ("instruction",), "output": ("output", "response", "completion")},
     "preference": {"chosen": ("chosen",), "rejected": ("rejected",)},
+    "unpaired_preference": {
+        "prompt": ("prompt", "question", "query"),
+        "completion": ("completion", "response", "answer"),
+        "label": ("label", "desirable"),
+    },
 }
 """What each format needs, with the columns in which it usually is, in order of preference."""
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
@@ -45,7 +50,13 @@ OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
         "system": ("system", "system_prompt"),
         "tools": ("tools",),
     },
+    "unpaired_preference": {"system": ("system", "system_prompt"), "tools": ("tools",)},
 }
+FOUND: dict[Format | None, tuple[Format, ...]] = {
+    None: ("messages", "prompt_completion", "instruction"),
+    "unpaired_preference": ("unpaired_preference", "preference"),
+}
+"""The formats that are looked for, in order, if it is not only the given one: a pair is two judged completions."""
 
 
 class RowError(Exception):
@@ -84,26 +95,43 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join(f"{part} from '{column}'" for part, column in self.columns.items())
 
-    @property
-    def holds_pairs(self) -> bool:
-        """Whether each row holds two conversations, which differ in their completions."""
-        return self.format == "preference"
-
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
-        """Returns the conversation of a row, or the chosen and the rejected one of a pair. Raises RowError."""
-        parts = {part: row.get(column) for part, column in self.columns.items()}
-        if not self.holds_pairs:
-            return (self._conversation(_TURNS[self.format](parts), parts),)
-        prompt, *completions = _pair(parts)
-        pair = [(self._conversation([*prompt, *turns], parts), len(turns)) for turns in completions]
-        return tuple(
-            replace(one, trained=(*[False] * (len(one.messages) - own), *one.trained[-own:])) for one, own in pair
-        )
+        """Returns the conversation of a row, or one for each completion, chosen before rejected. Raises RowError."""
+        if self.format in _COMPLETIONS:
+            answered = self.answered(row)
+            return tuple(answered.conversation(turns) for turns in answered.completions)
+        parts = self._parts(row)
+        return (self._conversation(_TURNS[self.format](parts), parts),)
+
+    def answered(self, row: Mapping[str, Any]) -> Answered:
+        """Returns the prompt of a row, with its completions. Raises RowError."""
+        parts = self._parts(row)
+        prompt, completions = _COMPLETIONS[self.format](parts)
+
+        def conversation(turns: list[Any]) -> Conversation:
+            one = self._conversation([*prompt, *turns], parts)
+            return replace(one, trained=(*[False] * (len(one.messages) - len(turns)), *one.trained[-len(turns) :]))
+
+        return Answered(prompt, [turns for turns, _ in completions], [label for _, label in completions], conversation)
+
+    def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {part: row.get(column) for part, column in self.columns.items()}
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
         if not any(_role(turn) == "system" for turn in turns) and (system := parts.get("system") or self.system):
             turns = [{"role": "system", "content": system}, *turns]
         return conversation(turns, parts.get("tools"))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with completions, each of which is desirable or not."""
+
+    prompt: list[Any]
+    completions: list[list[Any]]
+    desirable: list[bool]
+    conversation: Callable[[list[Any]], Conversation]
+    """The prompt with a completion, of which nothing else is trained on."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +152,7 @@ class ChatSource:
 def find_layout(
     columns: Iterable[str], field: str, *, format: Format | None, named: Mapping[str, str], system: str | None = None
 ) -> Layout:
-    """Finds the conversations among columns; pairs only if `format` says so.
+    """Finds the conversations among columns; pairs and judged completions only if `format` says so.
 
     named: the column of a part that has none of the usual names. field: the recipe field of the source.
     Raises DataError if they are not found, or could be in several ways.
@@ -134,7 +162,7 @@ def find_layout(
         if column not in known:
             message = f"has no column '{column}'{nearest(column, known)} (columns: {', '.join(known)})"
             raise DataError(Problem("data.column", f"{field}.columns.{part}", message))
-    formats = [format] if format else [one for one in NAMES if one != "preference"]
+    formats = FOUND.get(format, (format,) if format else ())
     for one in formats:
         found = {part: _column(part, names, named, known) for part, names in (NAMES[one] | OPTIONAL[one]).items()}
         if all(found[part] for part in NAMES[one]):
@@ -274,8 +302,25 @@ def _turns(value: Any, role: str) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
 
 
-def _pair(parts: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Returns the turns of the prompt, of the chosen and of the rejected completion. Raises RowError."""
+Completions = list[tuple[list[Any], bool]]
+"""The turns of completions, and whether they are desirable."""
+
+
+def _judged(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
+    """Returns the turns of the prompt, and the completion with its label. Raises RowError."""
+    prompt = [] if parts["prompt"] is None else _turns(parts["prompt"], "user")
+    turns, label = _turns(parts["completion"], "assistant"), parts["label"]
+    if not prompt:
+        raise RowError("has no prompt")
+    if not turns or _role(turns[0]) != "assistant":
+        raise RowError("the completion does not continue the prompt with a turn of the assistant")
+    if label not in (0, 1):
+        raise RowError(f"the label is {shown(label)}; it must be true (desirable) or false")
+    return prompt, [(turns, bool(label))]
+
+
+def _pair(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
+    """Returns the turns of the prompt, then the chosen and the rejected completion. Raises RowError."""
     chosen, rejected = (_turns(parts[part], "assistant") for part in ("chosen", "rejected"))
     given = parts.get("prompt")
     prompt = [] if given is None else _turns(given, "user")
@@ -292,7 +337,7 @@ def _pair(parts: dict[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
     for name, turns in (("chosen", chosen), ("rejected", rejected)):
         if not turns or _role(turns[0]) != "assistant":
             raise RowError(f"{name} does not continue the prompt with a turn of the assistant")
-    return prompt, chosen, rejected
+    return prompt, [(chosen, True), (rejected, False)]
 
 
 def _from_instruction(parts: dict[str, Any]) -> list[Any]:
@@ -308,4 +353,8 @@ _TURNS: dict[Format, Callable[[dict[str, Any]], list[Any]]] = {
     "messages": _from_messages,
     "prompt_completion": _from_prompt,
     "instruction": _from_instruction,
+}
+_COMPLETIONS: dict[Format, Callable[[dict[str, Any]], tuple[list[Any], Completions]]] = {
+    "preference": _pair,
+    "unpaired_preference": _judged,
 }

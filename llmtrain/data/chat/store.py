@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from llmtrain.data.arrays import ArrayWriter
-from llmtrain.data.chat.conversation import ChatSource, Layout, RowError
+from llmtrain.data.chat.conversation import Answered, ChatSource, Conversation, Layout, RowError
 from llmtrain.data.chat.encode import ChatEncoder, ChatText, Encoded, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.prefetch import prefetched
@@ -68,15 +68,26 @@ class _Counts:
             self.faults.append(f"{place}: {error}")
 
 
+class _Row(NamedTuple):
+    """The conversations of a row that belong together: one; the chosen and the rejected one of a pair; or a judged one,
+    followed by its prompt with a completion of another row (`_mismatched`)."""
+
+    document: Document
+    texts: list[ChatText | RowError]
+    desirable: bool | None = None
+    """Whether a judged one is desirable; None for others."""
+
+
 class _Writer:
     """Writes the conversations of one split."""
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, split: str, vocab_size: int, judged: bool, stack: ExitStack) -> None:
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._tokens = stack.enter_context(ArrayWriter(folder, f"{split}_tokens", self.dtype))
         self._trained = stack.enter_context(ArrayWriter(folder, f"{split}_trained", np.bool_))
         self._documents = stack.enter_context(ArrayWriter(folder, f"{split}_documents", np.uint64))
         self._documents.append(np.zeros(1, np.uint64))
+        self.desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
         self.counts = np.zeros(vocab_size, np.int64)
 
     def add(self, one: Encoded, size: int) -> None:
@@ -108,32 +119,37 @@ def tokenize_conversations(
     place: the recipe field of the source. Raises DataError for rows that are no conversation, unless they are left out.
     """
     started, counts, characters = time.perf_counter(), _Counts(), 0
-    most = reading.sequence_length + 1
+    most, judged = reading.sequence_length + 1, source.format == "unpaired_preference"
     with ExitStack() as stack:
-        writers = {split: _Writer(folder, split, vocab_size, stack) for split in SPLITS}
+        writers = {split: _Writer(folder, split, vocab_size, judged, stack) for split in SPLITS}
         # One thread reads and renders, while the tokenizer works on the batch before.
         batches = prefetched(_batches(corpus, source, place, encoder, finder, counts))
         stack.callback(batches.close)
         for batch in batches:
-            encoded = iter(encoder.tokenize([chat for _, row in batch for chat in row]))
-            for document, row in batch:
+            encoded = iter(encoder.tokenize([chat for row in batch for chat in row.texts]))
+            for document, texts, desirable in batch:
                 characters += len(document.text)
-                found = [next(encoded) for _ in row]
+                found = [next(encoded) for _ in texts]
                 whole = [one for one in found if not isinstance(one, RowError)]
                 if len(whole) < len(found):
                     counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
-                elif sizes := _sizes(whole, most, reading.too_long):
+                elif sizes := _sizes(whole, most, reading.too_long, desirable):
                     counts.kept += 1
+                    writer = writers["eval" if held_out(document.text, eval_fraction) else "train"]
                     for one, size in zip(whole, sizes, strict=True):
+                        writer.add(one, size)
+                        if desirable is not None and one is whole[1]:
+                            continue  # a mismatched one is not trained on
                         counts.cut += size < len(one.ids)
                         counts.trained_tokens += int(one.trained[1:size].sum())
                         for token in one.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
-                        writers["eval" if held_out(document.text, eval_fraction) else "train"].add(one, size)
+                    if writer.desirable:
+                        writer.desirable.append(np.array([desirable]))
                 else:
                     counts.dropped += 1
                 counts.rows += 1
-            task.update(batch[-1][0].fraction, f"{counts.rows:,} conversations")
+            task.update(batch[-1].document.fraction, f"{counts.rows:,} conversations")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
     if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
         message = f"{counts.faulty:,} of {counts.rows:,} rows of '{corpus.name}' cannot be trained on:"
@@ -150,18 +166,22 @@ def tokenize_conversations(
         "special_tokens": asdict(finder.found()),
         "conversations": asdict(counts),
         "pairs": source.format == "preference",
+        "judged": judged,
         "seconds": time.perf_counter() - started,
     }
 
 
-def _sizes(row: list[Encoded], most: int, too_long: str) -> list[int]:
+def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None) -> list[int]:
     """Returns how many tokens of each conversation of a row are kept; none if the row does not fit into a sequence.
 
-    The two conversations of a pair must fit into one sequence, without the last token of each, which is no input.
+    The two conversations of a pair must fit into one sequence, without the last token of each, which is no input. A
+    mismatched one is cut, since the length of another row's completion is no reason to drop this row.
     """
     if len(row) == 1:
         return [size] if (size := _size(row[0], most, too_long)) else []
     sizes = [len(one.ids) for one in row]
+    if desirable is not None:
+        return [sizes[0], min(sizes[1], most)] if sizes[0] <= most else []
     return sizes if sum(size - 1 for size in sizes) < most else []
 
 
@@ -175,26 +195,71 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 
 def _batches(
     corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
-) -> Iterator[list[tuple[Document, list[ChatText | RowError]]]]:
-    """Yields documents with their rendered conversations; of a pair there are two."""
+) -> Iterator[list[_Row]]:
+    """Yields documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
+    judged = source.format == "unpaired_preference"
 
-    def rendered(document: Document) -> list[ChatText | RowError]:
+    def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
         finder.look(document.text)
         row = json.loads(document.text)
         columns = tuple(row)
         try:
             if columns not in layouts:
                 layouts[columns] = source.layout(columns, place)
-            conversations = layouts[columns].read(row)
+            layout = layouts[columns]
+            found = layout.answered(row) if judged else layout.read(row)
         except RowError as error:
-            return [error]
+            return error
         except DataError as error:
-            return [RowError(str(error))]
+            return RowError(str(error))
         where = str(layouts[columns])
         counts.columns[where] = counts.columns.get(where, 0) + 1
-        return [encoder.render(one) for one in conversations]
+        return found
 
     documents = corpus.documents()
+    before: list[Answered] = []
     while batch := list(islice(documents, BATCH_CONVERSATIONS)):
-        yield [(document, rendered(document)) for document in batch]
+        rows = [(document, read(document)) for document in batch]
+        known = [*before, *(found for _, found in rows if isinstance(found, Answered))]
+        number = len(before) - 1
+        rendered: list[_Row] = []
+        for document, found in rows:
+            if isinstance(found, RowError):
+                rendered.append(_Row(document, [found]))
+            elif isinstance(found, tuple):
+                rendered.append(_Row(document, [encoder.render(one) for one in found]))
+            else:
+                number += 1
+                for turns, other, desirable in zip(
+                    found.completions, _mismatched(known, number), found.desirable, strict=True
+                ):
+                    texts = [encoder.render(found.conversation(turns)), _rendered(encoder, found, other)]
+                    rendered.append(_Row(document, texts, desirable))
+        yield rendered
+        before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
+
+
+def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
+    """Returns for each completion of a row one of another row, which answers another prompt.
+
+    It is that of the nearest row before, or after for the first rows. The completions of rows in their order are thus
+    used once each, which the estimate of a divergence asks for (arXiv 2402.01306, section 4.1), and which row it is
+    depends on the data alone: log-probabilities under the reference can be computed once.
+    """
+    own = rows[number]
+    places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))
+    other = next((rows[place] for place in places if rows[place].prompt != own.prompt), None)
+    if other is None:
+        return [RowError("no other row near it has another prompt, whose completion KTO needs beside its own")] * len(
+            own.completions
+        )
+    return [other.completions[place % len(other.completions)] for place in range(len(own.completions))]
+
+
+def _rendered(encoder: ChatEncoder, row: Answered, turns: list[Any] | RowError) -> ChatText | RowError:
+    """Renders a prompt with the completion of another row."""
+    if isinstance(turns, RowError):
+        return turns
+    found = encoder.render(row.conversation(turns))
+    return RowError(f"with the completion of another row, {found}") if isinstance(found, RowError) else found

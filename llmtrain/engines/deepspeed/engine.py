@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
+from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import check_kernels, documents_known, forward, objective_of, use_kernels
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
@@ -197,6 +198,7 @@ class DeepSpeedEngine:
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Accumulates this rank's micro-batches and updates once."""
+        estimate_divergence(self, [batch])
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
             return self.pipeline.train_step(batch) if self.pipeline else take_step(self, batch)
 
@@ -275,11 +277,9 @@ class DeepSpeedEngine:
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
 
-    def rewards(self, batch: StepBatch) -> Tensor | None:
-        """Returns the mean rewards of the last batch over all ranks."""
-        if self.objective is None:
-            return None
-        return self._sum_over_replicas(self.objective.rewards(self.device)) / batch.pairs
+    def rewards(self) -> Tensor | None:
+        """Returns the sums of the last batch's rewards over all ranks."""
+        return None if self.objective is None else self._sum_over_replicas(self.objective.rewards(self.device))
 
     def _evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this rank's sum of losses."""

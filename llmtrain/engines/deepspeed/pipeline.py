@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from llmtrain.data import MicroBatch, Pairs, StepBatch
+from llmtrain.data import Completions, MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import bounds_for, documents_known, loss_of
@@ -191,7 +191,7 @@ class PipelineAxis(EngineAxis):
         the result is the sum divided by the number of terms.
         """
         self._scale = len(batch.micro_batches) * self._engine.averaged_ranks / batch.terms
-        self._pairs: deque[Pairs | None] = deque()
+        self._completions: deque[Completions | None] = deque()
         self._total = torch.zeros((), device=self.device)
         if self._engine.objective:
             self._engine.objective.begin()
@@ -209,7 +209,7 @@ class PipelineAxis(EngineAxis):
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
         for one in batch.micro_batches:
             own = self._engine.slice(one)
-            self._pairs.append(own.pairs)
+            self._completions.append(own.completions)
             labels = own.labels
             if chunked_loss(self._stage.model):
                 # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
@@ -223,7 +223,7 @@ class PipelineAxis(EngineAxis):
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         # The last stage reads, runs and judges one micro-batch after the other.
-        loss_sum = loss_of(result, labels, self._stage.model, self._pairs.popleft(), self._engine.objective)
+        loss_sum = loss_of(result, labels, self._stage.model, self._completions.popleft(), self._engine.objective)
         self._total += loss_sum.detach()
         loss: Tensor = loss_sum * self._scale
         if auxiliary is None:

@@ -73,7 +73,7 @@ class Ulysses:
             self._part(batch.input_ids),
             self._part(batch.position_ids),
             self._part(batch.labels),
-            batch.pairs and replace(batch.pairs, segments=self._part(batch.pairs.segments)),
+            batch.completions and replace(batch.completions, segments=self._part(batch.completions.segments)),
         )
 
     def _part(self, whole: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmtrain.data import Prepared, Schedule, notes, prepare
+from llmtrain.data import Completions, Prepared, Schedule, notes, prepare
 from llmtrain.data.chat.conversation import RowError, find_layout
 from llmtrain.data.samples import NO_TARGET, PackedSamples
 from llmtrain.errors import DataError, RecipeError
@@ -114,7 +114,7 @@ def texts(prepared: Prepared, one: Case) -> list[list[tuple[str, str]]]:
             for number in range(pairs)
         ]
         for labels, segments, pairs in zip(
-            rows.labels, rows.segments, samples.pairs(np.arange(len(samples))), strict=True
+            rows.labels, rows.segments, samples.examples(np.arange(len(samples))), strict=True
         )
     ]
 
@@ -149,13 +149,13 @@ def test_batches_carry_segments_lengths_and_references(chatml: Case) -> None:
     held = 0
     for part in parts:
         for one in part.micro_batches:
-            assert one.pairs is not None
-            exists = one.pairs.lengths > 0
+            assert one.completions is not None
+            exists = one.completions.lengths > 0
             assert (exists[:, 0::2] == exists[:, 1::2]).all()
-            assert int(one.pairs.lengths.sum()) == int((one.labels != NO_TARGET).sum())
-            assert one.pairs.references.isnan().equal(exists)  # unknown until they are computed
+            assert int(one.completions.lengths.sum()) == int((one.labels != NO_TARGET).sum())
+            assert one.completions.references.isnan().equal(exists)  # unknown until they are computed
             held += int(exists.sum()) // 2
-    assert {part.pairs for part in parts} == {held}
+    assert {part.examples for part in parts} == {held}
     assert {part.terms for part in parts} == {held}
 
 
@@ -176,20 +176,18 @@ def test_a_faulty_completion_leaves_out_the_pair(chatml: Case) -> None:
 
 def test_pairs_and_their_objective_go_together(chatml: Case) -> None:
     made = recipe(chatml, PAIRS)
-    with pytest.raises(RecipeError, match="language_model compares none"):
+    with pytest.raises(RecipeError, match=r"the format preference, but objective.name=language_model reads auto, text"):
         made.with_(**{"objective.name": "language_model", "data.sources.0.format": "preference"})
-    with pytest.raises(RecipeError, match="compares pairs, but a source's format is messages"):
+    with pytest.raises(RecipeError, match=r"the format messages, but objective.name=dpo reads auto, preference"):
         made.with_(**{"data.sources.0.format": "messages"})
-    with pytest.raises(RecipeError, match="sft_weight would have no effect on 'orpo'"):
+    with pytest.raises(RecipeError, match=r"^objective: sft_weight would have no effect on 'orpo', which uses beta "):
         made.with_(**{"objective.name": "orpo", "objective.sft_weight": 1.0})
     with pytest.raises(DataError, match="no conversations were found in the columns prompt, completion"):
         prepare(recipe(chatml, [{"prompt": "a", "completion": "b"}]))
 
 
 def test_lengths_count_the_targets_of_each_conversation() -> None:
-    from llmtrain.data import Pairs
-
     labels = torch.tensor([[5, -100, 6, 7, -100], [8, 9, -100, -100, -100]])
     segments = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 0, 0]])
-    pairs = Pairs.of(segments, labels, torch.zeros(2, 4, dtype=torch.float64))
-    assert pairs.lengths.tolist() == [[1, 2, 0, 0], [1, 1, 0, 0]]
+    made = Completions.of(segments, labels, torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.bool))
+    assert made.lengths.tolist() == [[1, 2, 0, 0], [1, 1, 0, 0]]
