@@ -1,4 +1,4 @@
-"""Bugs as trainers of pairs have them, planted into the real engine. Each is `bug(patch)`, as in `planted`."""
+"""Bugs as trainers of preferences have them, planted into the real engine. Each is `bug(patch)`, as in `planted`."""
 
 from __future__ import annotations
 
@@ -121,6 +121,99 @@ def every_slice_counts_the_whole_loss(patch):
     patch.setattr(Objective, "__call__", whole)
 
 
+def label_swapped_on_one_rank(patch):
+    def swap(judged):
+        last = dist.get_rank() == dist.get_world_size() - 1
+        return replace(judged, desirable=~judged.desirable) if last else judged
+
+    _on_pairs(patch, swap)
+
+
+def divergence_per_micro_batch(patch):
+    """As TRL has it: all ranks, but one micro step."""
+    estimate, original, found = engine.estimate_divergence, engine.forward, []
+
+    def each(own, batches):
+        for batch in batches:
+            for rows, mismatched in zip(batch.micro_batches, batch.mismatched, strict=True):
+                estimate(own, [replace(batch, micro_batches=[rows], mismatched=[mismatched])])
+                found.append(own.objective.divergence)
+
+    def forward(call, model, rows, device, own):
+        if model.training:
+            own.divergence = found.pop(0)
+        return original(call, model, rows, device, own)
+
+    patch.setattr(engine, "estimate_divergence", each)
+    patch.setattr(engine, "forward", forward)
+
+
+def divergence_with_gradient(patch):
+    """Its value is right, but the loss is also reduced by making the mismatched completions likelier."""
+    losses, original, train = objective.kto_losses, engine.forward, DeepSpeedEngine.train_step
+    seen = {"ratio": 0.0}
+
+    def train_step(self, batch):
+        seen["mismatched"], seen["count"] = iter(batch.mismatched), batch.examples
+        return train(self, batch)
+
+    def forward(call, model, rows, device, own):
+        if model.training:
+            seen["ratio"] = None
+            original(call, model, next(seen["mismatched"]), device, own)
+        found = original(call, model, rows, device, own)
+        seen["ratio"] = 0.0
+        return found
+
+    def kto_losses(config, ratios, desirable, divergence):
+        if seen["ratio"] is None:
+            mean = ratios.sum() / seen["count"]
+            seen["ratio"] = mean - mean.detach()
+        elif divergence > 0:
+            divergence = divergence + seen["ratio"]
+        return losses(config, ratios, desirable, divergence)
+
+    patch.setattr(DeepSpeedEngine, "train_step", train_step)
+    patch.setattr(engine, "forward", forward)
+    patch.setattr(objective, "kto_losses", kto_losses)
+
+
+def divergence_of_own_rank(patch):
+    patch.setattr(DeepSpeedEngine, "rewards", lambda self: self.objective.rewards(self.device))
+
+
+def divergence_of_own_completions(patch):
+    original = engine.estimate_divergence
+
+    def own(self, batches):
+        original(self, [replace(one, mismatched=one.micro_batches) for one in batches])
+
+    patch.setattr(engine, "estimate_divergence", own)
+
+
+def divergence_after_the_update(patch):
+    """That of the step before, whose weights were others."""
+    original, train = engine.estimate_divergence, DeepSpeedEngine.train_step
+
+    def train_step(self, batch):
+        found = train(self, batch)
+        original(self, [batch])
+        return found
+
+    patch.setattr(engine, "estimate_divergence", lambda self, batches: None)
+    patch.setattr(DeepSpeedEngine, "train_step", train_step)
+
+
+def weights_swapped(patch):
+    original = objective.kto_losses
+
+    def swapped(config, *others):
+        weights = {"desirable_weight": config.undesirable_weight, "undesirable_weight": config.desirable_weight}
+        return original(config.model_copy(update=weights), *others)
+
+    patch.setattr(objective, "kto_losses", swapped)
+
+
 COMPARED = (
     swapped_on_one_rank,
     reference_not_frozen,
@@ -133,3 +226,12 @@ COMPARED = (
 )
 SLICED = (slices_not_summed, slices_summed_without_gradient_of_others, every_slice_counts_the_whole_loss)
 """Those of ranks that share sequences."""
+JUDGED = (
+    label_swapped_on_one_rank,
+    divergence_per_micro_batch,
+    divergence_with_gradient,
+    divergence_of_own_rank,
+    divergence_of_own_completions,
+    divergence_after_the_update,
+    weights_swapped,
+)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from llmtrain.data import Completions
-from llmtrain.models import Objective
+from llmtrain.data import Completions, MicroBatch, StepBatch
+from llmtrain.engines.divergence import estimate_divergence
+from llmtrain.models import Objective, reward_metrics
 from llmtrain.models.objective import pair_losses
 from llmtrain.recipe import ObjectiveConfig
 from tests.helpers.harness import run_ranks
@@ -130,3 +131,59 @@ def test_a_pair_without_a_known_reference_has_no_finite_loss() -> None:
     unknown = replace(pairs(), references=torch.full_like(REFERENCES, torch.nan))
     assert Objective(CONFIGS[0])(losses(), unknown).isnan()
     assert Objective(CONFIGS[-1])(losses(), unknown).isfinite()  # ORPO has no reference
+
+
+def test_kto_is_what_the_paper_says() -> None:
+    config = ObjectiveConfig(name="kto", beta=0.3, desirable_weight=1.2, undesirable_weight=0.7)
+    labels = torch.tensor([[True, True, False, False], [False, True, False, False]])
+    judged, objective = replace(pairs(), desirable=labels), Objective(config)
+    objective.divergence = torch.tensor(0.4, dtype=torch.float64)
+    values, total, sums = losses(), 0.0, [0.0] * 5
+    for row, one in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)):
+        log_prob = -float(values[row][(SEGMENTS[row] == one) & (LABELS[row] > 0)].double().sum())
+        ratio, good = log_prob - float(REFERENCES[row, one]), bool(labels[row, one])
+        value = sigmoid(0.3 * (ratio - 0.4) if good else 0.3 * (0.4 - ratio))
+        total += (1.2 if good else 0.7) * (1 - value)
+        sums[0 if good else 1] += 0.3 * ratio
+        sums[2] += (ratio > 0.4) == good
+        sums[3 if good else 4] += 1
+    assert objective(values, judged).item() == pytest.approx(total, rel=2**-23)
+    seen = objective.rewards(torch.device("cpu")).tolist()
+    assert seen == pytest.approx(sums, rel=2**-22)
+    metrics = reward_metrics(objective, seen)
+    assert metrics["rewards_chosen"] == pytest.approx(sums[0] / 3, rel=2**-21)
+    assert metrics["rewards_rejected"] == pytest.approx(sums[1] / 3, rel=2**-21)
+    assert metrics["reward_accuracy"] == pytest.approx(sums[2] / 6)
+    assert metrics["kl"] == 0.4
+    only_good = reward_metrics(objective, [*seen[:4], 0.0])
+    assert math.isnan(only_good["rewards_rejected"])
+
+
+class Evaluated:
+    """An engine whose evaluations have seen these sums."""
+
+    def __init__(self, *sums: list[float]) -> None:
+        self.objective: Objective | None = Objective(ObjectiveConfig(name="kto", beta=0.5))
+        self.sums = iter(sums)
+        self.batches: list[StepBatch] = []
+
+    def eval_step(self, batch: StepBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        return torch.zeros(())
+
+    def rewards(self) -> torch.Tensor | None:
+        return torch.tensor(next(self.sums))
+
+
+def test_the_divergence_is_the_mean_of_all_mismatched_completions_and_not_negative() -> None:
+    rows = MicroBatch(SEGMENTS, SEGMENTS, LABELS)
+    batch = StepBatch([], 0, 2, 0, mismatched=[rows])
+    engine = Evaluated([3.0, -1.0, 0.0, 2.0, 1.0], [1.0, 0.5, 0.0, 3.0, 1.0])
+    estimate_divergence(engine, [batch, batch])
+    assert engine.batches[0].micro_batches == [rows]
+    assert engine.objective is not None
+    assert engine.objective.divergence.item() == pytest.approx(3.5 / 7 / 0.5)
+    engine = Evaluated([-3.0, -1.0, 0.0, 2.0, 1.0])
+    estimate_divergence(engine, [batch])
+    assert engine.objective is not None
+    assert engine.objective.divergence.item() == 0.0

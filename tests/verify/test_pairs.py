@@ -75,9 +75,29 @@ def test_clean_plans_of_judged_completions_are_certified(names, fields, judged, 
     ],
 )
 def test_every_planted_bug_is_caught(plan, bugs, pairs, tmp_path):
-    job = job_of(small_pairs(pairs, **DPO), [plan])
-    run_ranks(1, refer, job, tmp_path)
-    found = run_ranks(2, plant, job, tmp_path, "planted_pairs", bugs, timeout=600)[0]
+    _all_are_caught(plan, bugs, small_pairs(pairs, **DPO), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "bugs"),
+    [
+        pytest.param(
+            "dp2-zero2-acc2",
+            ("label_swapped_on_one_rank", "divergence_per_micro_batch", "divergence_with_gradient"),
+            marks=SLOW,
+            id="some",
+        ),
+        pytest.param("dp2-zero1-acc2", "JUDGED", marks=BREADTH),
+    ],
+)
+def test_every_planted_bug_of_judged_completions_is_caught(plan, bugs, judged, tmp_path):
+    _all_are_caught(plan, bugs, small_pairs(judged, **KTO), tmp_path)
+
+
+def _all_are_caught(plan, bugs, recipe, folder):
+    job = job_of(recipe, [plan])
+    run_ranks(1, refer, job, folder)
+    found = run_ranks(2, plant, job, folder, "planted_pairs", bugs, timeout=600)[0]
     assert found.pop("none") == [plan]
     assert found
     assert {name for name, plans in found.items() if plans} == set()

@@ -98,8 +98,7 @@ class Layout:
     def read(self, row: Mapping[str, Any]) -> tuple[Conversation, ...]:
         """Returns the conversation of a row, or one for each completion, chosen before rejected. Raises RowError."""
         if self.format in _COMPLETIONS:
-            answered = self.answered(row)
-            return tuple(answered.conversation(turns) for turns in answered.completions)
+            return self.answered(row).conversations
         parts = self._parts(row)
         return (self._conversation(_TURNS[self.format](parts), parts),)
 
@@ -112,7 +111,8 @@ class Layout:
             one = self._conversation([*prompt, *turns], parts)
             return replace(one, trained=(*[False] * (len(one.messages) - len(turns)), *one.trained[-len(turns) :]))
 
-        return Answered(prompt, [turns for turns, _ in completions], [label for _, label in completions], conversation)
+        turns, labels = zip(*completions, strict=True)
+        return Answered(prompt, turns, labels, tuple(map(conversation, turns)), conversation)
 
     def _parts(self, row: Mapping[str, Any]) -> dict[str, Any]:
         return {part: row.get(column) for part, column in self.columns.items()}
@@ -128,10 +128,12 @@ class Answered:
     """A prompt with completions, each of which is desirable or not."""
 
     prompt: list[Any]
-    completions: list[list[Any]]
-    desirable: list[bool]
+    completions: tuple[list[Any], ...]
+    desirable: tuple[bool, ...]
+    conversations: tuple[Conversation, ...]
+    """The prompt with each completion."""
     conversation: Callable[[list[Any]], Conversation]
-    """The prompt with a completion, of which nothing else is trained on."""
+    """Returns the prompt with any completion, of which nothing else is trained on."""
 
 
 @dataclass(frozen=True)

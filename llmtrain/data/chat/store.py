@@ -231,11 +231,9 @@ def _batches(
                 rendered.append(_Row(document, [encoder.render(one) for one in found]))
             else:
                 number += 1
-                for turns, other, desirable in zip(
-                    found.completions, _mismatched(known, number), found.desirable, strict=True
-                ):
-                    texts = [encoder.render(found.conversation(turns)), _rendered(encoder, found, other)]
-                    rendered.append(_Row(document, texts, desirable))
+                others = _mismatched(known, number)
+                for one, other, desirable in zip(found.conversations, others, found.desirable, strict=True):
+                    rendered.append(_Row(document, [encoder.render(one), _rendered(encoder, found, other)], desirable))
         yield rendered
         before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
 
@@ -243,9 +241,8 @@ def _batches(
 def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]:
     """Returns for each completion of a row one of another row, which answers another prompt.
 
-    It is that of the nearest row before, or after for the first rows. The completions of rows in their order are thus
-    used once each, which the estimate of a divergence asks for (arXiv 2402.01306, section 4.1), and which row it is
-    depends on the data alone: log-probabilities under the reference can be computed once.
+    It is the nearest row before, or after for the first rows. It depends on the data alone: the log-probabilities under
+    the reference can be computed once.
     """
     own = rows[number]
     places = chain(range(number - 1, -1, -1), range(number + 1, len(rows)))

@@ -191,3 +191,121 @@ def test_lengths_count_the_targets_of_each_conversation() -> None:
     segments = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 0, 0]])
     made = Completions.of(segments, labels, torch.zeros(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.bool))
     assert made.lengths.tolist() == [[1, 2, 0, 0], [1, 1, 0, 0]]
+
+
+def judged(number: int) -> dict[str, Any]:
+    one = pair(number)
+    return {"prompt": one["prompt"], "completion": one["chosen" if number % 3 else "rejected"], "label": number % 3 > 0}
+
+
+def completions(prepared: Prepared, one: Case) -> list[tuple[str, str, bool]]:
+    """For each judged completion: its text, that of its mismatched one, and its label; in the order of packing."""
+    samples: Any = prepared.sources[0].train
+    index = np.arange(len(samples))
+    own, others = samples.read(index), samples.mismatched.read(index)
+    decode = one.encoder()._plain.decode
+
+    def text(rows: Any, row: int, number: int) -> str:
+        labels = rows.labels[row]
+        return str(decode(labels[(rows.segments[row] == number) & (labels != NO_TARGET)].tolist()))
+
+    return [
+        (text(own, row, number), text(others, row, number), bool(own.desirable[row, number]))
+        for row, count in enumerate(samples.examples(index))
+        for number in range(count)
+    ]
+
+
+def test_each_completion_has_that_of_the_row_before_as_mismatched(chatml: Case) -> None:
+    rows = [judged(number) for number in range(60)]
+    made = recipe(chatml, rows, **{"objective.name": "kto"})
+    prepared = prepare(made)
+    texts = [row["completion"] for row in rows]
+    expected = zip(texts, [texts[1], *texts], (row["label"] for row in rows), strict=False)
+    assert sorted(completions(prepared, chatml)) == sorted(expected)
+    (note,) = (line for line in notes(prepared, made) if "desirable" in line)
+    assert "60 completions, 67% of them desirable, (prompt from 'prompt', completion from 'completion', label" in note
+
+
+def test_a_pair_is_two_judged_completions_and_no_mismatched_one_of_the_other(chatml: Case) -> None:
+    prepared = prepare(recipe(chatml, PAIRS, **{"objective.name": "kto"}))
+    found = completions(prepared, chatml)
+    before = [PAIRS[1], *PAIRS]
+    assert sorted(found) == sorted(
+        (own[part], other[part], part == "chosen")
+        for own, other in zip(PAIRS, before, strict=False)
+        for part in ("chosen", "rejected")
+    )
+    # The same as rows of their own, of which each two have the same prompt.
+    rows = [
+        {"prompt": one["prompt"], "completion": one[part], "label": part == "chosen"}
+        for one in PAIRS
+        for part in ("chosen", "rejected")
+    ]
+    found = completions(prepare(recipe(chatml, rows, **{"objective.name": "kto"})), chatml)
+    last_before = [PAIRS[1]["chosen"], *(one["rejected"] for one in PAIRS)]
+    assert sorted(found) == sorted(
+        (one[part], other, part == "chosen")
+        for one, other in zip(PAIRS, last_before, strict=False)
+        for part in ("chosen", "rejected")
+    )
+
+
+def test_a_mismatched_completion_is_cut_and_packs_with_the_longer_one(chatml: Case) -> None:
+    rows = [judged(number) for number in range(30)]
+    rows[11] = {"prompt": "p" * (LENGTH - 40), "completion": "c", "label": 1}
+    rows[10] = {"prompt": "q", "completion": "d" * (LENGTH // 2), "label": 0}
+    prepared = prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
+    found = prepared.sources[0].store.meta["conversations"]
+    assert (found["kept"], found["dropped"], found["cut"]) == (30, 0, 0)
+    (cut,) = (other for own, other, _ in completions(prepared, chatml) if own == "c")
+    assert 0 < len(cut) < LENGTH // 2
+    assert set(cut) == {"d"}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"label": "good"}, "the label is 'good'; it must be true"),
+        ({"label": None}, "the label is None; it must be true"),
+        ({"label": 2}, "the label is 2; it must be true"),
+        ({"completion": []}, "does not continue the prompt with a turn of the assistant"),
+        ({"completion": ""}, "message 2 (assistant) is empty"),
+        ({"prompt": None}, "has no prompt"),
+    ],
+)
+def test_faults_of_judged_completions(change: dict[str, Any], fault: str, chatml: Case) -> None:
+    rows = [judged(number) for number in range(6)]
+    rows[4] |= change
+    with pytest.raises(DataError) as caught:
+        prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
+    assert "1 of 6 rows" in str(caught.value)
+    assert "pairs.jsonl, line 5: " in str(caught.value)
+    assert fault in str(caught.value)
+
+
+def test_one_prompt_alone_has_no_mismatched_completion(chatml: Case) -> None:
+    rows = [{**judged(number), "prompt": "a"} for number in range(6)]
+    with pytest.raises(DataError, match="no other row near it has another prompt"):
+        prepare(recipe(chatml, rows, **{"objective.name": "kto"}))
+
+
+def test_judged_completions_need_a_label(chatml: Case) -> None:
+    with pytest.raises(DataError, match="unpaired_preference: prompt, completion, label; preference: chosen, rejected"):
+        prepare(recipe(chatml, [{"prompt": "a", "completion": "b"}], **{"objective.name": "kto"}))
+
+
+def test_batches_of_judged_completions_have_their_mismatched_ones(chatml: Case) -> None:
+    prepared = prepare(recipe(chatml, [judged(number) for number in range(60)], **{"objective.name": "kto"}))
+    sizes: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "gradient_accumulation_steps": 1}
+    parts = [Schedule(prepared, seed=1, dp_rank=rank, dp_size=2, **sizes).train_batch(4) for rank in (0, 1)]
+    held = 0
+    for part in parts:
+        for one, other in zip(part.micro_batches, part.mismatched, strict=True):
+            assert one.completions is not None
+            assert other.completions is not None
+            exists = one.completions.lengths > 0
+            assert (other.completions.lengths > 0).equal(exists)
+            assert other.completions.desirable.equal(one.completions.desirable)
+            held += int(exists.sum())
+    assert {part.examples for part in parts} == {held}
