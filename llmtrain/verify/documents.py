@@ -21,7 +21,8 @@ from llmtrain.verify.reference import NO_TARGET, ReferenceDocument, join
 def read_documents(samples: Any, number: int, data: DataConfig, padding: int) -> list[ReferenceDocument]:
     """Returns the documents of sequence `number` of `samples`, and its padding as another one.
 
-    samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document.
+    samples: as in `llmtrain.data.samples`. If the recipe does not mask documents, returns a single document,
+    unless its completions are judged: then it is the only one before the padding.
     """
     found = []
     for begin, end in _pieces(samples, number, data):
@@ -40,7 +41,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
         found.append(ReferenceDocument(torch.full((missing,), padding), torch.full((missing,), NO_TARGET)))
-    return found if data.keeps_apart else [join(found)]
+    return found if data.keeps_apart or samples.stream.desirable is not None else [join(found)]
 
 
 def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:

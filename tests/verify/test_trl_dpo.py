@@ -1,10 +1,11 @@
-"""The plain loop compared with TRL's DPOTrainer on the same rows: tokens, labels, and the losses of twenty steps.
+"""The plain loop compared with TRL's trainers on the same rows: tokens, labels, and the losses of twenty steps.
 
-Three things are chosen to be the same, because they differ by design. TRL trains on whatever the template writes after
+Some things are chosen to be the same, because they differ by design. TRL trains on whatever the template writes after
 the prompt, here nothing but the turn and its end token; with ChatML's own template it would train on the line feed
-between two turns. TRL averages over the pairs of a micro-batch, here the whole batch. Its cross-entropy term is the
-mean over the chosen tokens of a micro-batch; ours is, as in arXiv 2404.19733, a mean of the completions' means, so that
-it is left out here.
+between two turns. TRL averages over the pairs or completions of a micro-batch, here the whole batch. It also estimates
+KTO's divergence from the micro-batch; it is given the mismatched completions that llmtrain has chosen. Its
+cross-entropy term is the mean over the chosen tokens of a micro-batch; ours is, as in arXiv 2404.19733, a mean of the
+completions' means, so that it is left out here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -46,9 +48,9 @@ def rows() -> list[dict[str, str]]:
     ]
 
 
-def recipe(folder: Path, **fields: Any) -> Recipe:
+def recipe(folder: Path, texts: list[dict[str, Any]], **fields: Any) -> Recipe:
     path = write_pairs(folder)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
     own = {
         "data.eval_fraction": 0.0,
         "data.sequence_length": LENGTH,
@@ -64,15 +66,14 @@ def recipe(folder: Path, **fields: Any) -> Recipe:
 
 
 def trainer(made: Recipe, weights: dict[str, torch.Tensor], data: Dataset, folder: Path, **options: Any) -> Any:
-    from trl import DPOConfig, DPOTrainer
-
+    kind = "KTO" if made.objective.name == "kto" else "DPO"
     model, reference = (build_model(made, torch.float32, CPU) for _ in range(2))
     for one in (model, reference):
         one.load_state_dict(weights)
     tokenizer = AutoTokenizer.from_pretrained(str(made.data.tokenizer))
     tokenizer.chat_template, tokenizer.pad_token = TEMPLATE, tokenizer.eos_token
     optim = made.optim
-    arguments = DPOConfig(
+    arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=BATCH,
         max_steps=STEPS,
@@ -97,7 +98,8 @@ def trainer(made: Recipe, weights: dict[str, torch.Tensor], data: Dataset, folde
         use_cpu=True,
         **options,
     )
-    return DPOTrainer(model=model, ref_model=reference, args=arguments, train_dataset=data, processing_class=tokenizer)
+    own = {"model": model, "ref_model": reference, "args": arguments, "train_dataset": data}
+    return getattr(trl, f"{kind}Trainer")(**own, processing_class=tokenizer)
 
 
 def ids(document: ReferenceDocument, end: int) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ def completion(document: ReferenceDocument) -> list[int]:
     ],
 )
 def test_losses_are_those_of_trl(name: str, loss_type: str, tmp_path: Path) -> None:
-    made = recipe(tmp_path, **{"objective.name": name, "objective.beta": 0.3})
+    made = recipe(tmp_path, rows(), **{"objective.name": name, "objective.beta": 0.3})
     weights = build_model(made, torch.float32, CPU).state_dict()
     turns = [
         {
@@ -146,8 +148,62 @@ def test_losses_are_those_of_trl(name: str, loss_type: str, tmp_path: Path) -> N
     loop = ReferenceLoop(made, weights, CPU)
     ours = [loop.train_step(sequences).loss for sequences in steps]
 
-    theirs.train_dataset = theirs.train_dataset.select(order)
-    theirs.train()
-    logged = [line["loss"] for line in theirs.state.log_history if "loss" in line]
-    assert ours[0] != ours[-1]
+    assert ours == pytest.approx(losses(theirs, order), rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_losses_of_kto_are_those_of_trl(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    judged: list[dict[str, Any]] = []
+    for row in rows():
+        good = draw.random() < 0.6
+        judged.append({"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good})
+    weights = {"objective.desirable_weight": 1.3, "objective.undesirable_weight": 0.8}
+    own = {"objective.name": "kto", "objective.beta": 0.3, "data.packing": "none", **weights}
+    made = recipe(tmp_path, judged, **own)
+    initial = build_model(made, torch.float32, CPU).state_dict()
+    turns = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "completion": [{"role": "assistant", "content": row["completion"]}],
+            "label": row["label"],
+        }
+        for row in judged
+    ]
+    weights = {name.removeprefix("objective."): value for name, value in weights.items()}
+    theirs = trainer(made, initial, Dataset.from_list(turns), tmp_path, loss_type="kto", **weights)
+    known = {
+        tuple(one["prompt_ids"] + one["completion_ids"]): (number, one)
+        for number, one in enumerate(theirs.train_dataset)
+    }
+    end = theirs.processing_class.convert_tokens_to_ids("<|im_end|>")
+
+    steps = list(Batches(made, prepare(made), STEPS)._read_steps)  # none loses a completion
+    order, mismatched = [], []
+    for documents in (one for sequences in steps for one in sequences):
+        (document,) = (one for one in documents if one.desirable is not None)
+        number, row = known[ids(document, end)]
+        assert (completion(document), document.desirable) == (row["completion_ids"], row["label"])
+        assert document.mismatched is not None
+        order.append(number)
+        mismatched.append(completion(document.mismatched))
+        assert ids(document.mismatched, end) == (*row["prompt_ids"], *mismatched[-1])
+    loop = ReferenceLoop(made, initial, CPU)
+    ours, divergences = [], []
+    for sequences in steps:
+        ours.append(loop.train_step(sequences).loss)
+        divergences.append(loop.divergence)
+    assert max(divergences) > 0.1
+    logged = losses(theirs, order, KL_completion_ids=mismatched)
+    assert divergences == pytest.approx([line["kl"] for line in theirs.state.log_history if "kl" in line], abs=1e-3)
     assert ours == pytest.approx(logged, rel=0, abs=TOLERANCE)
+
+
+def losses(theirs: Any, order: list[int], **columns: list[Any]) -> list[float]:
+    """Trains on rows in an order, with other columns for them; returns the loss of each step."""
+    data = theirs.train_dataset.select(order)
+    for name, values in columns.items():
+        data = data.remove_columns(name).add_column(name, values)
+    theirs.train_dataset = data
+    theirs.train()
+    return [line["loss"] for line in theirs.state.log_history if "loss" in line]
