@@ -1,4 +1,4 @@
-"""A run on pairs: its lines of metrics, and a second run that finds the reference's log-probabilities."""
+"""A run on preferences: its lines of metrics, and a second run that finds the reference's log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ REWARDS = {"rewards_chosen", "rewards_rejected", "reward_margin", "reward_accura
 
 def _recipe(folder: Path, **fields: object) -> Path:
     own = {"train.max_steps": 6, "logging.every_steps": 2, "evaluation.every_steps": 3, "evaluation.at_start": True}
-    made = small_pairs(write_pairs(folder), **{**own, "optim.warmup_steps": 0, "logging.trackers": [], **fields})
+    judged = fields.get("objective.name") == "kto"
+    own |= {"optim.warmup_steps": 0, "logging.trackers": []}
+    made = small_pairs(write_pairs(folder, judged=judged), **{**own, **fields})
     made = made.with_(**{"train.max_steps": 6})  # `small` chose the steps of a verification
     path = folder / "pairs.py"
     path.write_text(
@@ -52,7 +54,25 @@ def test_rewards_are_logged_and_references_kept(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.slow
+def test_kto_logs_its_divergence_and_keeps_the_references_of_mismatched_completions(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    result = llmtrain("train", _recipe(tmp_path, **{"objective.name": "kto"}), "--run-dir", run_dir)
+    assert result.returncode == 0, result.stderr + result.stdout
+    lines = _lines(run_dir)
+    assert all(line.keys() >= {*REWARDS, "kl"} for line in lines)
+    before, *_, after = [line for line in lines if "eval_loss" in line]
+    assert before["eval_loss"] == pytest.approx(0.5, abs=1e-5)  # the model is its own reference
+    assert before["kl"] == pytest.approx(0.0, abs=1e-4)
+    assert after["reward_accuracy"] > 0.8
+    assert after["eval_loss"] < before["eval_loss"]
+    assert after["reward_margin"] == pytest.approx(after["rewards_chosen"] - after["rewards_rejected"], abs=1e-6)
+    assert len(list((tmp_path / "cache" / "references").glob("*/meta.json"))) == 4
+
+
 @pytest.mark.breadth
-def test_a_dry_run_compares_random_pairs(tmp_path: Path) -> None:
-    result = llmtrain("train", _recipe(tmp_path), "--dry-run", "--nproc", "2", "--set", "parallel.zero_stage=2")
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_dry_run_reads_random_completions(name: str, tmp_path: Path) -> None:
+    recipe = _recipe(tmp_path, **{"objective.name": name})
+    result = llmtrain("train", recipe, "--dry-run", "--nproc", "2", "--set", "parallel.zero_stage=2")
     assert result.returncode == 0, result.stderr + result.stdout

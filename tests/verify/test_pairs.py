@@ -11,6 +11,8 @@ from tests.helpers.small_verify import MOE, certified, job_of, plant, refer
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 DPO = {"objective.name": "dpo", "objective.label_smoothing": 0.1, "objective.sft_weight": 0.3}
 KTO = {"objective.name": "kto", "objective.beta": 0.5, "objective.undesirable_weight": 1.5}
+LORA = {"model.adapter": {"rank": 4, "alpha": 12.0}}
+"""Its reference is the base with the adapter off: a new adapter changes nothing."""
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-sp2-zero3-acc1", "dp1-tp2-zero1-acc4"]
 FLAT = ["dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
 THREE = ["dp1-pp2-sp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-tp2-sp2-zero1-acc4", "dp2-pp2-zero1-acc2"]
@@ -38,6 +40,8 @@ def judged(tmp_path_factory):
         pytest.param([*FLAT, *SHARED], DPO | {"parallel.precision": "bf16"}, marks=BREADTH),
         pytest.param(FLAT, DPO | {"parallel.precision": "autocast_bf16"}, marks=BREADTH),
         pytest.param(["dp1-zero0-acc4", *SHARED], DPO | {"kernels.loss": "chunked"}, marks=BREADTH),
+        pytest.param(["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DPO | LORA, marks=SLOW),
+        pytest.param([*FLAT, *SHARED], DPO | LORA, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
     ],
     ids=lambda value: "-".join(map(str, value)),
@@ -59,6 +63,7 @@ def test_clean_plans_are_certified(names, fields, pairs, tmp_path):
         pytest.param(SHARED, KTO, marks=BREADTH),
         pytest.param(THREE, KTO, marks=BREADTH),
         pytest.param(["dp1-zero0-acc4", *SHARED], KTO | {"kernels.loss": "chunked"}, marks=BREADTH),
+        pytest.param([*FLAT, *SHARED], KTO | LORA, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], KTO | MOE, marks=BREADTH),
         pytest.param(FLAT, KTO | {"data.packing": "none"}, marks=BREADTH),
     ],
