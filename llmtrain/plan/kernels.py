@@ -60,7 +60,7 @@ def needs_whole_loss(recipe: Recipe) -> str:
 def recomputes_loss(recipe: Recipe) -> bool:
     """Whether a chunk's logits are computed again in the backward pass (`llmtrain.models.chunked`).
 
-    The weight of a token in an objective that compares pairs is only known once all tokens of its pair are.
+    In an objective of completions, the weight of a token is only known once all tokens of its completion are.
     """
     scaled = recipe.parallel.precision in ("fp16", "autocast_fp16")
     return recipe.parallel.zero_stage == 3 or scaled or recipe.objective.of_completions

@@ -20,6 +20,7 @@ MAMBA = {
     ("fields", "rule", "field"),
     [
         ({"data.packing": "concat"}, "objective.whole_pairs", "data.packing"),
+        ({"data.packing": "none"}, "objective.whole_pairs", "data.packing"),
         ({"data.too_long": "cut_turns"}, "objective.whole_pairs", "data.too_long"),
         ({"data.train_on": "all"}, "objective.completions", "data.train_on"),
         ({"data.mask_documents": False}, "objective.documents", "data.mask_documents"),
@@ -34,9 +35,17 @@ def test_what_cannot_be_compared_is_refused(fields, rule, field):
     assert [(problem.rule, problem.field) for problem in caught.value.problems] == [(rule, field)]
 
 
+def test_single_completions_may_have_sequences_of_their_own():
+    kto = DPO | {"objective.name": "kto"}
+    resolve(tiny_recipe(**kto, **{"data.packing": "none"}), Cluster())
+    resolve(tiny_recipe(**kto, **MAMBA, **{"data.packing": "none"}), Cluster())
+    with pytest.raises(RecipeError, match="carries state from each packed document"):
+        resolve(tiny_recipe(**kto, **MAMBA), Cluster())
+
+
 def test_a_loss_that_needs_its_weights_at_once_is_refused():
     gpu = Cluster(device="h100")
-    with pytest.raises(RecipeError, match="only known once all tokens of its pair are"):
+    with pytest.raises(RecipeError, match="only known once all tokens of its completion are"):
         resolve(tiny_recipe(**DPO, **{"kernels.loss": "liger"}), gpu)
     for loss in ("whole", "chunked", "compiled"):
         resolve(tiny_recipe(**DPO, **{"kernels.loss": loss}), gpu)
