@@ -34,9 +34,9 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
             if samples.stream.holds_pairs:
                 document = replace(document, pair=(place // 2, place % 2 == 1))
             if samples.stream.desirable is not None:
-                bounds = samples.stream.documents[place + 1 : place + 3].tolist()
+                start, stop = samples.stream.documents[place + 1 : place + 3].tolist()
                 label = bool(samples.stream.desirable[place // 2])
-                document = replace(document, desirable=label, mismatched=_document(samples.stream, *bounds))
+                document = replace(document, desirable=label, mismatched=_document(samples.stream, start, stop - 1))
             found.append(document)
     missing = data.sequence_length - sum(len(one.inputs) for one in found)
     if missing:
@@ -45,7 +45,7 @@ def read_documents(samples: Any, number: int, data: DataConfig, padding: int) ->
 
 
 def _document(stream: Any, begin: int, end: int) -> ReferenceDocument:
-    """Returns the document whose inputs are those from `begin` to `end`, or to its end."""
+    """Returns the document with the inputs from `begin` to `end`, which is its last token or where it is cut."""
     tokens = torch.from_numpy(np.asarray(stream.tokens[begin : end + 1], dtype=np.int64))
     targets = tokens[1:].clone()
     if stream.trained is not None:
