@@ -44,10 +44,10 @@ def pack(folder: Path, store: TokenStore, sequence_length: int, alone: bool = Fa
             # Sequence i consists of the pieces offsets[i] to offsets[i + 1].
             offsets = stack.enter_context(ArrayWriter(folder, f"{split}_offsets", np.uint64))
             offsets.append(np.zeros(1, np.uint64))
-            index = _Index(folder, split, stack)
+            index = _PieceWriter(folder, split, stack)
             stream = store.streams[split]
             judged = stream.desirable is not None
-            mismatched = _Index(folder, f"{split}_mismatched", stack) if judged else None
+            mismatched = _PieceWriter(folder, f"{split}_mismatched", stack) if judged else None
             desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
             for pieces in _chunks(stream, sequence_length):
                 trained = trained_of(stream, pieces)
@@ -64,7 +64,7 @@ def pack(folder: Path, store: TokenStore, sequence_length: int, alone: bool = Fa
     return meta
 
 
-class _Index:
+class _PieceWriter:
     """Writes the pieces of sequences."""
 
     def __init__(self, folder: Path, name: str, stack: ExitStack) -> None:

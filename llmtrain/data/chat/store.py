@@ -68,7 +68,7 @@ class _Counts:
             self.faults.append(f"{place}: {error}")
 
 
-class _Row(NamedTuple):
+class _ChatRow(NamedTuple):
     """The conversations of a row that belong together: one; the chosen and the rejected one of a pair; or a judged one,
     followed by its prompt with a completion of another row (`_mismatched`)."""
 
@@ -195,7 +195,7 @@ def _size(one: Encoded, most: int, too_long: str) -> int:
 
 def _batches(
     corpus: Corpus, source: ChatSource, place: str, encoder: ChatEncoder, finder: Finder, counts: _Counts
-) -> Iterator[list[_Row]]:
+) -> Iterator[list[_ChatRow]]:
     """Yields documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
     judged = source.format == "unpaired_preference"
@@ -223,17 +223,19 @@ def _batches(
         rows = [(document, read(document)) for document in batch]
         known = [*before, *(found for _, found in rows if isinstance(found, Answered))]
         number = len(before) - 1
-        rendered: list[_Row] = []
+        rendered: list[_ChatRow] = []
         for document, found in rows:
             if isinstance(found, RowError):
-                rendered.append(_Row(document, [found]))
+                rendered.append(_ChatRow(document, [found]))
             elif isinstance(found, tuple):
-                rendered.append(_Row(document, [encoder.render(one) for one in found]))
+                rendered.append(_ChatRow(document, [encoder.render(one) for one in found]))
             else:
                 number += 1
                 others = _mismatched(known, number)
                 for one, other, desirable in zip(found.conversations, others, found.desirable, strict=True):
-                    rendered.append(_Row(document, [encoder.render(one), _rendered(encoder, found, other)], desirable))
+                    rendered.append(
+                        _ChatRow(document, [encoder.render(one), _rendered(encoder, found, other)], desirable)
+                    )
         yield rendered
         before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
 
