@@ -241,8 +241,7 @@ class DataConfig(Part):
 
 
 class ObjectiveConfig(Part):
-    """What is minimised: the mean over the target tokens of the global batch, over its pairs, or over its
-    completions."""
+    """What is minimised: the mean over the target tokens, the pairs or the completions of the global batch."""
 
     name: Literal["language_model", "dpo", "ipo", "orpo", "kto"] = "language_model"
     """`language_model`: the cross-entropy of each target token. The others depend on the log-probabilities of whole
