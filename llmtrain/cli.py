@@ -260,12 +260,23 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Add an adapter to its base: of a run, or of a folder of PEFT.")
     ] = False,
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub name of an adapter's base; default: where the run found it.")
+    ] = None,
+    into: Annotated[
+        Literal["trained", "full"],
+        typer.Option(
+            help="With --merge, of a base trained with in 4 bit: the values in training, or those of its files."
+        ),
+    ] = "trained",
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
+    if into != "trained" and not merge:
+        raise RecipeError(Problem("export.merge", "--into", "is for --merge", "give --merge, too"))
     if merge:
         from llmtrain.commands.merge import merge_adapter
 
-        merge_adapter(path, out, tokenizer, dtype, max_shard_size)
+        merge_adapter(path, out, tokenizer, dtype, max_shard_size, base, into)
         return
     folder = one_checkpoint(path)
     with quiet_libraries():
@@ -273,7 +284,7 @@ def export(
         from llmtrain.checkpoint.export import size_in_bytes
 
         tokenizer = tokenizer or folder.parent.parent / "tokenizer"
-        export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size))
+        export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size), base=base)
     print(f"exported {folder} to {out}")
 
 

@@ -132,6 +132,10 @@ class ModelConfig(Part):
     """Patterns of the names of the parameters to train, `model.layers.3?.*`; all others are frozen. Default: all are
     trained."""
 
+    quantize: Literal["none", "nf4"] = "none"
+    """`nf4`: with an `adapter` on `pretrained` weights, hold the frozen linear layers of the decoder in 4.127 bits per
+    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and what is no linear layer stay as they are."""
+
     @property
     def attention_kernel(self) -> str:
         """The attention implementation; `sdpa` if nothing was measured."""
@@ -143,6 +147,8 @@ class ModelConfig(Part):
             raise ValueError("give exactly one of `architecture` (a new model) and `pretrained` (its weights)")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
+        if self.quantize != "none" and (self.adapter is None or self.pretrained is None):
+            raise ValueError("`quantize` is for the frozen weights of `pretrained`, beside an `adapter`")
         return self
 
     @property

@@ -15,7 +15,9 @@ from llmtrain.engines.state.files import Stored
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
+from llmtrain.models.adapter import trained_part
 from llmtrain.models.hub_names import aliases, empty_model
+from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
 from llmtrain.runtime.agree import broadcast
@@ -24,15 +26,23 @@ from llmtrain.system.piece_heads import WEIGHT
 
 
 def base_of(plan: Plan) -> str:
-    """Returns the hash of the weights that checkpoints of a run leave out; empty if they leave out none.
+    """Returns the hash of the weights that checkpoints of a run leave out, and how they are held, if not as they are.
 
-    Called by all ranks; the first one reads the files.
+    Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
     """
     model = plan.recipe.model
     if not model.leaves_base:
         return ""
     found: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
-    return found
+    return found if model.quantize == "none" else f"{found} in {model.quantize}"
+
+
+def moved(plan: Plan, base: str | None) -> Plan:
+    """Returns a plan that finds the frozen weights under another name, if one is given."""
+    if base is None or not plan.recipe.model.leaves_base:
+        return plan
+    recipe = plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
+    return plan.model_copy(update={"recipe": recipe})
 
 
 def check_base(checkpoint: Path, before: str, now: str) -> None:
@@ -59,6 +69,8 @@ class WithBase(StateSource):
         stored = {name for one in super().all for name in groups.get(one, (one,))}
         self._base: dict[str, list[Stored]] = {name: [] for name in groups if name not in stored}
         self._pretrained = read_pretrained(model, config)
+        trained = trained_part(plan.recipe, config)
+        self._packed = trained.packed if trained else frozenset()
 
     @property
     def all(self) -> dict[str, list[Stored]]:
@@ -66,5 +78,8 @@ class WithBase(StateSource):
         return super().all | self._base
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """Returns a whole weight, flat, on the CPU."""
-        return self._pretrained.tensor(name).flatten() if name in self._base else super().whole(name, kind)
+        """Returns a whole weight, flat, on the CPU; one in 4 bit as the values with which the run trains."""
+        if name not in self._base:
+            return super().whole(name, kind)
+        weight = self._pretrained.tensor(name)
+        return (round_trip(weight) if name in self._packed else weight).flatten()

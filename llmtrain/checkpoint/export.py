@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from llmtrain.checkpoint.base import state_source
+from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
@@ -37,6 +37,8 @@ from llmtrain.system.untrusted import read_json, utf8_name
 Dtype = Literal["float32", "bfloat16", "float16"]
 BASE = "base"
 """Folder of a model of new weights in the export of its adapter."""
+QUANTIZED = "trained_in_nf4.json"
+"""File with the names of the base's weights that were in 4 bit while its adapter was trained."""
 SHARD_BYTES = 5 * 10**9
 """Largest size of a file, as recommended by the hub; a larger tensor gets a file of its own."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -50,6 +52,7 @@ def export(
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
     replace: bool = False,
+    base: str | None = None,
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
@@ -58,14 +61,17 @@ def export(
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
-    fp32 and as it is written, never the model. replace: whether `out` may have content. The folder is written under a
+    fp32 and as it is written, never the model. replace: whether `out` may have content. base: folder or hub name of the
+    frozen weights, if they are not where the run found them. The folder is written under a
     temporary name and renamed, so `out` is complete or absent. Raises CheckpointError for a damaged checkpoint, or if
     `out` has content that must not be replaced, or cannot be written.
     """
     if not replace:
         check_new(out)
     manifests = verify(checkpoint)
-    plan = read_plan(checkpoint)
+    plan = moved(read_plan(checkpoint), base)
+    if base is not None:
+        check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
     source, model = state_source(checkpoint, plan), _model(plan, dtype)
     recipe = plan.recipe
     # A base with new tokens, or of new weights, exists nowhere else.
@@ -74,8 +80,8 @@ def export(
         whole = folder
         if recipe.model.adapter is not None:
             whole = folder / BASE
-            base = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
-            write_adapter(recipe, model.config, source, model.dtype, base, folder)
+            frozen = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
+            write_adapter(recipe, model.config, source, model.dtype, frozen, folder)
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
@@ -154,7 +160,7 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
 def write_adapter(
     recipe: Recipe, config: PreTrainedConfig, source: StateSource, dtype: torch.dtype, base: str, folder: Path
 ) -> None:
-    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`.
+    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and which weights of its base were in 4 bit.
 
     base: the folder or hub name of the frozen weights.
     """
@@ -162,6 +168,9 @@ def write_adapter(
     settings = adapter.outline(model, recipe)
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
+    part = adapter.trained_part(recipe, config)
+    if part is not None and part.packed and not recipe.model.kept_rows:  # else the base here has what they stand for
+        (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): one for name, one in model.named_parameters() if one.requires_grad}
     files = {adapter.file_name(name): name for name in trained}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,15 +14,25 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreT
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.checkpoint.contents import read_plan
-from llmtrain.checkpoint.export import SHARD_BYTES, Dtype, export, read_tokenizer, write_configuration, write_weights
+from llmtrain.checkpoint.export import (
+    QUANTIZED,
+    SHARD_BYTES,
+    Dtype,
+    export,
+    read_tokenizer,
+    write_configuration,
+    write_weights,
+)
 from llmtrain.checkpoint.folder import check_new, new_folder
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
+from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.model_facts import pretrained_configuration
 from llmtrain.recipe import LoraConfig, ModelConfig
+from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
 if TYPE_CHECKING:
     import peft
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 """What the file of an adapter has for a linear layer; the last one only of DoRA."""
+Into = Literal["trained", "full"]
 MOST = 5
 """Largest number of names that an error message lists."""
 
@@ -40,17 +51,28 @@ def is_adapter(folder: Path) -> bool:
 
 
 def merge_checkpoint(
-    checkpoint: Path, tokenizer: Path, out: Path, dtype: Dtype | None = None, most_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    tokenizer: Path,
+    out: Path,
+    dtype: Dtype | None = None,
+    most_bytes: int = SHARD_BYTES,
+    base: str | None = None,
+    into: Into = "trained",
 ) -> None:
-    """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Raises like `merge`."""
+    """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Arguments: those of `merge`.
+
+    A base that was trained with in 4 bit has the values that these stand for, unless `into` is `full`. Raises like
+    `merge`.
+    """
     check_new(out)
-    if read_plan(checkpoint).recipe.model.adapter is None:
+    model = read_plan(checkpoint).recipe.model
+    if model.adapter is None:
         message = "has no adapter that could be merged"
         raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
         adapter = Path(folder) / "adapter"
-        export(checkpoint, tokenizer, adapter, "float32")  # rounded only once, after it was added
-        merge(adapter, out, tokenizer, None, dtype, most_bytes)
+        export(checkpoint, tokenizer, adapter, "float32", base=base)  # rounded only once, after it was added
+        merge(adapter, out, tokenizer, None, dtype, most_bytes, into)
 
 
 def merge(
@@ -60,11 +82,14 @@ def merge(
     base: str | None = None,
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
+    into: Into = "trained",
 ) -> None:
     """Writes base + adapter to `out`, for `from_pretrained`, with configuration and tokenizer.
 
     adapter: a folder of PEFT. tokenizer: default: that of the adapter's folder, else the base's. base: folder or hub
-    name; default: the one that the adapter names. dtype: of the weights; default: the base's. Each weight is added in
+    name; default: the one that the adapter names. dtype: of the weights; default: the base's. into: the weights to add
+    the adapter to, if it was trained beside weights in 4 bit: `trained`, the values that these stand for, which gives
+    the model that was trained; or `full`, those of the base, as other tools do. Each weight is added in
     fp32 and rounded once. Memory holds the largest weight three times in fp32, never the model. Raises RecipeError for
     an adapter or a base that cannot be read, and CheckpointError for weights that do not belong together, or if `out`
     has content or cannot be written.
@@ -75,7 +100,8 @@ def merge(
     config = pretrained_configuration(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights)
-    merged = Merged(adapter, lora, empty, read_pretrained(model, config))
+    packed = read_quantized(adapter) if into == "trained" else frozenset()
+    merged = Merged(adapter, lora, empty, read_pretrained(model, config), packed)
     own = aliases(empty)
     ignored = unsaved_names(empty)
     names = [name for name in empty.state_dict() if own[name][0] == name and name not in ignored]
@@ -95,6 +121,18 @@ def _generation(model: ModelConfig, config: PreTrainedConfig) -> GenerationConfi
         return GenerationConfig.from_model_config(config)
 
 
+def read_quantized(adapter: Path) -> frozenset[str]:
+    """Returns the names of the weights that were in 4 bit while an adapter was trained, as an export lists them."""
+    if not (file := adapter / QUANTIZED).is_file():
+        return frozenset()
+    try:
+        return frozenset(read_json(file, list[str]))
+    except UNREADABLE as error:
+        raise CheckpointError(
+            Problem("merge.file", str(adapter), f"{QUANTIZED} cannot be read: {why(error)}")
+        ) from None
+
+
 def _opened(folder: Path) -> Any:
     try:
         return safe_open(folder / ADAPTER_FILE, framework="pt")
@@ -106,9 +144,19 @@ def _opened(folder: Path) -> Any:
 class Merged:
     """The weights of a base with an adapter."""
 
-    def __init__(self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained) -> None:
-        """model: the base on the meta device. Raises CheckpointError for an adapter of another model."""
-        self._lora, self._base, self._folder = lora, base, folder
+    def __init__(
+        self,
+        folder: Path,
+        lora: peft.LoraConfig,
+        model: PreTrainedModel,
+        base: Pretrained,
+        packed: frozenset[str] = frozenset(),
+    ) -> None:
+        """model: the base on the meta device. packed: names of the weights to take the values of in 4 bit.
+
+        Raises CheckpointError for an adapter of another model.
+        """
+        self._lora, self._base, self._folder, self._packed = lora, base, folder, packed
         self._modules = dict(model.named_modules())
         self._file = _opened(folder)
         names = self._file.keys()
@@ -120,6 +168,7 @@ class Merged:
         if name in self._shapes:  # of a module that was trained as a whole
             return self._tensor(name).flatten()
         weight, module = self._base.tensor(name).float(), name.removesuffix(".weight")
+        weight = round_trip(weight) if name in self._packed else weight
         if not name.endswith(".weight") or f"{module}.{LORA[0]}" not in self._shapes:
             return weight.flatten()
         is_transposed = isinstance(self._modules[module], Conv1D)

@@ -15,6 +15,8 @@ def merge_adapter(
     tokenizer: Path | None,
     dtype: Literal["float32", "bfloat16", "float16"] | None,
     max_shard_size: str,
+    base: str | None = None,
+    into: Literal["trained", "full"] = "trained",
 ) -> None:
     """Merges the adapter of a checkpoint, of a run directory or of a folder of PEFT."""
     is_peft = (path / "adapter_config.json").is_file()
@@ -25,7 +27,8 @@ def merge_adapter(
 
         most = size_in_bytes(max_shard_size)
         if is_peft:
-            merge(folder, out, tokenizer, dtype=dtype, most_bytes=most)
+            merge(folder, out, tokenizer, base, dtype, most, into)
         else:
-            merge_checkpoint(folder, tokenizer or folder.parent.parent / "tokenizer", out, dtype, most)
+            own = tokenizer or folder.parent.parent / "tokenizer"
+            merge_checkpoint(folder, own, out, dtype, most, base, into)
     print(f"merged {folder} into {out}")

@@ -25,6 +25,7 @@ from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
 from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe
@@ -212,7 +213,7 @@ class PlainLoop:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_weights(self.model):
             yield weight_name(name), self.distribution.whole(parameter.detach())
 
     def save(self, writer: Writer) -> None:

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models import nf4
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, key
 from llmtrain.models.loss import freeze_choosers, target_loss_sum
@@ -84,6 +85,8 @@ class Trained:
     """Names of the modules that are trained as a whole and saved with the adapter."""
     config: peft.LoraConfig | None = None
     """The adapter's configuration, if there is one."""
+    packed: frozenset[str] = frozenset()
+    """Names of the frozen weights that are held in 4 bit."""
 
 
 def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
@@ -102,8 +105,9 @@ def trained_part(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     if problems or others:
         raise RecipeError([*others, *problems])
-    weights = (f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
-    found = Trained(frozenset(weights), adapted, saved, lora)
+    weights = frozenset(f"{name}.{own}" for name in saved for own, _ in whole.get_submodule(name).named_parameters())
+    packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
+    found = Trained(weights, adapted, saved, lora, packed)
     _check_used(config, found)
     return found
 
@@ -184,7 +188,7 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
             slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
     if trained is not None:
         stage.complete_groups()
-    own = ((name, weight_name(name)) for name, _ in stage.model.named_parameters())
+    own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
 
 

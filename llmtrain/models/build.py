@@ -17,7 +17,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import adapter
+from llmtrain.models import adapter, nf4
 from llmtrain.models.initial import Gather, initialise
 from llmtrain.models.loss import freeze_choosers
 from llmtrain.models.pretrained import read_pretrained
@@ -66,14 +66,16 @@ def build_model(
     """
     config = model_configuration(recipe)
     trained = adapter.trained_part(recipe, config)
-    if recipe.model.pretrained is not None and partitioned is None and not recipe.model.kept_rows:
+    packed = {name: name for name in trained.packed} if trained else {}
+    if recipe.model.pretrained is not None and partitioned is None and not (recipe.model.kept_rows or packed):
         loaded = freeze_choosers(_load_whole(recipe.model, config, dtype, device))
         adapter.apply(loaded, trained, recipe)
         return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    with torch.device(device), no_init_weights(), (partitioned or nullcontext)():
+    # What is packed is made on the device one weight at a time; on the host, what nobody writes to takes no memory.
+    with torch.device("cpu" if packed else device), no_init_weights(), (partitioned or nullcontext)():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=recipe.model.attention_kernel,
@@ -81,10 +83,15 @@ def build_model(
             trust_remote_code=recipe.model.trust_remote_code,
         )
     model.tie_weights()
-    initialise(model, recipe.train.seed, gather)
+    if not packed:
+        initialise(model, recipe.train.seed, gather)
     if recipe.model.pretrained is not None:
-        weights = dict(model.named_parameters()) | persistent_buffers(model)
+        own = {name: one for name, one in model.named_parameters() if name not in packed}
+        weights = own | persistent_buffers(model)
         _load_named(weights, recipe.model, config, gather or (lambda _: nullcontext()), is_reader)
+    if packed:
+        nf4.pack(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
+        model.to(device)
     adapter.apply(freeze_choosers(model), trained, recipe, gather)
     return model
 
@@ -152,15 +159,21 @@ def stage_builder(
     def build(index: int, ranks: Ranks | None = None) -> Stage:
         slices = TensorParallel(split, ranks) if ranks else None
         whole = slices.whole if slices else None
-        stage = build_stage(config, index, bounds, attention, dtype, device, cut, slices)
+        packed = trained.packed if trained else ()
+        home = torch.device("cpu") if packed else device  # as in `build_model`
+        stage = build_stage(config, index, bounds, attention, dtype, home, cut, slices)
         if recipe.model.pretrained is None:
             initialise(stage.model, recipe.train.seed, whole)
         else:
             own: dict[str, torch.Tensor] = {
-                whole: stage.get_parameter(name) for name, whole in stage.hf_names().items()
+                whole: stage.get_parameter(name) for name, whole in stage.hf_names().items() if whole not in packed
             }
             own |= persistent_buffers(stage.model)
             _load_named(own, recipe.model, config, whole or (lambda _: nullcontext()), is_reader=True)
+        if packed:
+            names = {name: whole for name, whole in stage.hf_names().items() if whole in packed}
+            nf4.pack(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
+            stage.to(device)
         adapter.apply_to_stage(stage, trained, recipe, slices)
         return stage
 

@@ -127,14 +127,14 @@ class TensorParallel:
             if style is not None and next(module.parameters(), None) is not None:
                 STYLES[style].install(module, self.ranks, model.config)
 
-    def adapt(self, name: str, base: nn.Module, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
+    def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
 
         If the layer's outputs are split, so are those of the outer matrix, and the inner one is whole; if its inputs
         are, it is the other way round. Gradients of whole matrices are then whole on each rank. Raises FamilyError for
         a layer whose outputs are exchanged in another way.
         """
-        style, shard = self.split.styles.get(name, "replicate"), shard_of(base.get_parameter("weight"))
+        style, shard = self.split.styles.get(name, "replicate"), shard_of(base.weight)
         if shard is None and style == "replicate":
             return
         if shard is None or not isinstance(base, nn.Linear):

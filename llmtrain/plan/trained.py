@@ -33,7 +33,8 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     weights = facts.weights
     if weights is None or not model.is_frozen_in_part:
         return facts
-    change = _beside(_adapter(model.adapter)) if model.adapter else _named(model.trainable, weights.tied)
+    packs = model.quantize != "none"
+    change = _beside(_adapter(model.adapter), packs) if model.adapter else _named(model.trainable, weights.tied)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
     embedding = tuple(change(weights.embedding, "", is_table=True))
     changed = Weights(
@@ -125,16 +126,18 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, one) or fnmatchcase(name, f"*.{one}") for one in patterns)
 
 
-def _beside(adapter: _Adapter) -> Change:
+def _beside(adapter: _Adapter, packs: bool) -> Change:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
             own = list(group)
             saved = _within_saved(prefix + module, adapter.saved)
-            yield from (weight.model_copy(update={"trained": saved}) for weight in own)
             matrix = own[0]
             linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
             is_router = has_experts and module.endswith(".gate")
+            packed = packs and linear and bool(prefix) and not (saved or is_router)
+            for weight in own:
+                yield weight.model_copy(update={"trained": saved, "packed": packed and weight is matrix})
             if linear and not (is_table or is_router) and adapter.is_target(prefix + module):
                 yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
 

@@ -23,6 +23,8 @@ class Weight(Part):
     """Its shape."""
     trained: bool = True
     """Whether it is trained; other weights are frozen."""
+    packed: bool = False
+    """Whether it is frozen and held in 4 bit (`model.quantize`)."""
 
     @property
     def elements(self) -> int:

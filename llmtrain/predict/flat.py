@@ -99,8 +99,9 @@ def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
 
 
 def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
-    """Returns what a rank of a stage holds without training it, grouped in the same way."""
-    return _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if not one.trained])
+    """Returns what a rank of a stage holds without training it, grouped in the same way; not what is in 4 bit."""
+    own = stage_weights(plan, weights, stage)
+    return _groups(plan, weights, [one for one in own if not (one.trained or one.packed)])
 
 
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:

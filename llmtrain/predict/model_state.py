@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llmtrain.plan.draft import WEIGHT_DTYPE
+from llmtrain.plan.nf4 import TABLES, WORKSPACE, packed_bytes
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weight, Weights
@@ -21,6 +22,7 @@ from llmtrain.predict.flat import (
     groups_of,
     most_touched,
     persistence_threshold,
+    stage_weights,
 )
 from llmtrain.predict.parts import Parts, State
 
@@ -60,6 +62,8 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
         state = _bf16_optimizer(plan, groups) if has_bf16_optimizer(plan) else _zero12(plan, groups)
     if frozen:  # only ZeRO-3 shards them
         state = state.with_parameters(weight_bytes(plan) * sum(group.elements for group in frozen))
+    if packed := [weight.elements for weight in stage_weights(plan, weights, stage) if weight.packed]:
+        state = state.with_parameters(sum(map(packed_bytes, packed)) + TABLES).with_live(WORKSPACE * max(packed))
     if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
@@ -67,9 +71,19 @@ def state_of(plan: Plan, weights: Weights, stage: int) -> State:
 
 
 def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
-    """Returns the bytes that a rank of a stage saves: the fp32 weights and moments of its share, in any engine."""
-    elements = sum(-(-group.elements // group.ranks) for group in groups_of(plan, weights, stage))
-    return 4 * (1 + moments(plan)) * elements
+    """Returns the bytes that a rank of a stage saves: the fp32 weights and moments of its share, in any engine.
+
+    Frozen weights of a new model are saved, too, as they are held.
+    """
+    trained = 4 * (1 + moments(plan)) * _shares(groups_of(plan, weights, stage))
+    if plan.recipe.model.leaves_base:
+        return trained
+    held = 4 if plan.parallel.strategy == "fsdp2" else weight_bytes(plan)
+    return trained + held * _shares(frozen_of(plan, weights, stage))
+
+
+def _shares(groups: list[FlatGroup]) -> int:
+    return sum(-(-group.elements // group.ranks) for group in groups)
 
 
 def has_bf16_optimizer(plan: Plan) -> bool:

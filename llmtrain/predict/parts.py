@@ -24,7 +24,7 @@ class Parts(Part):
     buckets: int = 0
     """Buffers for the reduction of gradients."""
     live_parameters: int = 0
-    """Parameters gathered for use by ZeRO-3 or FSDP2."""
+    """Parameters gathered for use by ZeRO-3 or FSDP2, or made whole from 4 bit."""
     communication: int = 0
     """Other buffers for communication: activations between pipeline stages, buffers of a backend."""
     activations: int = 0
@@ -65,6 +65,11 @@ class State(Part):
     def with_parameters(self, size: int) -> State:
         """Returns a copy with more bytes of parameters at each moment of a step."""
         moments = {name: getattr(self, name).plus(parameters=size) for name in ("forward", "backward", "update")}
+        return self.model_copy(update=moments)
+
+    def with_live(self, size: int) -> State:
+        """Returns a copy with more bytes of live parameters during the passes."""
+        moments = {name: getattr(self, name).plus(live_parameters=size) for name in ("forward", "backward")}
         return self.model_copy(update=moments)
 
 

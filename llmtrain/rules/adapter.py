@@ -52,6 +52,39 @@ def experts(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.zero_stage", message, STAGES)
 
 
+@rule(
+    "adapter.nf4",
+    "Weights in 4 bit are bytes of a whole matrix with scales of 64 and of 16,384 elements. They are held in buffers: "
+    "ZeRO-3 and FSDP2 shard parameters only: every rank would hold all of them, as at ZeRO-2. The part of a tensor "
+    "parallel rank would have other blocks, with other values.",
+    "run",
+)
+def nf4(draft: Draft) -> Iterator[Fault]:
+    """Refuses weights in 4 bit where an engine would split them, or multiplies with them in fp8."""
+    model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
+    if model.quantize == "none":
+        return
+    field = "model.quantize"
+    if parallel.tensor > 1:
+        message = "the blocks of a matrix in 4 bit are not those of the parts of tensor parallel ranks"
+        yield Fault(field, message, f"{assignment(parallel__tensor=1)}, or {WHOLE}")
+    if parallel.expert > 1:
+        message = "distributed experts have not been tried beside weights in 4 bit"
+        yield Fault(field, message, f"{assignment(parallel__expert=1)}, or {WHOLE}")
+    if parallel.strategy == "fsdp2":
+        message = "FSDP2 shards parameters, and would leave what is in 4 bit whole on every rank"
+        yield Fault(field, message, f"{assignment(parallel__accelerate='ddp')}, or {WHOLE}")
+    elif parallel.strategy == "deepspeed" and parallel.zero_stage == 3:
+        message = "ZeRO-3 shards parameters, and would leave what is in 4 bit whole on every rank"
+        yield Fault(field, message, f"{assignment(parallel__zero_stage=2)}, or {WHOLE}")
+    if draft.recipe.kernels.fp8 != "off":
+        message = "weights in 4 bit are multiplied with in the type of the computation, never in fp8"
+        yield Fault(field, message, f"{assignment(kernels__fp8='off')}, or {WHOLE}")
+    if facts is not None and facts.model_type == "gpt2":
+        yield Fault(field, "GPT-2 has no nn.Linear in its layers, and 'nf4' is for these", WHOLE)
+
+
+WHOLE = assignment(model__quantize="none")
 STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"
 
-RULES = (dora, experts)
+RULES = (dora, experts, nf4)

@@ -32,6 +32,12 @@ NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Data type of the weights that the model reads, if it is not fp32."""
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""Values of the 4-bit type of QLoRA (arXiv 2305.14314, appendix E)."""
 CLIP_EPS = 1e-6
 """Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
 
@@ -345,6 +351,9 @@ def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         for name, weight in declared.named_parameters():
             if not weight.requires_grad:  # lost when weights are loaded
                 read.get_parameter(name).requires_grad_(False)
+        if model.quantize == "nf4":
+            full = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin)
+            _round_base(read, full.float(), model)
         if model.kept_rows:
             _add_rows(read, size or config.vocab_size, model.kept_rows)
         return cast(PreTrainedModel, read.to(device))
@@ -403,6 +412,38 @@ def _plain_name(name: str) -> str:
     for part in (".base_layer.", ".modules_to_save.default.", ".default."):
         name = name.replace(part, ".")
     return name
+
+
+@torch.no_grad()
+def _round_base(model: PreTrainedModel, full: PreTrainedModel, part: ModelConfig) -> None:
+    """Gives the frozen linear layers of `model`, except for the head, the values of `full` in NF4."""
+    assert part.adapter is not None, "the recipe requires it"
+    saved = _matching([name for name, _ in model.named_modules()], part.adapter.modules_to_save)
+    for name, module in model.named_modules():
+        kept = any(f"{name}.".startswith(f"{one}.") for one in saved) or module is model.get_output_embeddings()
+        if type(module) is nn.Linear and not kept:
+            module.weight.copy_(_in_nf4(full.get_submodule(name).weight))
+
+
+def _in_nf4(weight: Tensor) -> Tensor:
+    """Returns the values of a weight in NF4 with double quantization (arXiv 2305.14314, section 3)."""
+    blocks = torch.split(weight.flatten(), 64)
+    scales = torch.stack([block.abs().max() for block in blocks])
+    steps = [10.0 ** (e - 6) * (0.1 + 0.9 * (k + 0.5) / 2**e) for e in range(7) for k in range(2**e)]
+    eight_bit = sorted([*steps, *(-step for step in steps), 0.0, 1.0])
+    mean = scales.mean()
+    scales = (
+        torch.cat([_on_grid(some, eight_bit) * some.abs().max() for some in torch.split(scales - mean, 256)]) + mean
+    )
+    rounded = [_on_grid(block, NF4) * scale for block, scale in zip(blocks, scales, strict=True)]
+    return torch.cat(rounded).view_as(weight)
+
+
+def _on_grid(values: Tensor, levels: Sequence[float]) -> Tensor:
+    """Returns the level nearest to each value, relative to the largest magnitude; levels ascend."""
+    grid = torch.tensor(levels, dtype=torch.float64)
+    relative = values / values.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return grid[(relative.double()[:, None] - grid).abs().argmin(1)].float()
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ class EngineAxis:
         """Returns the Hugging Face name of a parameter or buffer of the engine's model."""
         return name
 
-    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]] | None:
+    def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]] | None:
         """Returns an iterator over every whole weight by its Hugging Face name.
 
         Returns None if the model's own parameters have these names already.

@@ -42,6 +42,7 @@ from llmtrain.engines.step import take_step
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
@@ -320,7 +321,7 @@ class DeepSpeedEngine:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
-        for name, weight in named or ((name, self._whole(one)) for name, one in self.model.named_parameters()):
+        for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
             yield weight_name(name), weight.cpu()
 
     def close(self) -> None:
@@ -440,7 +441,7 @@ class DeepSpeedEngine:
             name = axis.hugging_face_name(name)
         return weight_name(name)
 
-    def _whole(self, parameter: nn.Parameter) -> Tensor:
+    def _whole(self, parameter: Tensor) -> Tensor:
         """Returns a copy of a whole weight, of which this rank may hold a portion or a ZeRO-3 shard.
 
         All holders of the weight call it.
@@ -449,7 +450,7 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             weight = parameter.detach().clone()
         for axis in self.axes:
-            weight = axis.whole(parameter, weight)
+            weight = axis.whole(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
         return weight
 
 

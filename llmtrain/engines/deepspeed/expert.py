@@ -135,7 +135,7 @@ class ExpertAxis(EngineAxis):
         """Returns the name before DeepSpeed replaced the blocks of experts."""
         return own_name(name, self._blocks)
 
-    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with gate and up projections joined."""
         parameters = dict(self._engine.model.named_parameters())
         return hugging_face_weights(parameters, self._blocks, lambda name: whole(parameters[name]))

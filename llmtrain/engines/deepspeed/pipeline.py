@@ -25,6 +25,7 @@ from llmtrain.engines.forward import bounds_for, documents_known, loss_of
 from llmtrain.engines.state.pieces import Region
 from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
+from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
@@ -160,11 +161,12 @@ class PipelineAxis(EngineAxis):
         """Returns the name in the whole model; a tied weight has the name of its first occurrence."""
         return self._names.get(f"model.{name}", name)
 
-    def named_weights(self, whole: Callable[[nn.Parameter], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights of all stages; the rank of a stage broadcasts them to the other ranks of the pipe."""
         seen: set[str] = set()
         group = self._grid.get_pipe_parallel_group()
-        own = {name: self._stage.get_parameter(path) for path, name in self._names.items()}
+        held = dict(named_weights(self._stage))
+        own = {name: held[path] for path, name in self._names.items()}
         for owner in self._grid.pp_group:
             names = [list(own)]
             dist.broadcast_object_list(names, src=owner, group=group)

@@ -1,0 +1,177 @@
+"""Frozen linear layers in 4 bit: NF4 with double quantization, the format of QLoRA (arXiv 2305.14314).
+
+A weight is divided into blocks of 64 elements. Each element is one of 16 quantiles of a normal distribution, times the
+block's largest magnitude. Of these, the mean is subtracted, and what remains is rounded to 8 bits in blocks of 256.
+This takes 4 + 8/64 + 32/(64·256) = 4.127 bits per element. The numbers are those of bitsandbytes' `quantize_4bit`, so
+an adapter that was trained here belongs to the base that `transformers` loads with it.
+
+The packed weight is held in buffers, and not in a parameter as in bitsandbytes and in torchao: ZeRO, DDP and AutoTP
+cast, broadcast, flatten and split whatever is a parameter. No buffer is of a floating type, which a cast of the model
+to bf16 would round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from transformers import PreTrainedModel
+
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.stages import decoder_layers
+from llmtrain.plan.nf4 import BLOCK, BLOCKS
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 values of NF4 (appendix E of the paper)."""
+
+
+class Nf4Linear(nn.Linear):
+    """A frozen linear layer whose weight is in 4 bit, and whole only while it is multiplied with."""
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, tables: Tensor) -> None:
+        """dtype: of `weight`, where something reads it. tables: those of `make_tables`, which layers share."""
+        nn.Module.__init__(self)  # without the weight of nn.Linear
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
+        self.register_parameter("bias", bias)
+        for name, buffer in zip(("packed", "scales", "ranges"), quantize(weight), strict=True):
+            self.register_buffer(name, buffer, persistent=False)
+        self.register_buffer("tables", tables, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight that the packed one stands for."""
+        return dequantize(self._stored(), (self.out_features, self.in_features), self.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies in the type of the input, or of autocast."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        product: Tensor = _Product.apply(input, self.bias, self.out_features, *self._stored())  # type: ignore[no-untyped-call]
+        return product
+
+    def _stored(self) -> list[Tensor]:
+        return list(self.buffers(recurse=False))
+
+
+class _Product(torch.autograd.Function):
+    """input · weightᵀ + bias. The whole weight is made again for the backward pass, and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, outputs: int, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.shape = (outputs, input.shape[-1])
+        weight = dequantize(stored, ctx.shape, input.dtype)
+        return linear(input, weight, None if bias is None else bias.to(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        return gradient @ dequantize(ctx.saved_tensors, ctx.shape, gradient.dtype), *[None] * 6
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a weight as (two elements a byte, a byte for each block, what the blocks' bytes stand for).
+
+    The last one has the largest deviation of each 256 blocks from the mean, then the mean: fp32, as int32.
+    """
+    blocks = _in_blocks(weight.detach().float().flatten(), BLOCK)
+    largest = blocks.abs().amax(1)
+    codes = _nearest(blocks / _divisor(largest).unsqueeze(1), torch.tensor(LEVELS)).flatten()[: weight.numel()]
+    codes = pad(codes, (0, len(codes) % 2)).to(torch.uint8)
+    mean = largest.mean()
+    deviations = _in_blocks(largest - mean, BLOCKS)
+    ranges = deviations.abs().amax(1)
+    scales = _nearest(deviations / _divisor(ranges).unsqueeze(1), _eight_bit()).flatten()[: len(largest)]
+    return codes[::2] << 4 | codes[1::2], scales.to(torch.uint8), torch.cat([ranges, mean[None]]).view(torch.int32)
+
+
+def make_tables(device: torch.device) -> Tensor:
+    """Returns the pair of elements that each byte stands for, and the value of each scale's byte: fp32, as int32."""
+    levels = torch.tensor(LEVELS)
+    pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+    return torch.cat([pairs.flatten(), _eight_bit()]).view(torch.int32).to(device)
+
+
+def dequantize(stored: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns the weight of what `quantize` returned, computed in fp32 and rounded once. stored: it, and the tables."""
+    packed, scales, ranges, tables = stored
+    limits, values = ranges.view(torch.float32), tables.view(torch.float32)
+    pairs, steps = values[:512].view(256, 2), values[512:]
+    largest = steps[scales.int()] * limits[:-1].repeat_interleave(BLOCKS)[: len(scales)] + limits[-1]
+    elements = _in_blocks(pairs[packed.int()].flatten(), BLOCK).mul_(largest.unsqueeze(1)).flatten()
+    return elements[: shape[0] * shape[1]].view(shape).to(dtype)
+
+
+def round_trip(weight: Tensor) -> Tensor:
+    """Returns the values, in fp32, with which a weight is trained."""
+    rows, columns = weight.shape
+    return dequantize((*quantize(weight), make_tables(weight.device)), (rows, columns), torch.float32)
+
+
+def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[str]:
+    """Returns the names of the weights that are held in 4 bit: of the frozen linear layers of the decoder.
+
+    trained: names of the weights that are not frozen. Raises RecipeError if there are none.
+    """
+    prefix, layers = decoder_layers(model)
+    linear = (name for name, module in layers.named_modules(prefix=prefix) if type(module) is nn.Linear)
+    found = frozenset(f"{name}.weight" for name in linear) - trained
+    if not found:
+        message = f"the decoder layers of {model.config.model_type} have no frozen nn.Linear"
+        raise RecipeError(Problem("model.quantize", "model.quantize", message, "--set model.quantize=none"))
+    return found
+
+
+def pack(
+    model: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Puts packed layers in the place of linear layers, one at a time.
+
+    names: of their weights in the model, with those by which `read` returns them.
+    """
+    tables = make_tables(device)
+    for name, whole in names.items():
+        path, _, own = name.removesuffix(".weight").rpartition(".")
+        parent = model.get_submodule(path)
+        layer: Any = parent.get_submodule(own)
+        setattr(parent, own, Nf4Linear(read(whole).to(device), layer.bias, dtype, tables))
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters of a model, and the weights that are held in 4 bit."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            yield f"{name}.weight", module.weight
+
+
+def _in_blocks(values: Tensor, size: int) -> Tensor:
+    return pad(values, (0, -len(values) % size)).view(-1, size)
+
+
+def _divisor(largest: Tensor) -> Tensor:
+    return torch.where(largest > 0, largest, 1.0)
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    """Returns the index of the nearest level of each value, of two the lower one."""
+    return torch.bucketize(values, ((levels[1:] + levels[:-1]) / 2).to(values.device))
+
+
+def _eight_bit() -> Tensor:
+    """Returns the values of a signed 8-bit float with as many bits of fraction as its exponent leaves.
+
+    (arXiv 1511.04561; `bitsandbytes.functional.create_dynamic_map`.)
+    """
+    bounds = [torch.linspace(0.1, 1, 2**exponent + 1) for exponent in range(7)]
+    positive = torch.cat([10.0 ** (i - 6) * ((one[1:] + one[:-1]) / 2) for i, one in enumerate(bounds)])
+    return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
