@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.utils import logging
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import model_configuration
+from llmtrain.models.adapter import Trained, trained_part
+from llmtrain.models.hub_names import empty_model
 from llmtrain.models.proof.cut import MODEL_ERRORS
 from llmtrain.models.proof.tiny import shrink_configuration
 from llmtrain.plan.families import FAMILIES
@@ -18,6 +23,7 @@ from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
 IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path")
 """Fields of a configuration that describe neither sizes nor switches."""
+_LAYER = re.compile(r"\.(\d+)\.")
 RANK = 2
 """Of the adapters of a tiny copy."""
 
@@ -48,11 +54,47 @@ def _tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
         if key not in IDENTITY and (family is None or key in family.keys)
     }
     declared["vocab_size"] = tiny.vocab_size
-    model, adapter = recipe.model, None
-    if model.adapter is not None:  # of every layer, since patterns may name layers that the copy does not have
-        own = model.adapter
-        adapter = LoraConfig(rank=RANK, dropout=own.dropout, dora=own.dora, rslora=own.rslora)
-    return ModelConfig(architecture=config.model_type, config=declared, attention=model.attention, adapter=adapter)
+    copy = ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
+    trained = trained_part(recipe, config)
+    return copy if trained is None else copy.model_copy(update=_trained(recipe.model, trained, config, tiny))
+
+
+def _trained(model: ModelConfig, trained: Trained, config: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the fields that train the same part of a tiny copy."""
+    copy = empty_model(tiny, torch.float32)
+    depth, tiny_depth = (one.get_text_config(decoder=True).num_hidden_layers for one in (config, tiny))
+    modules, weights = (dict(named) for named in (copy.named_modules(), copy.named_parameters()))
+
+    def chosen(names: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
+        """Returns the names of the copy that correspond to some of `among`, the names in the whole model.
+
+        The copy's layers correspond to layers at equal distances, from the first to the last. Of what is meant in none
+        of these, every layer is chosen.
+        """
+        wanted = set(among)
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(_LAYER.sub(".*.", name, count=1), []).append(name)
+        meant = {_LAYER.sub(".*.", name, count=1) for name in wanted}
+        found = (named for kind, named in kinds.items() if kind in meant)
+        return tuple(one for named in found for one in [n for n in named if corresponding(n) in wanted] or named)
+
+    def corresponding(name: str) -> str:
+        return _LAYER.sub(lambda m: f".{int(m[1]) * (depth - 1) // max(tiny_depth - 1, 1)}.", name, count=1)
+
+    if (own := model.adapter) is None:
+        return {"trainable": chosen(weights, trained.weights) or tuple(weights)}
+    every = own.pretrained is None and own.targets == "all-linear"
+    targets = () if every else chosen(modules, trained.modules)
+    adapter = LoraConfig(
+        rank=RANK,
+        dropout=own.dropout,
+        targets=targets or "all-linear",
+        dora=own.dora,
+        rslora=own.rslora,
+        modules_to_save=chosen(modules, trained.saved),
+    )
+    return {"adapter": adapter}
 
 
 @contextmanager

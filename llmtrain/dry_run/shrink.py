@@ -18,7 +18,7 @@ A plan that is legal stays so: heads, experts and lengths of the copy divide by 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ MICRO_BATCHES = 2
 """Micro-batches a step, for each stage: a pipeline gets full and drains."""
 ROWS = 2
 """Sequences of a micro-batch."""
+SHOWN = 4
+"""Names that a line lists."""
 TOKENS = 64
 """Tokens of a sequence."""
 ON_CPU = ("eager", "sdpa", "varlen")
@@ -186,15 +188,22 @@ def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     yield "kernels", one, other, "these kernels"
     yield "fp8", plan.recipe.kernels.fp8, small.recipe.kernels.fp8, "products in fp8"
     yield "trained", _trained(model), _trained(small.recipe.model), "that patterns name what is meant"
+    if model.quantize != "none":
+        yield "base weights", model.quantize, "as they are", "that they are made whole in time, and fit"
     if model.pretrained:
         yield "weights", model.pretrained, "random", "that these are found and fit the model"
 
 
 def _trained(model: ModelConfig) -> str:
     if model.adapter is None:
-        return ", ".join(model.trainable) or "all weights"
+        return _some(model.trainable) or "all weights"
     targets = model.adapter.pretrained or model.adapter.targets
-    return f"adapters of {targets if isinstance(targets, str) else ', '.join(targets)}"
+    saved = f", and {_some(model.adapter.modules_to_save)}" if model.adapter.modules_to_save else ""
+    return f"adapters of {targets if isinstance(targets, str) else _some(targets)}{saved}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _length(recipe: Recipe) -> str:

@@ -143,6 +143,10 @@ def test_what_is_legal_stays_legal_and_keeps_its_kinds():
     assert all(any(kind) for kind in zip(*(case[1:] for case in seen), strict=True))
 
 
+NORMS = [f"model.layers.{layer}.{name}_layernorm.weight" for layer in (0, 1) for name in ("input", "post_attention")]
+UP = [f"model.layers.{layer}.mlp.up_proj" for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_tiny_copy_is_what_the_library_makes_of_its_fields(family):
     from transformers import AutoConfig
@@ -184,6 +188,25 @@ def test_what_becomes_something_else_is_told():
     assert told["precision"] == ("fp16", "bf16")
     assert told["optimizer states in"] == ("nvme", "cpu")
     assert told["attention"] == ("flash_attention_2", "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"model.trainable": ["model.layers.31.mlp.*"]},
+            {f"model.layers.1.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+        ),
+        ({"model.trainable": ["model.layers.9.*norm.weight", "lm_head.weight"]}, {"lm_head.weight", *NORMS}),
+        ({"model.adapter": {"rank": 8, "targets": ["model.layers.0.*.q_proj"]}}, {"model.layers.0.self_attn.q_proj"}),
+        ({"model.adapter": {"rank": 8, "targets": ["mlp.up_proj"], "modules_to_save": ["lm_head"]}}, {*UP, "lm_head"}),
+    ],
+)
+def test_the_copy_trains_the_same_part(fields, expected):
+    recipe, _ = load_recipe(str(ROOT / "recipes/llama3_8b.py:8gpu"), [])
+    copy = tiny_model(recipe.with_(**fields), 2)
+    adapter = copy.adapter
+    assert set(copy.trainable or (*adapter.targets, *adapter.modules_to_save)) == expected
 
 
 def test_a_model_of_its_own_code_is_refused(tmp_path):
