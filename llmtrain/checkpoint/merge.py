@@ -69,6 +69,7 @@ def merge_checkpoint(
     if model.adapter is None:
         message = "has no adapter that could be merged"
         raise CheckpointError(Problem("merge.adapter", str(checkpoint), message, "export it without --merge"))
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as folder:
         adapter = Path(folder) / "adapter"
         export(checkpoint, tokenizer, adapter, "float32", base=base)  # rounded only once, after it was added

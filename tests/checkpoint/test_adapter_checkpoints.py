@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
-from llmtrain.checkpoint.base import base_of
-from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.base import base_of, check_base
+from llmtrain.checkpoint.contents import TrainerState, read_state
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.errors import CheckpointError
+from llmtrain.cli import app
+from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.generate import generate
 from llmtrain.recipe import Recipe
@@ -41,6 +44,7 @@ CONTINUED_UNDER: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2, "parallel.zero_stage": 1},
     "ddp": {"parallel.backend": "accelerate"},
 }
+IN_NF4 = {"model.quantize": "nf4"}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +124,27 @@ def test_a_run_does_not_continue_on_another_base(base, saved, tmp_path):
         run_ranks(2, _continue, recipe_on(tmp_path, **SAVED_UNDER), saved[0], 2)
 
 
+@pytest.mark.slow
+def test_a_run_beside_weights_in_4_bit_continues_under_another_plan(base, tmp_path):
+    """Its checkpoint holds the adapter, and says how the base was held."""
+    weights = run_ranks(2, _save, recipe_on(base, **SAVED_UNDER, **IN_NF4), tmp_path, 2)[0]
+    size = sum(one.stat().st_size for one in (newest(tmp_path) / "engine").glob("rank_*"))
+    assert size < (base / "model.safetensors").stat().st_size / 4
+    assert read_state(newest(tmp_path)).base.endswith(" in nf4")
+    with pytest.raises(CheckpointError, match="frozen weights"):
+        check_base(newest(tmp_path), read_state(newest(tmp_path)).base, base_of(plan_of(recipe_on(base), 2)))
+    recipe = recipe_on(base, **CONTINUED_UNDER["pipeline"], **IN_NF4)
+    whole = run_ranks(1, _losses, recipe_on(base, **PLAIN, **IN_NF4))[0]
+    for losses, loaded in run_ranks(2, _continue, recipe, tmp_path, 2):
+        assert all(np.array_equal(loaded[one], weights[one]) for one in weights)
+        assert worst(losses, whole[STOP:]) < FP32
+
+
+def _losses(rank: int, recipe: Recipe) -> list[float]:
+    plan = plan_of(recipe, 1)
+    return take_steps(engine_of(plan), plan, range(STEPS)).losses
+
+
 def _logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=global_batch(0)[0].input_ids).logits
@@ -194,9 +219,45 @@ def test_an_adapter_of_peft_is_trained_on(base, tmp_path):
     assert torch.equal(_logits(model.eval()), _logits(made.eval()))
 
 
-def test_a_checkpoint_error_names_what_to_do():
-    from llmtrain.checkpoint.base import check_base
+def _export(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["export", *arguments])
 
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, marks=pytest.mark.slow, id="plain"), pytest.param(IN_NF4, id="nf4")]
+)
+def test_the_command_line_merges_into_the_weights_of_training(base, tokenizer, tmp_path, fields):
+    """From the run whose base has moved, and from its adapter's folder; rounding is all that may differ."""
+    origin, moved, adapter, out = (tmp_path / name for name in ("origin", "moved", "adapter", "out"))
+    shutil.copytree(base, origin)
+    run = tmp_path / "run"
+    expected = run_ranks(1, _trained_here, recipe_on(origin, **PLAIN, **fields), run / "checkpoints")[0]
+    shutil.copytree(tokenizer, run / "tokenizer")
+    checkpoint = newest(run / "checkpoints")
+    assert _export(str(checkpoint), str(adapter)).exit_code == 0
+    origin.rename(moved)
+    named = ["--base", str(moved)]
+    for source, name in ((checkpoint, "from run"), (adapter, "from adapter")):
+        done = _export(str(source), str(out / name), "--merge", *named)
+        assert done.exit_code == 0, done.output
+        found = _logits(AutoModelForCausalLM.from_pretrained(out / name).eval()).numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert isinstance(_export(str(checkpoint), str(out / "none"), "--merge").exception, UserError)
+    if fields:
+        _export(str(checkpoint), str(out / "full"), "--merge", "--into", "full", *named)
+        full = _logits(AutoModelForCausalLM.from_pretrained(out / "full").eval()).numpy()
+        assert np.abs(full - expected).max() > 1e-3
+        written = AutoModelForCausalLM.from_pretrained(out / "full").state_dict()
+        theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(moved), adapter).merge_and_unload()
+        for name, weight in theirs.state_dict().items():
+            torch.testing.assert_close(written[name], weight, rtol=0, atol=1e-6)
+    else:
+        (moved / "model.safetensors").write_bytes((tmp_path / "out/from run/model.safetensors").read_bytes())
+        refused = _export(str(checkpoint), str(out / "other"), "--merge", *named)
+        assert "checkpoint.base" in str(refused.exception)
+
+
+def test_a_checkpoint_error_names_what_to_do():
     check_base(Path("step"), "one", "one")
     with pytest.raises(CheckpointError, match="frozen weights"):
         check_base(Path("step"), "one", "other")

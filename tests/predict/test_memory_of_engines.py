@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from llmtrain.cluster import Cluster
+from llmtrain.models import build_model
 from llmtrain.plan import Plan
 from llmtrain.predict.activations import passed
 from llmtrain.predict.flat import bucket_elements, groups_of
@@ -272,3 +274,17 @@ def tuned_plans(ranks: int, stages, precisions, **fields) -> list[Plan]:
 )
 def test_what_is_frozen_has_weights_only(ranks, stages, precisions):
     check(ranks, tuned_plans(ranks, stages, precisions))
+
+
+@pytest.mark.parametrize(
+    ("stages", "precisions", "fields"),
+    [
+        pytest.param((2,), ("bf16",), {}, marks=pytest.mark.slow),
+        pytest.param((0, 1, 2), ("fp32", "bf16"), {}, marks=pytest.mark.breadth),
+        pytest.param((1,), ("bf16",), {"parallel.pipeline": 2}, marks=pytest.mark.breadth),
+    ],
+)
+def test_what_is_in_4_bit_takes_its_packed_bytes(stages, precisions, fields, tmp_path):
+    build_model(tiny_recipe(**UNTIED), torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
+    model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path)}
+    check(2, plans(2, stages, precisions, **model, **LORA, **{"model.quantize": "nf4"}, **fields))
