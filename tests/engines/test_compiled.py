@@ -20,6 +20,7 @@ COMPILED = {"kernels.blocks": "compiled", "kernels.loss": "compiled", "batch.mic
 LAYERS = COMPILED | {"kernels.loss": "whole"}
 CHECKPOINTS = {"parallel.activation_checkpointing": "full"}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+ADAPTER = {"model.adapter": {"rank": 4, "alpha": 16.0}, "optim.name": "sgd", "optim.lr": 0.3}
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 SLOW = {"ZeRO-1": COMPILED | {"parallel.zero_stage": 1}}
 BREADTH = {
@@ -41,6 +42,8 @@ BREADTH = {
     "FSDP2, checkpointing": LAYERS | FSDP2 | CHECKPOINTS,
     "DeepSpeed under accelerate": COMPILED
     | {"parallel.backend": "accelerate", "parallel.accelerate": "deepspeed", "parallel.zero_stage": 1},
+    "adapters": COMPILED | ADAPTER | {"parallel.zero_stage": 2},
+    "adapters, stages": COMPILED | ADAPTER | STAGES,
     "eager attention": COMPILED | {"model.attention": "eager"},
     "varlen": COMPILED | {"model.attention": "varlen"},
     "GPT-2": COMPILED

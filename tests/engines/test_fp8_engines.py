@@ -52,13 +52,19 @@ def _trace(recipe) -> Trace:
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: pip install -e '.[fp8]'")
-@pytest.mark.slow
-def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch):
+@pytest.mark.parametrize(
+    "trained",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="all"),
+        pytest.param({"model.adapter": {"rank": 4, "alpha": 16.0}}, marks=pytest.mark.breadth, id="adapter"),
+    ],
+)
+def test_fp8_in_bf16_engines_stays_near_fp8_in_the_fp32_loop(monkeypatch, trained):
     """The bounds are those of bf16 in `test_parity`. The weights have the names of the plain model's."""
-    fields = {"kernels.fp8": "rowwise", "parallel.precision": "bf16", "batch.micro_batch_size": 2}
+    fields = {"kernels.fp8": "rowwise", "parallel.precision": "bf16", "batch.micro_batch_size": 2, **trained}
     runs = run_ranks(2, _train, {name: tiny_recipe(**fields | case) for name, case in CASES.items()})
-    plain = plain_run(tiny_recipe(), STEPS)
-    recipe = tiny_recipe()
+    recipe = tiny_recipe(**trained)
+    plain = plain_run(recipe, STEPS)
     reference = PlainLoop(build_model(recipe, torch.float32, torch.device("cpu")), recipe)
     _emulate(monkeypatch)
     precision.use_fp8(reference.model, "rowwise")

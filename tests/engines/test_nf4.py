@@ -41,6 +41,7 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp checkpointing": (2, {**ACCELERATE, **FULL}),
     "accelerate zero2": (2, {**ACCELERATE, "parallel.accelerate": "deepspeed", "parallel.zero_stage": 2}),
     "sequence": (2, {"parallel.sequence": 2, "parallel.zero_stage": 2}),
+    "compiled": (2, {"parallel.zero_stage": 1, "kernels.blocks": "compiled"}),
     "pipeline checkpointing": (2, {**PIPELINE, **FULL}),
     "pipeline sequence": (4, {**PIPELINE, "parallel.sequence": 2}),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llmtrain.models import adapter, tensor
+import torch
+
+from llmtrain.models import adapter, nf4, tensor
 
 
 def _after(patch, name, change):
@@ -48,6 +50,34 @@ def module_not_saved(patch):
     _after(patch, "apply", freeze)
 
 
+def base_not_in_4_bit(patch):
+    def fill(model, names, read, device, dtype):
+        for name, whole in names.items():
+            model.get_parameter(name).data.copy_(read(whole))
+
+    patch.setattr(nf4, "pack", fill)
+
+
+def scales_in_4_bit_without_their_mean(patch):
+    original = nf4.quantize
+
+    def quantize(weight):
+        packed, scales, ranges = original(weight)
+        return packed, scales, torch.cat([ranges[:-1], ranges[-1:] * 0])
+
+    patch.setattr(nf4, "quantize", quantize)
+
+
+def neighbours_in_4_bit_swapped(patch):
+    original = nf4.quantize
+
+    def quantize(weight):
+        packed, *others = original(weight)
+        return packed << 4 | packed >> 4, *others
+
+    patch.setattr(nf4, "quantize", quantize)
+
+
 def adapter_of_one_stage_frozen(patch):
     def freeze(result, arguments):
         stage = arguments[0]
@@ -73,3 +103,4 @@ def gradient_of_a_not_summed(patch):
 FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]
 STAGED = [adapter_of_one_stage_frozen, adapter_scaled_twice]
 SLICED = [gradient_of_a_not_summed]
+PACKED = (base_not_in_4_bit, scales_in_4_bit_without_their_mean, neighbours_in_4_bit_swapped)

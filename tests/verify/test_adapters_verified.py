@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from llmtrain.models import build_model
 from llmtrain.verify.job import comparable
 from tests.helpers import planted_adapter
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
 
+CPU = torch.device("cpu")
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 UNTIED = {"model.config.tie_word_embeddings": False}
 ADAPTER = {"rank": 4, "alpha": 12.0, "rslora": True, "modules_to_save": ["lm_head"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "adapter": {"model.adapter": ADAPTER, **UNTIED},
     "dora": {"model.adapter": {"rank": 2, "dora": True, "targets": ["q_proj", "mlp.*"]}},
+    "in bf16": {"model.adapter": ADAPTER, **UNTIED, "parallel.precision": "bf16"},
     "by name": {"model.trainable": ["model.layers.1.*"]},
 }
 FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4"
@@ -29,6 +33,7 @@ FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero
         pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
         pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
         pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
+        pytest.param("in bf16", [FLAT, STAGED, "dp2-zero2-acc2", "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("adapter", [], 2, marks=BREADTH),
         pytest.param("adapter", [], 4, marks=BREADTH),
     ],
@@ -56,6 +61,37 @@ def test_every_planted_bug_is_caught(plan, bugs, verify_corpus, tmp_path):
     assert found.pop("none") == [plan]
     assert found.keys() == {bug.__name__ for bug in getattr(planted_adapter, bugs)}
     assert {name for name, plans in found.items() if plans} == set()
+
+
+def _beside_packed(corpus, folder):
+    build_model(small(corpus, **UNTIED), torch.float32, CPU).save_pretrained(folder)
+    model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(folder)}
+    return small(corpus, **model, **{"model.adapter": ADAPTER, "model.quantize": "nf4"})
+
+
+@pytest.mark.parametrize(
+    ("names", "nproc"),
+    [
+        pytest.param(["dp1-zero1-acc4"], 1, marks=SLOW),
+        pytest.param([FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
+        pytest.param([], 2, marks=BREADTH),
+    ],
+)
+def test_plans_beside_weights_in_4_bit_are_certified(names, nproc, verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), names, nproc)
+    run_ranks(1, refer, job, tmp_path)
+    verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
+    assert verdicts
+    assert [name for name, good in verdicts.items() if not good] == []
+
+
+@pytest.mark.breadth
+def test_bugs_of_weights_in_4_bit_are_caught(verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), [FLAT], nproc=2)
+    run_ranks(1, refer, job, tmp_path)
+    found = run_ranks(2, plant, job, tmp_path, "planted_adapter", "PACKED", timeout=600)[0]
+    assert found.pop("none") == [FLAT]
+    assert found == {bug.__name__: [] for bug in planted_adapter.PACKED}
 
 
 def test_dropout_of_an_adapter_is_not_compared(verify_corpus):
