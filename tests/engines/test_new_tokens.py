@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from llmtrain.checkpoint.base import base_of
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.merge import merge_checkpoint
 from llmtrain.checkpoint.save import Saver
 from llmtrain.data import prepare
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.plan.vocabulary import grown, shipped_templates
-from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.chat_tokenizers import base_tokenizer
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import assert_same, engine_of, plain_run, plan_of, reference_of, trace
@@ -180,3 +184,35 @@ def test_the_exported_folder_talks_through_its_template(tmp_path):
     answer = model.generate(**asked, max_new_tokens=20, do_sample=True)[0]
     assert model.config.vocab_size == 384
     assert answer.max() < size + 2
+
+
+def _trained(rank: int, recipe, folder):
+    plan = plan_of(recipe, 1)
+    engine = engine_of(plan)
+    _steps(engine, plan, range(2))
+    Saver(folder, plan, engine).save(TrainerState(step=2, base=base_of(plan)))
+    return _logits(engine.model)
+
+
+@torch.no_grad()
+def _logits(model):
+    return model.eval()(input_ids=step_batch(0, 1, GLOBAL_BATCH).micro_batches[0].input_ids).logits.numpy()
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param({}, marks=pytest.mark.slow, id="plain"), pytest.param({"model.quantize": "nf4"}, id="nf4")]
+)
+def test_an_adapter_beside_new_tokens_is_exported_with_its_base(fields, tmp_path):
+    """The base with the new rows exists nowhere else; it has the values that the adapter was trained beside."""
+    tokenizer = tmp_path / "tokenizer"
+    inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(tokenizer)
+    lora = {"rank": 4, "alpha": 8.0, "modules_to_save": ["lm_head", "embed_tokens"]}
+    plain = {"parallel.backend": "data_parallel", "batch.micro_batch_size": 1, "optim.lr": 1e-2}
+    recipe = _from(_saved(tmp_path / "origin", **UNTIED)).with_(**{"model.adapter": lora}, **plain, **fields)
+    expected = run_ranks(1, _trained, recipe, tmp_path / "run")[0]
+    export(newest(tmp_path / "run"), tokenizer, tmp_path / "out")
+    np.testing.assert_array_equal(_logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")), expected)
+    merge_checkpoint(newest(tmp_path / "run"), tokenizer, tmp_path / "merged")
+    found = _logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
