@@ -25,7 +25,7 @@ from llmtrain.engines.state.writer import Writer
 from llmtrain.engines.step import finish, take_step
 from llmtrain.models import Objective
 from llmtrain.models.adapter import weight_name
-from llmtrain.models.nf4 import named_weights
+from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import autocast
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.recipe import Recipe

@@ -13,6 +13,15 @@ from typing import Any
 
 from llmtrain.recipe import Part
 
+BLOCK = 64
+"""Elements with a common scale, the paper's block size for weights."""
+BLOCKS = 256
+"""Scales with a common scale, its block size for these."""
+TABLES = 4 * (2 * 256 + 256)
+"""Bytes of the values of all codes, of which a rank has one table."""
+WORKSPACE = 6
+"""Bytes for each element of a weight while it is made whole: its fp32 value, and an index or the rounded value."""
+
 
 class Weight(Part):
     """A parameter, as the model stores it."""
@@ -195,3 +204,9 @@ def _linear(name: str, inputs: int, outputs: int, *, bias: bool = False) -> tupl
 def _norm(name: str, width: int, *, bias: bool = False) -> tuple[Weight, ...]:
     weight = Weight(name=f"{name}.weight", shape=(width,))
     return (weight, Weight(name=f"{name}.bias", shape=(width,))) if bias else (weight,)
+
+
+def packed_bytes(elements: int) -> int:
+    """Returns the bytes of a weight: half a byte per element, one per block, four per 256 blocks and for the mean."""
+    blocks = -(-elements // BLOCK)
+    return -(-elements // 2) + blocks + 4 * (-(-blocks // BLOCKS) + 1)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llmtrain.plan.draft import WEIGHT_DTYPE
-from llmtrain.plan.nf4 import TABLES, WORKSPACE, packed_bytes
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.weights import Weight, Weights
+from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
 from llmtrain.predict.flat import (
     MAX_LIVE_PARAMETERS,
     SUB_GROUP_SIZE,

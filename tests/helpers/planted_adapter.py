@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llmtrain.models import adapter, nf4, tensor
+from llmtrain.models import adapter, tensor
+from llmtrain.models.packed import nf4
 
 
 def _after(patch, name, change):

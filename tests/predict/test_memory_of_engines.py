@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from llmtrain.cluster import Cluster
 from llmtrain.models import build_model
+from llmtrain.models.packed.nf4 import Nf4Linear
 from llmtrain.plan import Plan
 from llmtrain.predict.activations import passed
 from llmtrain.predict.flat import bucket_elements, groups_of
@@ -20,7 +21,7 @@ from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.live_tensors import live_bytes, live_storages, measure
 from tests.helpers.moe import CONFIGS
-from tests.helpers.traces import plan_of
+from tests.helpers.traces import engine_of, plan_of
 
 
 def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:
@@ -287,4 +288,15 @@ def test_what_is_frozen_has_weights_only(ranks, stages, precisions):
 def test_what_is_in_4_bit_takes_its_packed_bytes(stages, precisions, fields, tmp_path):
     build_model(tiny_recipe(**UNTIED), torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
     model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path)}
-    check(2, plans(2, stages, precisions, **model, **LORA, **{"model.quantize": "nf4"}, **fields))
+    check(2, plans(2, stages, precisions, **model, **LORA, **{"model.quantize": "nf4"}, **fields), _measure_packed)
+
+
+def _measure_packed(rank: int, chosen: list[Plan]) -> list[tuple[int, int]]:
+    """Packed weights are integers in buffers, which `measure` leaves out."""
+    found = []
+    for plan in chosen:
+        first, last = measure(rank, plan)
+        layers = [one for one in engine_of(plan).model.modules() if isinstance(one, Nf4Linear)]
+        stored = {one.data_ptr(): one.nbytes for layer in layers for one in layer.buffers()}
+        found.append((first + sum(stored.values()), last + sum(stored.values())))
+    return found

@@ -42,7 +42,7 @@ from llmtrain.engines.step import take_step
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
-from llmtrain.models.nf4 import named_weights
+from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (

@@ -25,7 +25,7 @@ from llmtrain.engines.forward import bounds_for, documents_known, loss_of
 from llmtrain.engines.state.pieces import Region
 from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
-from llmtrain.models.nf4 import named_weights
+from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of

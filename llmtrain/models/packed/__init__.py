@@ -1,0 +1,1 @@
+"""Weights that are held in fewer bits than they are computed with."""
