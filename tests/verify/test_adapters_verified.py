@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmtrain.data import prepare
 from llmtrain.models import build_model
 from llmtrain.verify.job import comparable
 from tests.helpers import planted_adapter
@@ -66,6 +67,7 @@ def test_every_planted_bug_is_caught(plan, bugs, verify_corpus, tmp_path):
 def _beside_packed(corpus, folder):
     build_model(small(corpus, **UNTIED), torch.float32, CPU).save_pretrained(folder)
     model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(folder)}
+    model |= {"data.tokenizer": str(prepare(small(corpus)).tokenizer_dir)}
     return small(corpus, **model, **{"model.adapter": ADAPTER, "model.quantize": "nf4"})
 
 
