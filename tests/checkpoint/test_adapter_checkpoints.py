@@ -26,6 +26,7 @@ from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.generate import generate
+from llmtrain.predict.model_state import saved_bytes
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import global_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -112,6 +113,16 @@ def test_a_checkpoint_holds_the_adapter_and_not_its_base(base, saved):
     steps = 3 * adapter  # the weight and two moments
     assert sum(one.stat().st_size for one in files) == heads + steps
     assert steps < (base / "model.safetensors").stat().st_size / 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_new_base_has_the_size_of_the_plan(tmp_path):
+    recipe = tiny_recipe(**SAVED_UNDER, **{"model.adapter": LORA})
+    run_ranks(2, _save, recipe, tmp_path, 2)
+    plan = plan_of(recipe, 2)
+    files = list((newest(tmp_path) / "engine").glob("rank_*"))
+    found = sum(one.stat().st_size - int.from_bytes(one.read_bytes()[:8], "little") - 8 for one in files)
+    assert found == 2 * saved_bytes(plan, plan.model.weights, 0)
 
 
 def test_a_run_does_not_continue_on_another_base(base, saved, tmp_path):

@@ -200,7 +200,11 @@ def _logits(model):
 
 
 @pytest.mark.parametrize(
-    "fields", [pytest.param({}, marks=pytest.mark.slow, id="plain"), pytest.param({"model.quantize": "nf4"}, id="nf4")]
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.breadth, id="plain"),
+        pytest.param({"model.quantize": "nf4"}, marks=pytest.mark.slow, id="nf4"),
+    ],
 )
 def test_an_adapter_beside_new_tokens_is_exported_with_its_base(fields, tmp_path):
     """The base with the new rows exists nowhere else; it has the values that the adapter was trained beside."""
