@@ -1,4 +1,4 @@
-"""Runs a function in several gloo ranks at once.
+"""Runs a function in several ranks at once: of gloo, or of the device in `tests/cuda_on_host`.
 
 The processes are forked from a server that has torch, deepspeed and transformers imported already,
 since importing them costs each process some seconds.
@@ -11,11 +11,12 @@ import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from llmtrain.launch.local import reserved_port
 
-_context = multiprocessing.get_context("forkserver")
+_context: BaseContext = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["deepspeed", "transformers.models.llama.modeling_llama", "llmtrain.engines"])
 
 
@@ -82,7 +83,7 @@ def _rank_main(
                 master_port=port,
                 launcher="test",
             ),
-            on_cpu=True,
+            on_cpu=os.environ["DS_ACCELERATOR"] == "cpu",
         )
         pipe.send((None, function(rank, *arguments)))
     except BaseException:
