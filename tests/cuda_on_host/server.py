@@ -12,7 +12,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import _cuda_on_host as device
 import deepspeed
 import torch
 import torch._dynamo  # asks once what devices there are
@@ -24,6 +23,7 @@ from tests.helpers import harness
 
 def on_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """`function` on one rank; nothing may be left undone, or done on the device of another rank."""
+    import _cuda_on_host as device  # exists once torch is imported
     from torch.distributed import get_world_size
     from torch.distributed.distributed_c10d import _get_default_store
 

@@ -35,7 +35,7 @@ TWO = {
     "tensor": {"parallel.tensor": 2},
     "pipeline": STAGES,
     "DDP": {"parallel.backend": "accelerate"},
-    "FSDP2": {"parallel.backend": "accelerate", "parallel.zero_stage": 3},
+    "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
 }
 FOUR = {
     "sequence": {"parallel.sequence": 2, "parallel.zero_stage": 1},

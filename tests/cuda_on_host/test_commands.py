@@ -1,0 +1,88 @@
+"""Commands of llmtrain on two GPUs of the device for tests, as a user gives them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cuda_on_host.conftest import environment
+from tests.helpers.commands import llmtrain, losses, metrics
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two_gpus(libraries):
+    return environment(libraries, devices=2)
+
+
+def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, tmp_path):
+    """With evaluations and background saves; its losses are those of two CPUs."""
+    run_dir = tmp_path / "run"
+    settings = ("--nproc", "2", "--set", "export.sample_prompt=import", "--set", "parallel.precision=fp32")
+    command = ("train", small_recipe, *settings, "--run-dir")
+    first = subprocess.Popen(
+        [sys.executable, "-m", "llmtrain", *map(str, command), str(run_dir)],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        text=True,
+        env=two_gpus,
+    )
+    deadline = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not metrics(run_dir):
+        assert first.poll() is None, first.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    first.send_signal(signal.SIGTERM)
+    said = first.communicate(timeout=120)
+    assert first.returncode == 75, said
+
+    second = llmtrain(*command, run_dir, **two_gpus)
+    assert second.returncode == 0, second.stderr + second.stdout
+    assert (run_dir / "export" / "model.safetensors").exists()
+    assert "import" in second.stdout
+    environments = json.loads((run_dir / "environment.json").read_text())
+    assert "H100" in json.dumps(environments)
+
+    on_cpus = llmtrain(*command, tmp_path / "cpu", DS_ACCELERATOR="cpu")
+    assert on_cpus.returncode == 0, on_cpus.stderr
+    for ours, theirs in zip(losses(run_dir), losses(tmp_path / "cpu"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_doctor_reports_the_gpus(two_gpus):
+    result = llmtrain("doctor", "--json", **two_gpus)
+    assert "NVIDIA H100 80GB HBM3" in result.stdout, result.stderr
+    assert not [line for line in result.stdout.splitlines() if "Traceback" in line]
+
+
+def test_plans_are_verified(two_gpus, small_recipe, tmp_path):
+    plans = "dp2-zero3*"
+    result = llmtrain(
+        "verify",
+        small_recipe,
+        "--nproc",
+        2,
+        "--plans",
+        plans,
+        "--steps",
+        3,
+        "--json",
+        "--run-dir",
+        tmp_path,
+        **two_gpus,
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    found = json.loads(result.stdout)["plans"]
+    assert found
+    assert all(plan["certified"] for plan in found), found
+
+
+def test_kernels_are_tuned(two_gpus, small_recipe):
+    result = llmtrain("tune", small_recipe, "--nproc", 1, "--set", "kernels.blocks=eager", "--json", **two_gpus)
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert json.loads(result.stdout)

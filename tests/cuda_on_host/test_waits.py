@@ -1,0 +1,77 @@
+"""Where the host must not wait for a GPU: in a step that is not logged, and while a background save starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.checkpoint.contents import TrainerState
+from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.save import Saver
+from llmtrain.checkpoint.state import load
+from llmtrain.cluster import Cluster
+from llmtrain.ds_config import render
+from llmtrain.engines import build_engine
+from llmtrain.recipe import Recipe
+from llmtrain.rules import resolve
+from tests.helpers.batches import step_batch, tiny_recipe
+
+pytestmark = pytest.mark.slow
+
+
+def waits_in(rank: int, recipes: list[Recipe], ranks: int, folder: Path) -> list[tuple[Counter, Counter, float, float]]:
+    """Of each recipe: waits in a step, waits in `Saver.start`, the loss after it, and that loss after a resume."""
+    from _cuda_on_host import waits
+
+    found = []
+    for number, recipe in enumerate(recipes):
+        plan = resolve(recipe, Cluster(devices_per_node=ranks, device="h100"))
+        accumulation, replicas = plan.batch.gradient_accumulation_steps, plan.data_parallel_size
+
+        def batch(step: int, engine, accumulation=accumulation, replicas=replicas):
+            return step_batch(step, 1, accumulation, engine.data_parallel_rank, replicas)
+
+        engine = build_engine(plan, render(plan), torch.device("cuda", rank))
+        for step in range(2):
+            engine.train_step(batch(step, engine))
+        before = Counter(waits())
+        engine.train_step(batch(2, engine))
+        of_step = Counter(waits()) - before
+
+        checkpoints = folder / str(number)
+        saver = Saver(checkpoints, plan, engine, "run")
+        before = Counter(waits())
+        saver.start(TrainerState(step=3, data="data"))
+        of_save = Counter(waits()) - before
+        saver.wait()
+        after = engine.train_step(batch(3, engine)).loss.item()
+
+        resumed = build_engine(plan, render(plan), torch.device("cuda", rank))
+        load(newest(checkpoints), resumed, plan, "data")
+        found.append((of_step, of_save, after, resumed.train_step(batch(3, resumed)).loss.item()))
+    return found
+
+
+PROMISED = {
+    "ZeRO-0": {"parallel.zero_stage": 0},
+    "ZeRO-1, bf16": {"parallel.zero_stage": 1, "parallel.precision": "bf16"},
+    "ZeRO-2": {"parallel.zero_stage": 2},
+    "ZeRO-3": {"parallel.zero_stage": 3},
+    "tensor": {"parallel.tensor": 2, "parallel.zero_stage": 1},
+    "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
+    "DDP": {"parallel.backend": "accelerate"},
+    "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+}
+
+
+def test_a_step_and_the_start_of_a_save_wait_for_nothing(gpus, tmp_path):
+    recipes = [tiny_recipe(**fields) for fields in PROMISED.values()]
+    (tmp_path / "x").mkdir()
+    for rank, found in enumerate(gpus(2, waits_in, recipes, 2, tmp_path)):
+        for name, (of_step, of_save, after, resumed) in zip(PROMISED, found, strict=True):
+            print(rank, name, of_step, of_save, after, resumed)
+    assert 0
