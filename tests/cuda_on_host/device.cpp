@@ -41,14 +41,21 @@ int64_t pinned = 0;
 std::map<std::string, int64_t> host_wait_counts;
 bool waits_are_forbidden = false;
 std::set<int> devices_with_context;
-std::string late_fault;
 std::function<void()> finish_communication;
 
 // ---- the order of operations
 
+struct Access {
+  Step step;
+  int64_t low, high;  // bytes from the start of the storage
+  bool writes;
+  std::string operation;
+};
+
 struct StreamState {
   Stream stream;
   Clock clock;
+  std::vector<Access> of_freed;  // what other streams may still do to memory that was given back to this one
 };
 std::vector<StreamState> streams;
 Clock host_clock;
@@ -57,7 +64,7 @@ StreamId last_stream = 0;
 int index_of(Stream stream) {
   for (size_t i = 0; i < streams.size(); i++)
     if (streams[i].stream == stream) return i;
-  streams.push_back({stream, {}});
+  streams.push_back({stream, {}, {}});
   return streams.size() - 1;
 }
 
@@ -85,13 +92,6 @@ struct Event {
 
 // ---- memory
 
-struct Access {
-  Step step;
-  int64_t low, high;  // bytes from the start of the storage
-  bool writes;
-  std::string operation;
-};
-
 struct Block {  // what a storage on the device owns
   Storage bytes;
   int64_t size;
@@ -105,13 +105,11 @@ void release(void* context) {
   auto* block = (Block*)context;
   Lock lock(mutex);
   in_use[block->device.index()] -= block->size;
-  const auto& seen = streams[block->home].clock;
-  for (const auto& access : block->accesses) {
-    if (access.step.stream == block->home || is_over(access.step, seen) || is_over(access.step, host_clock)) continue;
-    if (block->recorded.count(access.step.stream) || !late_fault.empty()) continue;
-    late_fault = c10::str("memory of ", name_of(block->home), " was freed while ", access.operation, " on ",
-                          name_of(access.step.stream),
-                          " may still use it: call record_stream, or let the first stream wait for the second");
+  auto& home = streams[block->home];
+  for (auto access : block->accesses) {
+    if (access.step.stream == block->home || is_over(access.step, home.clock) || block->recorded.count(access.step.stream)) continue;
+    access.operation += " (before it was freed without record_stream)";
+    home.of_freed.push_back(access);
   }
   delete block;
 }
@@ -127,6 +125,9 @@ DataPtr own(Storage bytes, Device device) {
   auto* block = new Block{bytes, size, device, home, {}, {}};
   // What was launched on this stream before may still use the memory, which its earlier owner has given back.
   block->accesses.push_back({{home, at_stream(streams[home].clock, home)}, 0, size, true, "its allocation"});
+  auto& freed = streams[home].of_freed;
+  std::erase_if(freed, [&](const Access& access) { return is_over(access.step, streams[home].clock) || is_over(access.step, host_clock); });
+  for (auto access : freed) block->accesses.push_back({access.step, 0, size, true, access.operation});
   return {bytes.mutable_data(), block, &release, device};
 }
 
@@ -598,7 +599,6 @@ Stream new_stream(int device) {
 
 Step step(Stream stream, const std::string& operation) {
   Lock lock(mutex);
-  check_late_faults();
   const int index = index_of(stream);
   auto& clock = streams[index].clock;
   join(clock, host_clock);  // launched after the host has waited for these
@@ -639,7 +639,6 @@ void host_waits(const Clock& clock, const std::string& what) {
   TORCH_CHECK(!waits_are_forbidden, "the host waits for the device: ", what);
   host_wait_counts[what]++;
   advance_host(clock);
-  check_late_faults();
 }
 void device_waits(int device) {
   make_context(device);
@@ -685,12 +684,6 @@ std::vector<int> contexts() {
 void make_context(int device) {
   Lock lock(mutex);
   devices_with_context.insert(device);
-}
-void check_late_faults() {
-  Lock lock(mutex);
-  if (late_fault.empty()) return;
-  const auto fault = std::exchange(late_fault, "");
-  TORCH_CHECK(false, fault);
 }
 at::Generator default_generator(int device) { return generator_of(device); }
 

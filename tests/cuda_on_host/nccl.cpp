@@ -17,6 +17,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <thread>
 
 namespace cuda_on_host {
 namespace {
@@ -192,15 +193,15 @@ class Operation final : public c10d::Work {
   void meet(const Meeting& meeting, Waits& waits) {
     std::vector<std::string> keys;
     for (const auto& [rank, key] : meeting.theirs) keys.push_back(key);
-    while (!keys.empty()) {
-      try {
-        stores_.waiting->wait(keys, 500ms);
-        break;
-      } catch (const std::exception&) {
-        std::set<int> missing;
-        for (const auto& [rank, key] : meeting.theirs) if (!stores_.waiting->check({key})) missing.insert(rank);
-        if (!missing.empty()) waits.look(name_, missing);
-      }
+    using Time = std::chrono::steady_clock;
+    auto next_look = Time::now() + 500ms;
+    for (auto pause = 50us; !keys.empty() && !stores_.waiting->check(keys); pause = std::min<std::chrono::microseconds>(2 * pause, 5ms)) {
+      std::this_thread::sleep_for(pause);
+      if (Time::now() < next_look) continue;
+      std::set<int> missing;
+      for (const auto& [rank, key] : meeting.theirs) if (!stores_.waiting->check({key})) missing.insert(rank);
+      if (!missing.empty()) waits.look(name_, missing);
+      next_look = Time::now() + 500ms;
     }
     if (keys.empty()) return;
     const auto theirs = stores_.waiting->get_to_str(keys[0]);
@@ -488,7 +489,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_waits", &device_waits, no_gil);
   m.def("waits", &waits);
   m.def("forbid_waits", &forbid_waits);
-  m.def("check_late_faults", &check_late_faults);
   m.def("allocated", &allocated);
   m.def("peak", &peak);
   m.def("reset_peak", &reset_peak);

@@ -50,7 +50,6 @@ VISIBLE std::map<std::string, int64_t> waits();
 VISIBLE void forbid_waits(bool forbidden);
 VISIBLE std::vector<int> contexts();
 VISIBLE void make_context(int device);
-VISIBLE void check_late_faults();
 VISIBLE at::Generator default_generator(int device);
 
 }  // namespace cuda_on_host

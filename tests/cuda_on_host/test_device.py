@@ -22,7 +22,7 @@ FAULTS = {
     "read_early": "reads memory that .* on stream .* writes, and nothing makes it wait",
     "written_early": "writes memory that .* on the default stream of cuda:0 reads",
     "allocated_elsewhere": "its allocation",
-    "freed_early": "call record_stream",
+    "freed_early": "freed without record_stream",
     "copy_to_host": "nan",
     "copy_from_host": "pinned memory was overwritten",
     "hidden_wait": "the host waits for the device: aten::_local_scalar_dense",
@@ -88,7 +88,7 @@ def _freed_early(planted):
     if not planted:
         ones.record_stream(side)
     del ones
-    torch.cuda.synchronize()
+    torch.zeros(8, device="cuda")
 
 
 def _copy_to_host(planted):

@@ -71,7 +71,7 @@ PROMISED = {
 def test_a_step_and_the_start_of_a_save_wait_for_nothing(gpus, tmp_path):
     recipes = [tiny_recipe(**fields) for fields in PROMISED.values()]
     (tmp_path / "x").mkdir()
-    for rank, found in enumerate(gpus(2, waits_in, recipes, 2, tmp_path)):
+    for rank, found in enumerate(gpus(2, waits_in, recipes, 2, tmp_path, timeout=300)):
         for name, (of_step, of_save, after, resumed) in zip(PROMISED, found, strict=True):
             print(rank, name, of_step, of_save, after, resumed)
     assert 0
