@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def waits_in(rank: int, recipes: list[Recipe], ranks: int, folder: Path) -> list
     return found
 
 
-PROMISED = {
+CASES = {
     "ZeRO-0": {"parallel.zero_stage": 0},
     "ZeRO-1, bf16": {"parallel.zero_stage": 1, "parallel.precision": "bf16"},
     "ZeRO-2": {"parallel.zero_stage": 2},
@@ -67,11 +66,22 @@ PROMISED = {
     "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
 }
 
+COPY = "blocking copy to the device"
+LEFT = {
+    "ZeRO-1, bf16": {COPY},
+    "ZeRO-2": {COPY},
+    "ZeRO-3": {COPY, "stream", "device"},
+    "tensor": {COPY},
+    "pipeline": {COPY},
+}
+"""Kinds of waits in a step of DeepSpeed that are left: numbers that its code makes on the host and copies to the device,
+and the streams of ZeRO-3, which it waits for once a micro-batch and once a step."""
 
-def test_a_step_and_the_start_of_a_save_wait_for_nothing(gpus, tmp_path):
-    recipes = [tiny_recipe(**fields) for fields in PROMISED.values()]
-    (tmp_path / "x").mkdir()
+
+def test_a_step_waits_for_what_is_known_and_the_start_of_a_save_for_nothing(gpus, tmp_path):
+    recipes = [tiny_recipe(**fields) for fields in CASES.values()]
     for rank, found in enumerate(gpus(2, waits_in, recipes, 2, tmp_path, timeout=300)):
-        for name, (of_step, of_save, after, resumed) in zip(PROMISED, found, strict=True):
-            print(rank, name, of_step, of_save, after, resumed)
-    assert 0
+        for name, (of_step, of_save, after, resumed) in zip(CASES, found, strict=True):
+            assert not of_save, (rank, name, of_save)
+            assert of_step.keys() <= LEFT.get(name, set()), (rank, name, of_step)
+            assert resumed == after, (rank, name)
