@@ -178,6 +178,18 @@ def test_random_numbers_have_a_generator_of_their_own(gpus):
     assert gpus(1, draws) == [[True] * 4]
 
 
+def timed(rank: int) -> float:
+    first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    second.record()
+    second.synchronize()
+    return first.elapsed_time(second)
+
+
+def test_events_tell_the_time_between_them(gpus):
+    assert gpus(1, timed)[0] > 0
+
+
 # ---- communicators
 
 

@@ -74,8 +74,8 @@ LEFT = {
     "tensor": {COPY},
     "pipeline": {COPY},
 }
-"""Kinds of waits in a step of DeepSpeed that are left: numbers that its code makes on the host and copies to the device,
-and the streams of ZeRO-3, which it waits for once a micro-batch and once a step."""
+"""Kinds of waits in a step that are left: numbers that are made on the host and copied to the device, and the
+streams of ZeRO-3, which DeepSpeed waits for once a micro-batch and once a step."""
 
 
 def test_a_step_waits_for_what_is_known_and_the_start_of_a_save_for_nothing(gpus, tmp_path):
