@@ -24,6 +24,7 @@ ROLES = {
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles of a turn of the assistant that is a call."""
+_PLAIN = ("user", "assistant", "system")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
@@ -183,7 +184,7 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {shown(turns)}, not a list of messages")
     messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-    trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
+    trained = [_is_plain(turn) or _is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
@@ -200,6 +201,8 @@ def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: 
 
 
 def _message(number: int, turn: Any) -> Message:
+    if _is_plain(turn):
+        return {"role": turn["role"], "content": turn["content"]}
     if not isinstance(turn, Mapping):
         raise RowError(f"message {number} is {shown(turn)}, not an object")
     role = _role(turn)
@@ -220,6 +223,14 @@ def _message(number: int, turn: Any) -> Message:
     if not message["content"].strip() and "tool_calls" not in message and role != "tool":
         raise RowError(f"message {number} ({role}) is empty")
     return message
+
+
+def _is_plain(turn: Any) -> bool:
+    """Whether a message is a role and a text, with nothing to change; as most are."""
+    if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
+        return False
+    content = turn.get("content")
+    return isinstance(content, str) and bool(content.strip())
 
 
 def _content(turn: Any) -> Any:

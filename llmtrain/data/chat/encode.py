@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
-from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, reject_reserved
+from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, plain_contents, reject_reserved
+from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
 from llmtrain.data.chat.spans import MOST_SKELETONS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import Problem, RecipeError
@@ -40,9 +42,24 @@ class ChatText:
     """A rendered conversation."""
 
     conversation: Conversation
-    whole: Rendered
+    text: str
+    """With a character in place of each control token that the template wrote."""
     turns: list[Turn]
     """The turns of the assistant."""
+    whole: Rendered | Skeleton
+    """What was rendered with marks, for this conversation or for an earlier one that differs in its contents only."""
+
+    @property
+    def rendered(self) -> Rendered:
+        """The rendering with the places of the messages."""
+        if isinstance(self.whole, Rendered):
+            return self.whole
+        return Rendered.filled(self.whole.gaps, [message["content"] for message in self.conversation.messages])
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """How its turns are found among its tokens without their places, if that is known."""
+        return self.whole.bounds if isinstance(self.whole, Skeleton) and all(self.conversation.trained) else None
 
 
 class ChatEncoder:
@@ -66,18 +83,23 @@ class ChatEncoder:
             [one.content for one in tokens if one.special], sorted(text for text in added if text in literal)
         )
         self._tokenizer, self._aliases = _with_aliases(self._plain, controls)
-        self._is_alias = np.zeros(max(self._tokenizer.get_vocab().values()) + 1, bool)
-        self._is_alias[[copy for copy, _ in self._aliases.values()]] = True
+        self._known = np.full(max(self._tokenizer.get_vocab().values()) + 1, -1)
+        """For each token of the copy that stands for a control token, that token."""
+        for copy, token in self._aliases.values():
+            self._known[copy] = token
+        self._is_byte_level = is_byte_level(self._plain)
         special = template.special
         self._eos = self._plain.token_to_id(special["eos_token"]) if "eos_token" in special else None
         bos = special.get("bos_token")
         bos = controls.aliases.get(bos) if bos and bos != special.get("eos_token") else None
         self._renderer = Renderer(template, controls, parse_special, bos)
         self._proven: dict[Any, list[Turn]] = {}
+        self._skeletons: dict[tuple[str, ...], Skeleton] = {}
+        """By roles, the last rendering of contents that are texts alone."""
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | RowError]:
         """Returns the tokens of each conversation, or why it has none."""
-        return self.tokenize([self.render(one) for one in conversations])
+        return self.tokenize(self.render(conversations))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the tokens that a model is given to write the next turn. Raises RecipeError if there are none."""
@@ -90,27 +112,105 @@ class ChatEncoder:
 
     def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
-        texts = [one.whole.text for one in rendered if not isinstance(one, RowError)]
-        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
-        return [one if isinstance(one, RowError) else self._encoded(one, next(encodings)) for one in rendered]
+        found = self._tokenized(rendered)
+        left = [chat for chat, one in zip(rendered, found, strict=True) if one is None and isinstance(chat, ChatText)]
+        encodings = iter(self._tokenizer.encode_batch([chat.text for chat in left], add_special_tokens=False))
+        return [
+            chat if isinstance(chat, RowError) else one or self._encoded(chat, next(encodings))
+            for chat, one in zip(rendered, found, strict=True)
+        ]
 
-    def render(self, conversation: Conversation) -> ChatText | RowError:
-        """Renders a conversation and establishes its turns, or returns why that is not possible."""
+    def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
+        """Renders conversations and establishes the turns of each, or returns why that is not possible."""
+        texts = self.template.render_each(conversations)
+        return [self._rendered(one, text) for one, text in zip(conversations, texts, strict=True)]
+
+    def _rendered(self, conversation: Conversation, text: str | RowError) -> ChatText | RowError:
+        """text: what the template renders."""
+        if len(conversation.messages) > MOST_MESSAGES:
+            return RowError(f"has {len(conversation.messages):,} messages; at most {MOST_MESSAGES:,} can be marked")
+        if isinstance(text, RowError):
+            return text
+        roles = tuple([message["role"] for message in conversation.messages])
+        contents = None if conversation.tools else plain_contents(conversation.messages, self._renderer.controls)
+        if contents and (skeleton := self._skeletons.get(roles)) and skeleton.renders(contents, text):
+            # Most conversations differ in their contents only: between these is what was proven before.
+            return ChatText(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
         try:
-            if len(conversation.messages) > MOST_MESSAGES:
-                raise RowError(f"has {len(conversation.messages):,} messages; at most {MOST_MESSAGES:,} can be marked")
-            whole = self._renderer.rendered(conversation)
-            roles = tuple(message["role"] for message in conversation.messages)
-            key = (roles, whole.gaps)
-            if key not in self._proven:
-                turns = self._renderer.turns(conversation, whole)
-                self._check_tokens(whole)
-                if len(self._proven) >= MOST_SKELETONS:
-                    self._proven.clear()
-                self._proven[key] = turns
-            return ChatText(conversation, whole, self._proven[key])
+            whole = self._renderer.rendered(conversation, text)
+            turns = self._turns(conversation, roles, whole)
         except RowError as fault:
             return fault
+        if contents and [owner for owner, _ in whole.gaps] == list(range(-1, len(roles))):
+            if len(self._skeletons) >= MOST_SKELETONS:
+                self._skeletons.clear()
+            bounds = Bounds.of(whole.gaps, turns, self._tokenizer, self._known) if self._is_byte_level else None
+            self._skeletons[roles] = Skeleton(whole.gaps, turns, self._renderer.controls, bounds)
+        return ChatText(conversation, whole.text, turns, whole)
+
+    def _turns(self, conversation: Conversation, roles: tuple[str, ...], whole: Rendered) -> list[Turn]:
+        key = (roles, whole.gaps)
+        if key not in self._proven:
+            turns = self._renderer.turns(conversation, whole)
+            self._check_tokens(whole)
+            if len(self._proven) >= MOST_SKELETONS:
+                self._proven.clear()
+            self._proven[key] = turns
+        return self._proven[key]
+
+    def _tokenized(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | None]:
+        """Returns the tokens of the conversations whose turns are found without the places of all tokens.
+
+        `tokenizers` takes a third less time if it does not keep these.
+        """
+        found: list[Encoded | None] = [None] * len(rendered)
+        quick = [
+            (number, chat.text, bounds)
+            for number, chat in enumerate(rendered)
+            if isinstance(chat, ChatText) and (bounds := chat.bounds)
+        ]
+        if not quick:
+            return found
+        texts = [text for _, text, _ in quick]
+        lists = [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        bounds = [one for _, _, one in quick]
+        stops = np.cumsum([len(ids) for ids in lists])
+        ids = np.fromiter(chain.from_iterable(lists), np.int64, stops[-1])
+        places = np.flatnonzero(self._known[ids] >= 0)
+        ends = np.searchsorted(places, stops)  # after the control tokens of each conversation
+        expected = np.cumsum([len(one.controls) for one in bounds])
+        if (
+            not np.array_equal(ends, expected)
+            or (ids[places] != np.concatenate([one.controls for one in bounds])).any()
+        ):
+            return found
+        ids[places] = self._known[ids[places]]
+        sizes = [len(one.first) for one in bounds]
+        owners = np.repeat(np.arange(len(bounds)), sizes)
+        before = np.concatenate([[0], ends[:-1]])[owners]
+        first = places[np.concatenate([one.first for one in bounds]) + before] + 1
+        after = places[np.concatenate([one.last for one in bounds]) + before] + 1
+        fits = np.ones(len(bounds), bool)
+        heads = [one.head for one in bounds]
+        for head in set(heads):
+            mine = np.array([one == head for one in heads])[owners]
+            for token in head:
+                fits[owners[mine][ids[np.minimum(first[mine], len(ids) - 1)] != token]] = False
+                first[mine] += 1
+        if self._train_on == "all":
+            trained = np.ones(len(ids), bool)
+        else:
+            turns = np.cumsum(sizes) - 1 if self._train_on == "last_assistant" else slice(None)
+            change = np.zeros(len(ids) + 1, np.int8)
+            np.add.at(change, first[turns], 1)
+            np.add.at(change, after[turns], -1)
+            trained = np.cumsum(change[:-1], dtype=np.int8) > 0
+        starts = np.concatenate([[0], stops[:-1]])
+        cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
+        for (number, _, one), fit, start, stop, cut in zip(quick, fits, starts, stops, cuts, strict=True):
+            if fit:
+                found[number] = Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), one.ends)
+        return found
 
     def _check_tokens(self, whole: Rendered) -> None:
         """Raises RowError if the tokens are not those of the tokenizer as it is, or stand for unknown characters."""
@@ -134,14 +234,14 @@ class ChatEncoder:
         """Returns the tokens of a text with characters for control tokens. Raises RowError if one became another."""
         ids = np.array(encoding.ids, np.int64)
         known = np.array([self._aliases[alias] for alias in CONTROL.findall(text)], np.int64).reshape(-1, 2)
-        places = np.flatnonzero(self._is_alias[ids])
+        places = np.flatnonzero(self._known[ids] >= 0)
         if not np.array_equal(ids[places], known[:, 0]):
             raise RowError("the tokenizer does not keep the template's special tokens apart from the text beside them")
         ids[places] = known[:, 1]
         return ids
 
     def _encoded(self, chat: ChatText, encoding: Any) -> Encoded | RowError:
-        whole, turns = chat.whole, chat.turns
+        whole, turns = chat.rendered, chat.turns
         try:
             ids = self._ids(whole.text, encoding)
             places = _Places(whole.text, encoding)
@@ -153,7 +253,7 @@ class ChatEncoder:
                 # Otherwise no model would learn to stop.
                 ids = np.append(ids, self._eos)
                 spans[-1] = (spans[-1][0], len(ids))
-            trained = self._trained(chat, spans, places, len(ids))
+            trained = self._trained(chat, whole, spans, places, len(ids))
         except RowError as fault:
             return fault
         if not trained[1:].any():
@@ -162,11 +262,13 @@ class ChatEncoder:
         ends = {int(ids[end - 1]) for turn, (_, end) in zip(turns, spans, strict=True) if turn.ended or end > size}
         return Encoded(ids, trained, tuple(cuts.values()), frozenset(ends))
 
-    def _trained(self, chat: ChatText, spans: list[tuple[int, int]], places: _Places, length: int) -> NDArray[np.bool_]:
+    def _trained(
+        self, chat: ChatText, whole: Rendered, spans: list[tuple[int, int]], places: _Places, length: int
+    ) -> NDArray[np.bool_]:
         is_trained, turns = chat.conversation.trained, chat.turns
         if self._train_on == "all":
             trained = np.ones(length, bool)
-            for one in chat.whole.stretches:
+            for one in whole.stretches:
                 if not is_trained[one.message]:
                     # A token that is partly of such a message is not trained on either.
                     trained[places.after(one.start) : places.first(one.end)] = False

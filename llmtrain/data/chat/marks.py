@@ -149,12 +149,10 @@ def marked(messages: Sequence[Message], controls: Controls | None, offset: int =
 def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
     """Returns the contents of messages that have nothing but a text, which marks would not divide or change."""
     texts = [message["content"] for message in messages]
-    for message, text in zip(messages, texts, strict=True):
-        if len(message) > 2 or not text or text[0].isspace() or text[-1].isspace() or controls.spelled(text):
-            return None
-        if _TAG.search(text):
-            return None
-    return texts
+    if not all(texts) or max(map(len, messages)) > 2 or any(text[0].isspace() or text[-1].isspace() for text in texts):
+        return None
+    together = "\n".join(texts)
+    return None if controls.spelled(together) or _TAG.search(together) else texts
 
 
 def broken_up(values: Any, controls: Controls | None) -> Any:

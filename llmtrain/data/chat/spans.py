@@ -9,19 +9,17 @@ renderings, and what cannot be is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import (
     CONTROL,
-    RESERVED,
     SPECIAL,
     Controls,
     Rendered,
     broken_up,
     marked,
-    plain_contents,
     reject_reserved,
 )
 from llmtrain.data.chat.template import ChatTemplate
@@ -52,24 +50,15 @@ class Renderer:
     """Whether texts of special tokens in messages are the tokens."""
     bos: str | None = None
     """The character of the token that begins a text and ends none."""
-    skeletons: dict[tuple[str, ...], tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    """By roles, the last gaps between contents that are texts alone."""
 
     @property
     def breaks(self) -> Controls | None:
         """What is broken up in messages."""
         return None if self.parses else self.controls
 
-    def rendered(self, conversation: Conversation) -> Rendered:
-        """Returns the whole conversation. Raises RowError unless it is, without marks, what the template renders."""
-        tools, roles = conversation.tools, tuple(message["role"] for message in conversation.messages)
-        plain = self.template.render(conversation.messages, tools)
-        contents = None if tools else plain_contents(conversation.messages, self.controls)
-        if contents and roles in self.skeletons:
-            # Most conversations differ in their contents only: between these is what was proven before.
-            filled = Rendered.filled(self.skeletons[roles], contents)
-            if self.controls.plain(filled.text) == plain and not RESERVED.search(plain):
-                return filled
+    def rendered(self, conversation: Conversation, plain: str) -> Rendered:
+        """Returns the whole conversation with marks. Raises RowError unless it is, without these, `plain`."""
+        tools = conversation.tools
         reject_reserved([conversation.messages, tools])
         with_marks = self._render(conversation.messages, tools)
         if self.controls.plain(with_marks.text) != plain:
@@ -78,10 +67,6 @@ class Renderer:
         for number, message in enumerate(conversation.messages):
             if number not in written and (message["content"].strip() or "tool_calls" in message):
                 raise RowError(f"the template leaves out message {number + 1} ({message['role']})")
-        if contents and [owner for owner, _ in with_marks.gaps] == list(range(-1, len(roles))):
-            if len(self.skeletons) >= MOST_SKELETONS:
-                self.skeletons.clear()
-            self.skeletons[roles] = with_marks.gaps
         return with_marks
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:

@@ -223,19 +223,27 @@ def _batches(
         rows = [(document, read(document)) for document in batch]
         known = [*before, *(found for _, found in rows if isinstance(found, Answered))]
         number = len(before) - 1
-        rendered: list[_ChatRow] = []
+        chats: list[tuple[Document, list[Conversation | RowError], bool | None]] = []
         for document, found in rows:
             if isinstance(found, RowError):
-                rendered.append(_ChatRow(document, [found]))
+                chats.append((document, [found], None))
             elif isinstance(found, tuple):
-                rendered.append(_ChatRow(document, [encoder.render(one) for one in found]))
+                chats.append((document, list(found), None))
             else:
                 number += 1
-                others = _mismatched(known, number)
+                others = [
+                    other if isinstance(other, RowError) else found.conversation(other)
+                    for other in _mismatched(known, number)
+                ]
                 for one, other, desirable in zip(found.conversations, others, found.desirable, strict=True):
-                    rendered.append(
-                        _ChatRow(document, [encoder.render(one), _rendered(encoder, found, other)], desirable)
-                    )
+                    chats.append((document, [one, other], desirable))
+        texts = iter(encoder.render([one for _, row, _ in chats for one in row if not isinstance(one, RowError)]))
+        rendered: list[_ChatRow] = []
+        for document, row, desirable in chats:
+            parts = [one if isinstance(one, RowError) else next(texts) for one in row]
+            if desirable is not None and isinstance(parts[1], RowError) and not isinstance(row[1], RowError):
+                parts[1] = RowError(f"with the completion of another row, {parts[1]}")
+            rendered.append(_ChatRow(document, parts) if desirable is None else _ChatRow(document, parts, desirable))
         yield rendered
         before = [one for one in known if one.prompt != known[-1].prompt][-1:] + known[-1:]
 
@@ -254,11 +262,3 @@ def _mismatched(rows: list[Answered], number: int) -> list[list[Any] | RowError]
             own.completions
         )
     return [other.completions[place % len(other.completions)] for place in range(len(own.completions))]
-
-
-def _rendered(encoder: ChatEncoder, row: Answered, turns: list[Any] | RowError) -> ChatText | RowError:
-    """Renders a prompt with the completion of another row."""
-    if isinstance(turns, RowError):
-        return turns
-    found = encoder.render(row.conversation(turns))
-    return RowError(f"with the completion of another row, {found}") if isinstance(found, RowError) else found

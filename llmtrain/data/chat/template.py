@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.data.chat.conversation import Message, RowError
+from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.errors import DataError, Problem, reason
 from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template
 from llmtrain.system.untrusted import read_json
@@ -47,6 +47,20 @@ class ChatTemplate:
         """
         return self._render(messages, tools, prompt, spans=False)[0]
 
+    def render_each(self, conversations: Sequence[Conversation]) -> list[str | RowError]:
+        """Returns the text of each conversation, or why it has none."""
+        simple = [
+            number
+            for number, one in enumerate(conversations)
+            if not one.tools and not any("tool_calls" in message for message in one.messages)
+        ]
+        try:
+            # In one call, since `transformers` prepares each call for about as long as it renders.
+            texts = dict(zip(simple, self._call([conversations[number].messages for number in simple])[0], strict=True))
+        except Exception:  # of one of them, and a template is a program: what it raises can be anything
+            texts = {}
+        return [texts.get(number) or self._render_one(one) for number, one in enumerate(conversations)]
+
     def render_spans(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of messages, and what it says to be generated (`{% generation %}`). Raises RowError."""
         return self._render(messages, tools, prompt=False, spans=True)
@@ -78,9 +92,15 @@ class ChatTemplate:
         Others write an object as JSON, and would write a text as a JSON string.
         """
         try:
-            return "{'key': 'value'}" in self._rendered(_PROBE, (), False, False)[0]
+            return "{'key': 'value'}" in self._call([_PROBE])[0][0]
         except Exception:
             return True
+
+    def _render_one(self, conversation: Conversation) -> str | RowError:
+        try:
+            return self.render(conversation.messages, conversation.tools)
+        except RowError as fault:
+            return fault
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, spans: bool
@@ -88,24 +108,25 @@ class ChatTemplate:
         if any("tool_calls" in message for message in messages) and self.arguments_as_text:
             messages = [_with_text_arguments(message) for message in messages]
         try:
-            return self._rendered(messages, tools, prompt, spans)
+            texts, found = self._call([messages], tools, prompt, spans)
         except Exception as error:  # a template is a program: what it raises can be anything
             raise RowError(f"the chat template refuses it: {reason(error)}") from error
+        return texts[0], list(found[0]) if found else []
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, spans: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _call(
+        self, chats: Sequence[Sequence[Message]], tools: Sequence[Any] = (), prompt: bool = False, spans: bool = False
+    ) -> tuple[list[str], Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, found = render_jinja_template(
-            [list(messages)],
+            [list(messages) for messages in chats],
             tools=list(tools) or None,
             chat_template=_FIXED_DATE + self.source if self.writes_date else self.source,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=spans,
             **self.special,
         )
-        return texts[0], list(found[0]) if found else []
+        return texts, found
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -28,7 +28,20 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"parse_special": True},
 )
 TEXTS = (
-    *("It is 4.", "What is 2+2?", " yes", "no ", "\n\nline\n\n", "é", "e\u0301", "\u0301a", "日本語", "🙂", "a\tb", "  "),
+    *(
+        "It is 4.",
+        "What is 2+2?",
+        " yes",
+        "no ",
+        "\n\nline\n\n",
+        "é",
+        "e\u0301",
+        "\u0301a",
+        "日本語",
+        "🙂",
+        "a\tb",
+        "  ",
+    ),
     *("<think>", "</think>", "[INST]", "<b>", "USER: ", '{"name": "value"}', "\r\n", "user\nassistant\n", "."),
 )
 

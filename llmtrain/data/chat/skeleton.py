@@ -1,0 +1,130 @@
+"""What a chat template writes around the contents of messages, proven for one conversation and compared for the next.
+
+Two conversations with the same roles differ in their contents only, unless the template looks into these. What it
+renders for the second is then the text of the first with other contents, character for character, and so are the places
+of the turns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmtrain.data.chat.marks import CONTROL, RESERVED, Controls
+from llmtrain.data.chat.spans import Turn
+
+Gaps = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How turns are found by control tokens and the tokens of the text after them, such as that of `assistant\\n`.
+
+    For byte-level tokenizers only: a token stands for the same bytes wherever it is. Where the tokens after a control
+    token are those of the template's text alone, the turn begins after them. Where they are not, since the first token
+    of the turn takes in the end of that text, the turn is found by places.
+    """
+
+    controls: NDArray[np.int64]
+    """All control tokens in order, as the tokenizer with characters for control tokens knows them."""
+    first: NDArray[np.int64]
+    """For each turn, the number of the control token before it."""
+    head: tuple[int, ...]
+    """The tokens between these and the turns."""
+    last: NDArray[np.int64]
+    """For each turn, the number of the control token that ends it."""
+    ends: frozenset[int]
+    """The tokens that end turns."""
+
+    @classmethod
+    def of(cls, gaps: Gaps, turns: list[Turn], tokenizer: Any, known: NDArray[np.int64]) -> Bounds | None:
+        """Returns the bounds of turns, or None if they are not between control tokens.
+
+        tokenizer: with characters for control tokens. known: for each of its tokens, the control token it stands for.
+        """
+        texts = [text for _, text in gaps]
+        before = [0, *np.cumsum([len(CONTROL.findall(text)) for text in texts]).tolist()]
+        heads, first, last = set(), [], []
+        for turn in turns:
+            (number, place), (end_number, end_place) = turn.start, turn.end
+            lead, end = texts[number][:place], texts[end_number][:end_place]
+            found = list(CONTROL.finditer(lead))
+            if not found or not turn.ended or not CONTROL.fullmatch(end[-1:]):
+                return None
+            heads.add(lead[found[-1].start() :])
+            first.append(before[number] + len(found) - 1)
+            last.append(before[end_number] + len(CONTROL.findall(end)) - 1)
+        if len(heads) > 1 or len({turn.message for turn in turns}) < len(turns):
+            return None
+        head = tokenizer.encode(lead := heads.pop(), add_special_tokens=False).ids
+        added = tokenizer.get_added_tokens_decoder()
+        if not lead[1:].isascii() or known[head[0]] < 0 or any(token in added for token in head[1:]):
+            return None
+        controls = np.array([tokenizer.token_to_id(one) for one in CONTROL.findall("".join(texts))], np.int64)
+        ends = frozenset(known[controls[last]].tolist())
+        return cls(controls, np.array(first), tuple(head[1:]), np.array(last), ends)
+
+
+class Skeleton:
+    """What a template writes before, between and after contents that are texts alone."""
+
+    def __init__(self, gaps: Gaps, turns: list[Turn], controls: Controls, bounds: Bounds | None) -> None:
+        self.gaps = gaps
+        self.turns = turns
+        self.bounds = bounds
+        self._texts = [text for _, text in gaps]
+        self._plain = [controls.plain(text) for text in self._texts]
+
+    def renders(self, contents: Sequence[str], text: str) -> bool:
+        """Whether a text, which the template rendered, has nothing but this around the contents."""
+        return _joined(self._plain, contents) == text and (text.isascii() or not RESERVED.search(text))
+
+    def filled(self, contents: Sequence[str]) -> str:
+        """Returns the text around contents, with characters for control tokens."""
+        return _joined(self._texts, contents)
+
+
+def is_byte_level(tokenizer: Any) -> bool:
+    """Whether each token stands for bytes of the text, each byte in one token: byte-level BPE (Radford et al. 2019)."""
+    described = json.loads(tokenizer.to_str())
+    model, before = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
+    vocabulary = model.get("vocab") if model["type"] == "BPE" else None
+    return (
+        bool(vocabulary and before)
+        and not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
+        and all(one["type"] == "NFC" for one in _steps(described["normalizer"], "normalizers"))
+        and before[-1]["type"] == "ByteLevel"
+        and all(_keeps(one) for one in before)
+        and all(letter in vocabulary for letter in _alphabet())
+    )
+
+
+def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if described is None:
+        return []
+    return described[name] if described["type"] == "Sequence" else [described]
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a step before the model divides a text without change."""
+    if step["type"] == "ByteLevel":
+        return not step["add_prefix_space"]
+    return step["type"] == "Digits" or (step["type"] == "Split" and step["behavior"] != "Removed")
+
+
+def _alphabet() -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel.alphabet()
+
+
+def _joined(gaps: Sequence[str], contents: Sequence[str]) -> str:
+    parts = [""] * (2 * len(contents) + 1)
+    parts[::2] = gaps
+    parts[1::2] = contents
+    return "".join(parts)
