@@ -119,7 +119,7 @@ class Layout:
         return {part: row.get(column) for part, column in self.columns.items()}
 
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
-        if not any(_role(turn) == "system" for turn in turns) and (system := parts.get("system") or self.system):
+        if (system := parts.get("system") or self.system) and not any(_role(turn) == "system" for turn in turns):
             turns = [{"role": "system", "content": system}, *turns]
         return conversation(turns, parts.get("tools"))
 
@@ -183,8 +183,11 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Returns the validated form of messages, as OpenAI or ShareGPT write them. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {shown(turns)}, not a list of messages")
-    messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
-    trained = [_is_plain(turn) or _is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
+    if all(map(_is_plain, turns)):
+        messages, trained = [{"role": turn["role"], "content": turn["content"]} for turn in turns], [True] * len(turns)
+    else:
+        messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
+        trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
     roles = [message["role"] for message in messages]
     if "system" in roles[1:]:
         raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
@@ -201,8 +204,6 @@ def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], known: 
 
 
 def _message(number: int, turn: Any) -> Message:
-    if _is_plain(turn):
-        return {"role": turn["role"], "content": turn["content"]}
     if not isinstance(turn, Mapping):
         raise RowError(f"message {number} is {shown(turn)}, not an object")
     role = _role(turn)

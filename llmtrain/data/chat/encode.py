@@ -112,13 +112,15 @@ class ChatEncoder:
 
     def tokenize(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | RowError]:
         """Returns the tokens of rendered conversations, on all cores."""
-        found = self._tokenized(rendered)
-        left = [chat for chat, one in zip(rendered, found, strict=True) if one is None and isinstance(chat, ChatText)]
-        encodings = iter(self._tokenizer.encode_batch([chat.text for chat in left], add_special_tokens=False))
-        return [
-            chat if isinstance(chat, RowError) else one or self._encoded(chat, next(encodings))
-            for chat, one in zip(rendered, found, strict=True)
-        ]
+        chats = [one for one in rendered if isinstance(one, ChatText)]
+        encodings = self._tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+        bounded = [(chat.bounds, encoding.ids) for chat, encoding in zip(chats, encodings, strict=True)]
+        found = iter(self._bounded([(bounds, ids) for bounds, ids in bounded if bounds]))
+        made = (
+            (next(found) if bounds else None) or self._encoded(chat, encoding)
+            for chat, encoding, (bounds, _) in zip(chats, encodings, bounded, strict=True)
+        )
+        return [one if isinstance(one, RowError) else next(made) for one in rendered]
 
     def render(self, conversations: Sequence[Conversation]) -> list[ChatText | RowError]:
         """Renders conversations and establishes the turns of each, or returns why that is not possible."""
@@ -158,24 +160,17 @@ class ChatEncoder:
             self._proven[key] = turns
         return self._proven[key]
 
-    def _tokenized(self, rendered: Sequence[ChatText | RowError]) -> list[Encoded | None]:
-        """Returns the tokens of the conversations whose turns are found without the places of all tokens.
+    def _bounded(self, chats: Sequence[tuple[Bounds, list[int]]]) -> list[Encoded | None]:
+        """Returns conversations whose turns are between control tokens, from their tokens; None for others.
 
-        `tokenizers` takes a third less time if it does not keep these.
+        All at once, and without the places of tokens, which take a third of the time to tokenize.
         """
-        found: list[Encoded | None] = [None] * len(rendered)
-        quick = [
-            (number, chat.text, bounds)
-            for number, chat in enumerate(rendered)
-            if isinstance(chat, ChatText) and (bounds := chat.bounds)
-        ]
-        if not quick:
-            return found
-        texts = [text for _, text, _ in quick]
-        lists = [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        bounds = [one for _, _, one in quick]
-        stops = np.cumsum([len(ids) for ids in lists])
-        ids = np.fromiter(chain.from_iterable(lists), np.int64, stops[-1])
+        if not chats:
+            return []
+        bounds = [one for one, _ in chats]
+        lists = [ids for _, ids in chats]
+        stops = np.cumsum([len(one) for one in lists])
+        ids = np.fromiter(chain.from_iterable(lists), np.int64, int(stops[-1]))
         places = np.flatnonzero(self._known[ids] >= 0)
         ends = np.searchsorted(places, stops)  # after the control tokens of each conversation
         expected = np.cumsum([len(one.controls) for one in bounds])
@@ -183,7 +178,7 @@ class ChatEncoder:
             not np.array_equal(ends, expected)
             or (ids[places] != np.concatenate([one.controls for one in bounds])).any()
         ):
-            return found
+            return [None] * len(chats)
         ids[places] = self._known[ids[places]]
         sizes = [len(one.first) for one in bounds]
         owners = np.repeat(np.arange(len(bounds)), sizes)
@@ -207,10 +202,10 @@ class ChatEncoder:
             trained = np.cumsum(change[:-1], dtype=np.int8) > 0
         starts = np.concatenate([[0], stops[:-1]])
         cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
-        for (number, _, one), fit, start, stop, cut in zip(quick, fits, starts, stops, cuts, strict=True):
-            if fit:
-                found[number] = Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), one.ends)
-        return found
+        return [
+            Encoded(ids[start:stop], trained[start:stop], tuple(cut.tolist()), one.ends) if fit else None
+            for one, fit, start, stop, cut in zip(bounds, fits, starts, stops, cuts, strict=True)
+        ]
 
     def _check_tokens(self, whole: Rendered) -> None:
         """Raises RowError if the tokens are not those of the tokenizer as it is, or stand for unknown characters."""

@@ -149,7 +149,7 @@ def marked(messages: Sequence[Message], controls: Controls | None, offset: int =
 def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
     """Returns the contents of messages that have nothing but a text, which marks would not divide or change."""
     texts = [message["content"] for message in messages]
-    if not all(texts) or max(map(len, messages)) > 2 or any(text[0].isspace() or text[-1].isspace() for text in texts):
+    if not all(texts) or max(map(len, messages)) > 2 or [text.strip() for text in texts] != texts:
         return None
     together = "\n".join(texts)
     return None if controls.spelled(together) or _TAG.search(together) else texts

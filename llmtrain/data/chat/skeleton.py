@@ -93,9 +93,9 @@ def is_byte_level(tokenizer: Any) -> bool:
     """Whether each token stands for bytes of the text, each byte in one token: byte-level BPE (Radford et al. 2019)."""
     described = json.loads(tokenizer.to_str())
     model, before = described["model"], _steps(described["pre_tokenizer"], "pretokenizers")
-    vocabulary = model.get("vocab") if model["type"] == "BPE" else None
+    vocabulary = model["vocab"] if model["type"] == "BPE" else {}
     return (
-        bool(vocabulary and before)
+        bool(before)
         and not (model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
         and all(one["type"] == "NFC" for one in _steps(described["normalizer"], "normalizers"))
         and before[-1]["type"] == "ByteLevel"
@@ -107,20 +107,21 @@ def is_byte_level(tokenizer: Any) -> bool:
 def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     if described is None:
         return []
-    return described[name] if described["type"] == "Sequence" else [described]
+    steps: list[dict[str, Any]] = described[name] if described["type"] == "Sequence" else [described]
+    return steps
 
 
 def _keeps(step: dict[str, Any]) -> bool:
     """Whether a step before the model divides a text without change."""
-    if step["type"] == "ByteLevel":
-        return not step["add_prefix_space"]
-    return step["type"] == "Digits" or (step["type"] == "Split" and step["behavior"] != "Removed")
+    kind = step["type"]
+    changes = (kind == "ByteLevel" and step["add_prefix_space"]) or (kind == "Split" and step["behavior"] == "Removed")
+    return kind in ("ByteLevel", "Digits", "Split") and not changes
 
 
 def _alphabet() -> list[str]:
     from tokenizers import pre_tokenizers
 
-    return pre_tokenizers.ByteLevel.alphabet()
+    return list(pre_tokenizers.ByteLevel.alphabet())
 
 
 def _joined(gaps: Sequence[str], contents: Sequence[str]) -> str:

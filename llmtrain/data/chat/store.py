@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
@@ -90,12 +90,15 @@ class _Writer:
         self.desirable = stack.enter_context(ArrayWriter(folder, f"{split}_desirable", np.bool_)) if judged else None
         self.counts = np.zeros(vocab_size, np.int64)
 
-    def add(self, one: Encoded, size: int) -> None:
-        """Appends the first `size` tokens of a conversation."""
-        self._tokens.append(one.ids[:size])
-        self._trained.append(one.trained[:size])
-        self._documents.append(np.array([self._tokens.length]))
-        self.counts += np.bincount(one.ids[:size], minlength=len(self.counts))
+    def add(self, kept: Sequence[tuple[Encoded, int]]) -> None:
+        """Appends the first tokens of conversations, as many as are said."""
+        if not kept:
+            return
+        tokens = np.concatenate([one.ids[:size] for one, size in kept])
+        self._documents.append(np.cumsum([size for _, size in kept]) + self._tokens.length)
+        self._tokens.append(tokens)
+        self._trained.append(np.concatenate([one.trained[:size] for one, size in kept]))
+        self.counts += np.bincount(tokens, minlength=len(self.counts))
 
     def summary(self) -> dict[str, int]:
         return {"documents": self._documents.length - 1, "tokens": self._tokens.length}
@@ -127,6 +130,7 @@ def tokenize_conversations(
         stack.callback(batches.close)
         for batch in batches:
             encoded = iter(encoder.tokenize([chat for row in batch for chat in row.texts]))
+            kept: dict[str, list[tuple[Encoded, int]]] = {split: [] for split in SPLITS}
             for document, texts, desirable in batch:
                 characters += len(document.text)
                 found = [next(encoded) for _ in texts]
@@ -135,20 +139,22 @@ def tokenize_conversations(
                     counts.fault(document.place, next(one for one in found if isinstance(one, RowError)))
                 elif sizes := _sizes(whole, most, reading.too_long, desirable):
                     counts.kept += 1
-                    writer = writers["eval" if held_out(document.text, eval_fraction) else "train"]
+                    split = "eval" if held_out(document.text, eval_fraction) else "train"
+                    kept[split] += zip(whole, sizes, strict=True)
                     for one, size in zip(whole, sizes, strict=True):
-                        writer.add(one, size)
                         if desirable is not None and one is whole[1]:
                             continue  # a mismatched one is not trained on
                         counts.cut += size < len(one.ids)
-                        counts.trained_tokens += int(one.trained[1:size].sum())
+                        counts.trained_tokens += int(np.count_nonzero(one.trained[1:size]))
                         for token in one.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
-                    if writer.desirable:
-                        writer.desirable.append(np.array([desirable]))
+                    if judged := writers[split].desirable:
+                        judged.append(np.array([desirable]))
                 else:
                     counts.dropped += 1
                 counts.rows += 1
+            for split, writer in writers.items():
+                writer.add(kept[split])
             task.update(batch[-1].document.fraction, f"{counts.rows:,} conversations")
         stack.enter_context(ArrayWriter(folder, "train_counts", np.int64)).append(writers["train"].counts)
     if counts.faulty and (reading.faulty_rows == "refuse" or not counts.kept):
