@@ -196,6 +196,11 @@ class Source(Part):
     def __init__(self, name: str | None = None, /, **fields: Any) -> None:
         super().__init__(**(fields if name is None else {"name": name, **fields}))
 
+    @property
+    def declares_conversations(self) -> bool:
+        """Whether it holds conversations whatever its columns are."""
+        return self.name == "stdlib_chat" or self.format not in ("auto", "text")
+
 
 class TrainedTokenizer(Part):
     """A byte-level BPE tokenizer trained on the recipe's own training documents."""

@@ -23,7 +23,7 @@ from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.model_facts import family_of, pretrained_vocabulary
 from llmtrain.recipe import DataConfig, Recipe, Source
-from llmtrain.rules.model import MIXES_DOCUMENTS
+from llmtrain.rules.model import packed_conversations
 from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
@@ -192,9 +192,8 @@ def _chat_reading(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: Prepared
     if data.packing == "concat":
         message = "`concat` cuts sequences anywhere, but a conversation is never split"
         raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=best_fit"))
-    if data.packing == "best_fit" and (family := family_of(recipe.model)) in MIXES_DOCUMENTS:
-        message = f"'{family}' carries state from each packed conversation to the next, whatever the attention mask"
-        raise DataError(Problem("data.packing", "data.packing", message, "--set data.packing=none"))
+    if data.packing == "best_fit" and (faults := list(packed_conversations(family_of(recipe.model)))):
+        raise DataError([Problem("data.conversations_mixed", one.field, one.message, one.fix) for one in faults])
     template = load_template(data.chat_template, tokenizer.folder)
     return ChatReading(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
 

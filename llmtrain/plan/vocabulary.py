@@ -7,9 +7,10 @@ when the data are prepared, which also checks that it counts as many.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llmtrain.errors import DataError, Problem, RecipeError
 from llmtrain.plan.hub import stored_file
@@ -29,6 +30,19 @@ Megatron-LM's, it is not multiplied by the number of these ranks: all layouts tr
 """
 CONTROL = re.compile(r"<\|[^|<>{}\s'\"]+\|>|<｜[^｜<>{}\s'\"]+｜>|<(?:start|end)_of_\w+>")
 """What such a text looks like: `<|im_start|>`, `<｜User｜>`, `<end_of_turn>`."""
+_TURNS = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "name", "arguments": {"key": "value"}}}
+PROBES: tuple[tuple[dict[str, Any], ...], ...] = (
+    ({"role": "system", "content": "text"}, *_TURNS),
+    _TURNS,
+    (
+        _TURNS[0],
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "name", "tool_call_id": "abcdefghi", "content": "result"},
+        _TURNS[1],
+    ),
+)
+"""Conversations with all roles; most templates refuse none of them."""
 
 
 def grown(recipe: Recipe) -> Recipe:
@@ -64,12 +78,38 @@ def wanted_tokens(new_tokens: NewTokens, template: str | None) -> tuple[str, ...
         return tuple(dict.fromkeys(new_tokens))
     if template is None:
         raise DataError(no_template())
-    return control_tokens(template)
+    if not (found := control_tokens(template)):
+        message = "the chat template writes no text like <|im_start|>, <start_of_turn> or <｜User｜>"
+        raise DataError(Problem("model.new_tokens", FIELD, message, """list the tokens: ["TOKEN", ...]"""))
+    return found
 
 
 def control_tokens(template: str) -> tuple[str, ...]:
-    """Returns the texts in a chat template that are meant to be single tokens."""
-    return tuple(dict.fromkeys(CONTROL.findall(template)))
+    """Returns the texts that a chat template writes, and that are meant to be single tokens.
+
+    They stand in the template, or it puts them together when it is rendered: `'<|' + message.role + '|>'`.
+    """
+    return tuple(dict.fromkeys(CONTROL.findall("\n".join([template, *_rendered(template)]))))
+
+
+def _rendered(template: str) -> Iterator[str]:
+    """Yields what a template makes of short conversations, without those that it refuses."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # a tag of `transformers` alone
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals |= {"strftime_now": lambda _: "", "raise_exception": _refuse, "bos_token": "", "eos_token": ""}
+    for messages in PROBES:
+        try:
+            yield environment.from_string(plain).render(messages=messages, tools=None, add_generation_prompt=True)
+        except Exception:  # a template is a program: what it raises can be anything
+            continue
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 def no_template() -> Problem:

@@ -197,13 +197,36 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
     facts = draft.facts
     if facts is not None and facts.model_type in MIXES_DOCUMENTS and draft.recipe.data.keeps_apart:
         message = (
-            f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask"
+            f"'{facts.model_type}' carries state from each packed document to the next, whatever the attention mask; "
+            "if a source turns out to hold conversations, preparing the data refuses to pack them"
         )
         yield Fault(
             "data.mask_documents",
             message,
             f"{assignment(data__packing='none')}, or {assignment(data__mask_documents='false')}",
         )
+
+
+@rule(
+    "data.conversations_mixed",
+    "A recurrence or a convolution carries state from one packed conversation to the next, under any attention mask.",
+    "run",
+)
+def conversations_mixed(draft: Draft) -> Iterator[Fault]:
+    """Refuses to pack conversations for families in which they influence each other; where only the data say whether a
+    source holds conversations, preparing them does."""
+    facts, recipe = draft.facts, draft.recipe
+    is_packed = recipe.data.packing == "best_fit" and not recipe.objective.compares_pairs
+    sources = (*recipe.data.sources, *recipe.evaluation.sources)
+    if facts is not None and is_packed and any(one.declares_conversations for one in sources):
+        yield from packed_conversations(facts.model_type)
+
+
+def packed_conversations(family: str | None) -> Iterator[Fault]:
+    """Yields the refusal of a family in which packed conversations influence each other."""
+    if family in MIXES_DOCUMENTS:
+        message = f"'{family}' carries state from each packed conversation to the next, whatever the attention mask"
+        yield Fault("data.packing", message, assignment(data__packing="none"))
 
 
 @rule(
@@ -280,6 +303,7 @@ RULES = (
     rotary_follows,
     without_gradient,
     documents_mixed,
+    conversations_mixed,
     attention_device,
     attention_precision,
     attention_heads,

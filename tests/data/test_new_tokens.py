@@ -149,6 +149,16 @@ def test_what_counts_as_a_special_token_of_a_template():
     assert control_tokens(shipped_templates()["chatml"]) == CHATML
     text = "'<start_of_turn>' + role + '<|eot_id|>' <｜User｜> if a <b> and c|> '<|' + role + '|>' [INST]"
     assert control_tokens(text) == ("<start_of_turn>", "<|eot_id|>", "<｜User｜>")
+    assembled = (
+        "{{ bos_token + '' }}{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    )
+    assert control_tokens(assembled) == ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+
+
+def test_a_template_without_special_tokens_is_said(folders):
+    tokenizer, model, _ = folders
+    with pytest.raises(DataError, match="writes no text like"):
+        grown(_recipe(tokenizer, model, "template", **{"data.chat_template": "plain"}))
 
 
 @pytest.mark.parametrize(

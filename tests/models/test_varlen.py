@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.data import Documents
-from llmtrain.errors import FamilyError
+from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import varlen
 from llmtrain.models.proof.varlen_check import check_attention
 from llmtrain.models.varlen import varlen_attention
@@ -242,3 +242,12 @@ def test_who_mixes_documents_is_noted_in_a_plan():
     assert not small_plan(
         **{"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.mask_documents": False}
     ).notes
+
+
+@pytest.mark.parametrize("source", [{"name": "stdlib_chat"}, {"name": "rows.jsonl", "format": "messages"}])
+def test_a_plan_refuses_to_pack_conversations_for_who_mixes_documents(source):
+    fields = {"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.sources": [source]}
+    with pytest.raises(RecipeError, match=r"'mamba' carries state from each packed conversation(.|\n)*packing=none"):
+        small_plan(**fields)
+    assert not small_plan(**fields, **{"data.packing": "none"}).notes
+    assert small_plan(**(fields | {"model.architecture": "llama"}))
