@@ -3,8 +3,8 @@
 python -m benchmarks.programs.chats write FOLDER              conversations and a tokenizer, for the others
 python -m benchmarks.programs.chats ours FOLDER --cores 2     our tokenizing, from the file to the token store
 python -m benchmarks.programs.chats raw FOLDER --cores 2      `apply_chat_template` and `encode_batch`, rows in memory
-python -m benchmarks.programs.chats trl FOLDER [--packed]     TRL's SFTTrainer on the model of `recipes/sft_chat.py`
-python -m benchmarks.programs.chats train FOLDER [--packed]   `llmtrain train` on the same
+python -m benchmarks.programs.chats train FOLDER [--packed] [--lora]   `llmtrain train` on the model of the recipe
+python -m benchmarks.programs.chats trl FOLDER [--packed] [--lora]     TRL's SFTTrainer on the same, LoRA by PEFT
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.programs.data import BATCH, Clock, use_cores
 
 VOCABULARY = 4096
 LENGTH, MICRO, ACCUMULATED = 256, 2, 4
+RANK, ALPHA = 16, 32
 RECIPE = "recipes/sft_chat.py"
 GENERATION = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}{%- if message.role == 'assistant' %}"
@@ -97,15 +98,16 @@ def raw(folder: Path) -> dict[str, float]:
     return clock.speed(tokens)
 
 
-def train(folder: Path, packed: bool, steps: int) -> dict[str, float]:
+def train(folder: Path, packed: bool, lora: bool, steps: int) -> dict[str, float]:
     """Returns the median of trained tokens per second over the logged windows after the first."""
+    adapter = {"adapter": {"rank": RANK, "alpha": ALPHA}} if lora else {}
     fields = {
         "data.sources": json.dumps([{"name": str(folder / "chats.jsonl")}]),
         "data.tokenizer": str(folder / "tokenizer"),
         "data.chat_template": "null",
         "data.packing": "best_fit" if packed else "none",
         "data.cache_dir": str(folder / "cache"),
-        "model": json.dumps(_model()),
+        "model": json.dumps(_model() | adapter),
         "train.epochs": "null",
         "train.max_steps": str(steps),
         "evaluation.every_steps": "0",
@@ -121,10 +123,11 @@ def train(folder: Path, packed: bool, steps: int) -> dict[str, float]:
     return {"trained_per_second": statistics.median(line["tokens_per_second"] for line in windows)}
 
 
-def trl(folder: Path, packed: bool, steps: int) -> dict[str, float]:
+def trl(folder: Path, packed: bool, lora: bool, steps: int) -> dict[str, float]:
     """Does the same with TRL's SFTTrainer, with its defaults for all but the batches and the precision."""
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
@@ -145,6 +148,7 @@ def trl(folder: Path, packed: bool, steps: int) -> dict[str, float]:
         model=AutoModelForCausalLM.from_config(config),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
         train_dataset=Dataset.from_list(_rows(folder)),
+        peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear") if lora else None,
         args=SFTConfig(
             output_dir=str(folder / "trl"),
             assistant_only_loss=True,
@@ -180,6 +184,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     use_cores(options.cores)
@@ -187,8 +192,8 @@ def main() -> None:
         "write": lambda: write(options.folder, options.copies),
         "ours": lambda: ours(options.folder),
         "raw": lambda: raw(options.folder),
-        "train": lambda: train(options.folder, options.packed, options.steps),
-        "trl": lambda: trl(options.folder, options.packed, options.steps),
+        "train": lambda: train(options.folder, options.packed, options.lora, options.steps),
+        "trl": lambda: trl(options.folder, options.packed, options.lora, options.steps),
     }
     print(json.dumps(parts[options.part]()))
 
