@@ -61,6 +61,8 @@ class Documents:
 
 
 Index = NDArray[np.int64]
+SHORTENED_TO = 8
+"""Shortened micro-batches have a multiple of this many columns, for which GPUs have fast kernels."""
 READ_TOKENS = 1 << 14
 """Tokens of a rank in the steps that are read together; a step with more tokens is read alone."""
 
@@ -174,8 +176,10 @@ class Schedule:
         dp_rank: int,
         dp_size: int,
         epochs: int | None = None,
+        shortens: bool = False,
     ) -> None:
         """epochs: after these, the batch is smaller and the next one begins anew; None: batches run on.
+        shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
         if global_batch_size != micro_batch_size * gradient_accumulation_steps * dp_size:
@@ -189,6 +193,7 @@ class Schedule:
         self._steps = gradient_accumulation_steps
         self._rank = dp_rank
         self._size = dp_size
+        self._shortens = shortens
         self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
@@ -207,6 +212,7 @@ class Schedule:
             dp_rank=dp_rank,
             dp_size=plan.readers,
             epochs=plan.recipe.train.epochs,
+            shortens=plan.shortens_batches,
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
@@ -324,7 +330,7 @@ class Schedule:
                 for target, values in zip(batch, view.read(sequences[mine]), strict=True):
                     if target is not None and values is not None:
                         target[mine, : values.shape[1]] = values
-        return _tensors(batch, steps)
+        return _tensors(batch, steps, self._shortens)
 
     def _check_sizes(self) -> None:
         problems = []
@@ -370,7 +376,7 @@ def _of_completions(view: Samples) -> TypeGuard[PackedSamples]:
     return isinstance(view, PackedSamples) and view.of_completions
 
 
-def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
+def _tensors(rows: Rows, steps: int, shortens: bool) -> list[MicroBatch]:
     """Splits rows into `steps` micro steps of equal size."""
     # Imported here: preparing data, in a launcher, must not load torch.
     import torch
@@ -379,6 +385,11 @@ def _tensors(rows: Rows, steps: int) -> list[MicroBatch]:
     found = []
     for inputs, positions, labels, segments, *others in zip(*columns, strict=True):
         completions = None if segments is None else Completions.of(segments, labels, *others)
+        if shortens:
+            targets = (labels >= 0).any(dim=0).nonzero()
+            used = int(targets[-1]) + 1 if len(targets) else 1
+            size = -(-used // SHORTENED_TO) * SHORTENED_TO
+            inputs, positions, labels = (one[:, :size].contiguous() for one in (inputs, positions, labels))
         found.append(MicroBatch(inputs, positions, labels, completions))
     for batch in found:
         _ = batch.documents  # computed in the reading thread: between kernels it would take ten times as long

@@ -176,6 +176,23 @@ class Plan(Part):
         return self.data_parallel_size * self.workers // self.cluster.world_size
 
     @property
+    def shortens_batches(self) -> bool:
+        """Whether a micro-batch is only as long as its targets need.
+
+        That is, if sequences are not packed and nothing wants equal lengths: stages and slices exchange tensors of one
+        size, compiled kernels are compiled for it, and the balancing loss of experts is a mean over all tokens.
+        """
+        recipe, kernels = self.recipe, self.recipe.kernels
+        return (
+            recipe.data.packing == "none"
+            and not recipe.objective.compares_pairs
+            and not self.model.experts
+            and self.parallel.pipeline == self.parallel.sequence == 1
+            and self.parallel.backend == "deepspeed"
+            and "compiled" not in (kernels.blocks, kernels.loss)
+        )
+
+    @property
     def read_size(self) -> int:
         """Sequences that a process reads per forward pass: the micro-batches of its devices, concatenated."""
         return self.batch.micro_batch_size * self.data_parallel_size // self.readers

@@ -113,7 +113,7 @@ class Batches:
         """Global batches, read by document."""
         data, padding = self.recipe.data, self.prepared.eos_id
         sizes = {"global_batch_size": self.size, "micro_batch_size": self.size, "gradient_accumulation_steps": 1}
-        schedule = Schedule(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)
+        schedule = Schedule(self.prepared, seed=self.recipe.train.seed, dp_rank=0, dp_size=1, **sizes)  # type: ignore[arg-type]
         views = [source.train for source in self.prepared.sources]
         steps: list[Sequences] = []
         for step in range(self.steps):

@@ -148,8 +148,8 @@ def tokenize_conversations(
                         counts.trained_tokens += int(np.count_nonzero(one.trained[1:size]))
                         for token in one.ends:
                             counts.ends[token] = counts.ends.get(token, 0) + 1
-                    if judged := writers[split].desirable:
-                        judged.append(np.array([desirable]))
+                    if labels := writers[split].desirable:
+                        labels.append(np.array([desirable]))
                 else:
                     counts.dropped += 1
                 counts.rows += 1

@@ -50,6 +50,7 @@ def recipe(one: Case, rows: list[Any], **data: Any) -> Recipe:
     )
 
 
+TINY = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 ROWS = [{"messages": chat(number, 2 + 2 * (number % 3))} for number in range(60)]
 
 
@@ -192,6 +193,21 @@ def test_tokens_do_not_depend_on_the_day(chatml: Case) -> None:
     text = Tokenizer.from_file(str(prepared.tokenizer_dir / "tokenizer.json")).decode(stream.tokens[:12].tolist())
     assert text.startswith("26 Jul 2024")
     assert "2024-07-26 in all conversations" in "".join(notes(prepared, made))
+
+
+def test_unpacked_micro_batches_are_as_long_as_their_targets_need(chatml: Case) -> None:
+    made = recipe(chatml, ROWS, packing="none").with_(**{"model.config": TINY})
+    prepared = prepare(made)
+    sizes = {"seed": 1, "global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
+    whole, short = (Schedule(prepared, **sizes, dp_rank=0, dp_size=1, shortens=one) for one in (False, True))
+    model = build_model(made, torch.float32, torch.device("cpu"))
+    for all_of_it, part in zip(whole.train_batch(0).micro_batches, short.train_batch(0).micro_batches, strict=True):
+        used = part.labels.shape[1]
+        assert used < all_of_it.labels.shape[1]
+        assert torch.equal(all_of_it.labels[:, :used], part.labels)
+        assert (all_of_it.labels[:, used:] == NO_TARGET).all()
+        losses = [forward(model, model, one, torch.device("cpu"))[0] for one in (all_of_it, part)]
+        assert torch.isclose(*losses, rtol=FP32)
 
 
 def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: Case) -> None:
