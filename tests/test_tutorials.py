@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.helpers.chat_tokenizers import base_tokenizer
 from tests.helpers.launching_doc import TEXT, shell_lines
 
 ROOT = Path(__file__).parents[1]
@@ -90,15 +93,22 @@ def test_the_tutorials_of_a_corpus_and_of_pretrained_weights(tmp_path):
             _run(line, tmp_path, *SHORT)
 
 
+def _write_export(folder: Path) -> None:
+    """Writes a model and a tokenizer as an export of `recipes/tiny.py`, which another test runs, but untrained."""
+    tokenizer = Tokenizer.from_str(base_tokenizer())
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    fast.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        "llama", **sizes, vocab_size=len(fast), max_position_embeddings=256, eos_token_id=fast.eos_token_id
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 @pytest.mark.slow
 def test_the_tutorial_of_a_chat(tmp_path):
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
-    small = [
-        "--set",
-        "data.tokenizer.vocab_size=512",
-        *(f"--set=model.config.{one}" for one in ("hidden_size=64", "intermediate_size=128")),
-    ]
-    _run("llmtrain train recipes/tiny.py", tmp_path, *SHORT, *small)
+    _write_export(tmp_path / "runs/tiny/export")
     text = _tutorial("chat")
     code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
@@ -110,7 +120,8 @@ def test_the_tutorial_of_a_chat(tmp_path):
     assert re.search(r"User: What is \d+ \+ \d+\?", page)
     assert (tmp_path / "runs/sums/first_batch.html").exists()
     exported = json.loads((tmp_path / "runs/sums/export/generation_config.json").read_text())
-    assert exported["eos_token_id"] == 0
+    tokens = Tokenizer.from_file(str(tmp_path / "runs/sums/export/tokenizer.json"))
+    assert exported["eos_token_id"] == tokens.token_to_id("<|endoftext|>")
     assert (tmp_path / "runs/sums/export/chat_template.jinja").exists()
 
 
