@@ -4,7 +4,9 @@ The questions are about Python's standard library, and its docstrings answer the
 
     llmtrain train recipes/tiny.py
     llmtrain train recipes/sft_chat.py
-    llmtrain generate runs/sft_chat --chat
+    llmtrain generate runs/sft_chat --chat --temperature 0
+
+A model of this size learns the form, not the facts: an answer in a sentence, then the arguments of a function if asked.
 """
 
 from llmtrain import (
