@@ -185,7 +185,7 @@ class Plan(Part):
         recipe, kernels = self.recipe, self.recipe.kernels
         return (
             recipe.data.packing == "none"
-            and not recipe.objective.compares_pairs
+            and not recipe.objective.of_completions
             and not self.model.experts
             and self.parallel.pipeline == self.parallel.sequence == 1
             and self.parallel.backend == "deepspeed"
