@@ -241,8 +241,8 @@ def _batches(
                     other if isinstance(other, RowError) else found.conversation(other)
                     for other in _mismatched(known, number)
                 ]
-                for one, other, judged_so in zip(found.conversations, others, found.desirable, strict=True):
-                    chats.append((document, [one, other], judged_so))
+                for one, other, is_desirable in zip(found.conversations, others, found.desirable, strict=True):
+                    chats.append((document, [one, other], is_desirable))
         texts = iter(encoder.render([one for _, row, _ in chats for one in row if not isinstance(one, RowError)]))
         rendered: list[_ChatRow] = []
         for document, row, desirable in chats:
