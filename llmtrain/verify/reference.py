@@ -186,6 +186,8 @@ class ReferenceLoop:
     def _divergence(self, sequences: Sequences) -> float:
         """Returns KTO's z0: the mean log-ratio of the mismatched completions of a whole batch, at least 0."""
         found = [[one.mismatched] for documents in sequences for one in documents if one.mismatched is not None]
+        if not found:
+            return 0.0
         ratios = [
             (self._forward(rows, self.initial)[0] - self._forward(rows, self._rounded())[0]).sum().item()
             for rows in self._passes(found)
