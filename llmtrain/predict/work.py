@@ -155,8 +155,10 @@ class Worker(DeviceShare):
         # One product for the gradient of the input, and one for that of a trained weight.
         backward = products * (held.reached + held.trained)
         backward += held.reached * (BACKWARD * (memory + weights) + ATTENTION_BACKWARD * attention)
+        # KTO's divergence takes a pass without gradient over as many other completions.
+        passes = 2 if self.plan.recipe.objective.name == "kto" else 1
         return Work(
-            forward=layers + head_product + head_memory / 2,
+            forward=passes * (layers + head_product + head_memory / 2),
             recompute=held.reached * (layers if self.checkpointing else 0.0)
             + (head_product if self.loss_twice else 0.0),
             backward=max(backward, held.reached * floor)

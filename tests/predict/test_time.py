@@ -56,6 +56,13 @@ def test_the_parts_add_up(llama, name):
     assert 0 < time.mfu < 1
 
 
+def test_the_divergence_of_kto_takes_a_forward_pass_more(llama):
+    """Without recomputation, a backward pass takes as long as two forward passes."""
+    packed = {"data__packing": "best_fit", "data__mask_documents": True, "parallel__activation_checkpointing": "none"}
+    pairs, judged = (time_of(llama, objective__name=name, **packed).compute_s for name in ("dpo", "kto"))
+    assert 1.25 * pairs < judged < 1.4 * pairs
+
+
 def test_masked_scores_count_as_computed(llama):
     """By `sdpa`; kernels that are told the bounds of documents skip at least what comes after each token."""
     fields = {"parallel__precision": "bf16", "parallel__zero_stage": 1}
