@@ -2,26 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from llmtrain.cluster import Cluster
 from llmtrain.plan import Plan
-from llmtrain.recipe import Part
+from llmtrain.recipe import Part, parse_recipe
+from llmtrain.rules import resolve
+
+HEAD_DIM = 128
+
+STEP_S = 0.5
+"""Seconds that the matrix products of a timed step may take."""
 
 
 class MeasureJob(Part):
     """The work of every rank."""
 
-    plan: Plan
-    """The plan of which some steps are timed."""
-    steps: int
-    """Timed steps; two more come first."""
-    seconds: float
-    """Seconds for which each product is repeated: long enough for a GPU to reach its power limit."""
-    rows: int
-    """Tokens of a product, whose matrices are `width` × 4 `width`."""
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model whose steps are timed, and its batch."""
+
     width: int
-    copied_bytes: int
-    """Size of what is copied within memory, to and from the host, and reduced."""
+    layers: int
+    length: int
+    vocabulary: int
+    accumulation: int
+    """Micro-batches of a step; each is one sequence."""
+
+    @property
+    def flops(self) -> float:
+        """FLOP of a step's matrix products on one device (arXiv 2001.08361: 6 for each parameter and token)."""
+        return 6 * (16 * self.layers * self.width + self.vocabulary) * self.width * self.length * self.accumulation
+
+
+MODELS = (
+    TimedModel(width=2048, layers=4, length=4096, vocabulary=32000, accumulation=8),
+    TimedModel(width=1024, layers=4, length=1024, vocabulary=16000, accumulation=2),
+    TimedModel(width=256, layers=2, length=256, vocabulary=2048, accumulation=1),
+)
+"""From one that keeps a GPU busy, and fits 16 GB, to one for CPUs."""
+
+
+def timed_plan(cluster: Cluster, matmul: Mapping[str, float]) -> Plan:
+    """Returns the plan whose steps are timed: ZeRO-1 in bf16 over all devices, compared with the catalogue.
+
+    matmul: FLOP/s by data type, of which the size of the model follows.
+    """
+    model = next((one for one in MODELS if one.flops < STEP_S * matmul["bf16"]), MODELS[-1])
+    heads = model.width // HEAD_DIM
+    config = {"hidden_size": model.width, "intermediate_size": 4 * model.width, "num_hidden_layers": model.layers}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": model.vocabulary}
+    recipe = {
+        "name": "self-test",
+        "model": {"architecture": "llama", "config": config | {"max_position_embeddings": model.length}},
+        "data": {
+            "sources": [{"name": "stdlib"}],
+            "tokenizer": "none",
+            "sequence_length": model.length,
+            "mask_documents": False,
+        },
+        "optim": {"lr": 1e-3},
+        "batch": {"global_batch_size": model.accumulation * cluster.world_size, "micro_batch_size": 1},
+        "train": {"max_steps": 1},
+        "parallel": {"zero_stage": 1, "precision": "bf16"},
+    }
+    return resolve(parse_recipe(recipe), cluster.model_copy(update={"measured": None}))
 
 
 class DeviceRates(Part):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from llmtrain.cluster import Cluster
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.doctor.all_reduce import bus_bandwidth
 from llmtrain.ds_config import render
@@ -19,25 +20,35 @@ from llmtrain.models.precision import DTYPES
 from llmtrain.plan import Plan
 from llmtrain.predict.work import ATTENTION_BACKWARD
 from llmtrain.runtime.distributed import barrier
-from llmtrain.self_test.job import DeviceRates, MeasureJob
+from llmtrain.self_test.job import HEAD_DIM, DeviceRates, timed_plan
 
-HEADS, HEAD_DIM = 16, 128
+HEADS = 16
+SIZES = (256, 512, 1024, 2048, 4096)
+"""Widths of products and lengths of attention that are tried, until one takes `LONG_S`."""
+BYTES = tuple(2**power for power in range(24, 30))
+"""Sizes of copies that are tried in the same way."""
+LONG_S = 2e-3
+"""Seconds of a kernel beside which its launch does not count."""
+SECONDS = 0.3
+"""Seconds for which the largest kernel is repeated, so that a GPU reaches its power limit."""
 KERNELS = 2000
 """Kernels whose launches are timed."""
-WARM_UP = 2
+WARM_UP, STEPS = 2, 5
 EXACT = 64
 """Inner size of a product of integers from −2 to 2: sums of up to 256 are exact in bf16, too."""
 
 
-def measure(job: MeasureJob, device: torch.device) -> DeviceRates:
+def measure(cluster: Cluster, device: torch.device) -> DeviceRates:
     """Measures this rank's device. All ranks measure the same at the same time, since they share power and links."""
     is_gpu = device.type == "cuda"
-    matmul = {name: _matmul(job, dtype, device) for name, dtype in DTYPES.items()}
-    attention = {name: _attention(job, dtype, device) for name, dtype in DTYPES.items()}
+    matmul = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}
+    attention = {name: _attention(dtype, device) for name, dtype in DTYPES.items()}
     wrong = tuple(name for name, dtype in DTYPES.items() if not is_right(dtype, device, dist.get_rank()))
-    memory, launch = _memory(job, device), _launch(job, device)
-    node, host = _link(job, device), _host(job, device) if is_gpu else None
-    step_s, allocated = _steps(job, device)
+    memory, launch = _memory(device), _launch(device)
+    node, host = _link(device), _host(device) if is_gpu else None
+    slowest = torch.tensor([matmul[name] for name in DTYPES], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)
+    step_s, allocated = _steps(timed_plan(cluster, dict(zip(DTYPES, slowest.tolist(), strict=True))), device)
     properties = torch.cuda.get_device_properties(device) if is_gpu else None
     return DeviceRates(
         rank=dist.get_rank(),
@@ -55,13 +66,26 @@ def measure(job: MeasureJob, device: torch.device) -> DeviceRates:
     )
 
 
-def _seconds(work: Callable[[], object], job: MeasureJob, device: torch.device) -> float:
-    """Returns the mean seconds of `work`, repeated for about `job.seconds` after a warm-up."""
+def _rate(
+    sizes: Iterable[int], made: Callable[[int], tuple[float, Callable[[], object]]], device: torch.device
+) -> float:
+    """Returns the rate of the first size that takes `LONG_S`. made: returns the work of a size, and how much it is."""
     barrier()
+    amount, work = 0.0, None
+    for size in sizes:
+        amount, work = made(size)
+        if _seconds(work, SECONDS / 10, device) >= LONG_S:
+            break
+    assert work is not None, "there are sizes"
+    return amount / _seconds(work, SECONDS, device)
+
+
+def _seconds(work: Callable[[], object], least: float, device: torch.device) -> float:
+    """Returns the mean seconds of `work`, repeated for at least `least` seconds after a warm-up."""
     work()
     _wait(device)
     repeats, spent, started = 0, 0.0, time.perf_counter()
-    while spent < job.seconds:
+    while spent < least:
         work()
         repeats += 1
         if repeats & (repeats - 1) == 0:  # waiting after each one would leave the device idle in between
@@ -76,28 +100,33 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _matmul(job: MeasureJob, dtype: torch.dtype, device: torch.device) -> float:
+def _matmul(dtype: torch.dtype, device: torch.device) -> float:
     """Returns the FLOP/s of the products of a feed-forward layer: into its width and back, of random numbers.
 
     Products of zeros would take less power, and run faster than those of a model.
     """
-    rows, width = job.rows, job.width
-    x = torch.randn(rows, width, device=device).to(dtype)
-    up, down = (torch.randn(shape, device=device).to(dtype) for shape in ((width, 4 * width), (4 * width, width)))
-    return 2 * (2 * rows * width * 4 * width) / _seconds(lambda: (x @ up) @ down, job, device)
+
+    def made(width: int) -> tuple[float, Callable[[], object]]:
+        x = torch.randn(width, width, device=device).to(dtype)
+        up, down = (torch.randn(shape, device=device).to(dtype) for shape in ((width, 4 * width), (4 * width, width)))
+        return 2 * (2 * 4 * width**3), lambda: (x @ up) @ down
+
+    return _rate(SIZES, made, device)
 
 
-def _attention(job: MeasureJob, dtype: torch.dtype, device: torch.device) -> float:
-    shape = (1, HEADS, job.rows, HEAD_DIM)
-    query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
-    gradient = torch.ones(shape, device=device, dtype=dtype)
+def _attention(dtype: torch.dtype, device: torch.device) -> float:
+    def made(length: int) -> tuple[float, Callable[[], object]]:
+        shape = (1, HEADS, length, HEAD_DIM)
+        query, key, value = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+        gradient = torch.ones(shape, device=device, dtype=dtype)
 
-    def work() -> None:
-        output = scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(output, (query, key, value), gradient)
+        def work() -> None:
+            output = scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(output, (query, key, value), gradient)
 
-    forward = 4 * HEADS * HEAD_DIM * job.rows**2 / 2
-    return (1 + ATTENTION_BACKWARD) * forward / _seconds(work, job, device)
+        return (1 + ATTENTION_BACKWARD) * 4 * HEADS * HEAD_DIM * length**2 / 2, work
+
+    return _rate(SIZES, made, device)
 
 
 def is_right(dtype: torch.dtype, device: torch.device, seed: int) -> bool:
@@ -108,54 +137,72 @@ def is_right(dtype: torch.dtype, device: torch.device, seed: int) -> bool:
     return torch.equal(product, (a.int() @ b.int()).long())
 
 
-def _memory(job: MeasureJob, device: torch.device) -> float:
-    block, copy = (torch.zeros(job.copied_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * job.copied_bytes / _seconds(lambda: copy.copy_(block), job, device)
+def _memory(device: torch.device) -> float:
+    def made(size: int) -> tuple[float, Callable[[], object]]:
+        block, other = _block(size, device), _block(size, device)
+        return 2 * size, lambda: other.copy_(block)
+
+    return _rate(BYTES, made, device)
 
 
-def _launch(job: MeasureJob, device: torch.device) -> float:
+def _block(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _launch(device: torch.device) -> float:
     one = torch.zeros(1, device=device)
-    return _seconds(lambda: [one.add_(1) for _ in range(KERNELS)], job, device) / KERNELS
+    return _seconds(lambda: [one.add_(1) for _ in range(KERNELS)], SECONDS, device) / KERNELS
 
 
-def _link(job: MeasureJob, device: torch.device) -> float | None:
+def _link(device: torch.device) -> float | None:
     """Returns the bus bandwidth of an all-reduce over all ranks, in the doctor's convention."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return None
-    block = torch.zeros(job.copied_bytes // 4, device=device)
-    repeats = torch.tensor([1.0], device=device)
+    for size in BYTES:
+        block = torch.zeros(size // 4, device=device)
+        _reduce(block, 1)
+        slowest = torch.tensor([_reduce(block, 1)], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks take part in each
+        if slowest.item() >= LONG_S:
+            break
+    return bus_bandwidth(ranks, size, _reduce(block, max(1, int(SECONDS / slowest.item()))))
+
+
+def _reduce(block: torch.Tensor, repeats: int) -> float:
+    """Returns the mean seconds of an all-reduce."""
+    _wait(block.device)
+    barrier()
     started = time.perf_counter()
-    dist.all_reduce(block)
-    _wait(device)
-    repeats[0] = min(20.0, job.seconds / (time.perf_counter() - started))
-    dist.all_reduce(repeats, dist.ReduceOp.MIN)  # all ranks take part in each
-    count = max(1, int(repeats.item()))
-    started = time.perf_counter()
-    for _ in range(count):
+    for _ in range(repeats):
         dist.all_reduce(block)
-    _wait(device)
-    return bus_bandwidth(ranks, job.copied_bytes, (time.perf_counter() - started) / count)
+    _wait(block.device)
+    return (time.perf_counter() - started) / repeats
 
 
-def _host(job: MeasureJob, device: torch.device) -> float:
+def _host(device: torch.device) -> float:
     """Returns the rate of the slower direction."""
-    block = torch.zeros(job.copied_bytes, dtype=torch.uint8, device=device)
-    pinned = torch.zeros(job.copied_bytes, dtype=torch.uint8, pin_memory=True)
-    there = _seconds(lambda: block.copy_(pinned, non_blocking=True), job, device)
-    back = _seconds(lambda: pinned.copy_(block, non_blocking=True), job, device)
-    return job.copied_bytes / max(there, back)
+
+    def there(size: int) -> tuple[float, Callable[[], object]]:
+        block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        return size, lambda: block.copy_(pinned, non_blocking=True)
+
+    def back(size: int) -> tuple[float, Callable[[], object]]:
+        block, pinned = _block(size, device), torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        return size, lambda: pinned.copy_(block, non_blocking=True)
+
+    return min(_rate(BYTES, there, device), _rate(BYTES, back, device))
 
 
-def _steps(job: MeasureJob, device: torch.device) -> tuple[float, int | None]:
+def _steps(plan: Plan, device: torch.device) -> tuple[float, int | None]:
     """Returns the median seconds of a step of the plan, and the bytes that torch held at most."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    engine = build_engine(job.plan, render(job.plan), device)
+    engine = build_engine(plan, render(plan), device)
     seconds = []
-    for _ in range(WARM_UP + job.steps):
-        batch = _batch(job.plan)
+    for _ in range(WARM_UP + STEPS):
+        batch = _batch(plan)
         _wait(device)
         barrier()
         started = time.perf_counter()

@@ -16,14 +16,12 @@ from llmtrain.data import prepare
 from llmtrain.doctor.finding import CheckResult
 from llmtrain.errors import UserError
 from llmtrain.launch import run_workers
-from llmtrain.plan import Plan
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.recipe import parse_recipe
-from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_lock import RunLock
 from llmtrain.search.enumerate import NamedPlan, enumerate_plans
-from llmtrain.self_test.job import DeviceRates, MeasureJob, job_file, rates_file
+from llmtrain.self_test.job import DeviceRates, MeasureJob, job_file, rates_file, timed_plan
 from llmtrain.self_test.report import failed, findings, measured_by, parity
 from llmtrain.system.untrusted import read_json
 from llmtrain.verify.certify import verify
@@ -31,7 +29,6 @@ from llmtrain.verify.job import Certificate, comparable
 
 STEPS = 2
 """Steps of each plan that is compared; the second one shows whether the first update was right."""
-TIMED = 5
 _WIDTHS: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
 TINY: dict[str, Any] = {
     "name": "self-test",
@@ -46,9 +43,6 @@ EXPERTS: dict[str, Any] = {
     "config": {**_WIDTHS, "num_key_value_heads": 8, "moe_intermediate_size": 32, "num_experts": 8}
     | {"num_experts_per_tok": 2, "norm_topk_prob": True},
 }
-_GPU: dict[str, int] = {"width": 2048, "layers": 4, "length": 4096, "accumulation": 8, "vocabulary": 32000}
-"""A model that keeps a GPU busy, and fits one of 16 GB."""
-_CPU: dict[str, int] = {"width": 256, "layers": 2, "length": 256, "accumulation": 1, "vocabulary": 2048}
 
 
 @dataclass(frozen=True)
@@ -71,16 +65,15 @@ def self_test(cluster: Cluster, folder: Path, say: Callable[[str], None]) -> Sel
     with RunLock.take(folder, say):
         certificates = _parity(cluster, folder, say)
         say("measuring rates, and the time of a step")
-        plan = timed_plan(cluster)
         found = [finding for certificate in certificates for finding in parity(certificate)]
         ranks: list[DeviceRates] = []
         try:
-            ranks = _measure(plan, folder)
+            ranks = _measure(cluster, folder)
         except UserError as error:  # for example a device without enough memory
             found += [failed(problem) for problem in error.problems]
         measured = measured_by(ranks, cluster.device) if ranks else None
         if measured:
-            found += findings(plan, ranks, measured)
+            found += findings(timed_plan(cluster, measured.matmul), ranks, measured)
         report = {
             "host": socket.gethostname(),
             "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
@@ -138,48 +131,11 @@ _OTHERS = (("accelerate", "ddp"), ("accelerate", "fsdp2"))
 """Strategies of other engines than DeepSpeed's."""
 
 
-def timed_plan(cluster: Cluster) -> Plan:
-    """Returns the plan whose steps are timed: ZeRO-1 in bf16 over all devices, compared with the catalogue."""
-    sizes = _CPU if cluster.spec.on_cpu else _GPU
-    width, accumulation = sizes["width"], sizes["accumulation"]
-    model = {
-        "hidden_size": width,
-        "intermediate_size": 4 * width,
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": width // 128,
-        "num_key_value_heads": width // 128,
-        "vocab_size": sizes["vocabulary"],
-        "max_position_embeddings": sizes["length"],
-    }
-    recipe = {
-        **TINY,
-        "model": {"architecture": "llama", "config": model},
-        "data": {
-            "sources": [{"name": "stdlib"}],
-            "tokenizer": "none",
-            "sequence_length": sizes["length"],
-            "mask_documents": False,
-        },
-        "batch": {"global_batch_size": accumulation * cluster.world_size, "micro_batch_size": 1},
-        "parallel": {"zero_stage": 1, "precision": "bf16"},
-    }
-    return resolve(parse_recipe(recipe), cluster.model_copy(update={"measured": None}))
-
-
-def _measure(plan: Plan, folder: Path) -> list[DeviceRates]:
-    on_cpu = plan.cluster.spec.on_cpu
-    job = MeasureJob(
-        plan=plan,
-        steps=TIMED,
-        seconds=0.1 if on_cpu else 0.5,
-        rows=512 if on_cpu else 4096,
-        width=plan.model.hidden_size,
-        copied_bytes=2**24 if on_cpu else 2**28,
-    )
+def _measure(cluster: Cluster, folder: Path) -> list[DeviceRates]:
     run_dir = RunDir(folder / "rates")
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    job_file(run_dir.path).write_text(job.model_dump_json(indent=2) + "\n")
+    job_file(run_dir.path).write_text(MeasureJob(cluster=cluster).model_dump_json(indent=2) + "\n")
     command = [sys.executable, "-m", "llmtrain.self_test.worker", str(run_dir.path)]
-    if code := run_workers(command, plan.workers, run_dir):
+    if code := run_workers(command, cluster.world_size, run_dir):
         sys.exit(code)
-    return [read_json(rates_file(run_dir.path, rank), DeviceRates) for rank in range(plan.workers)]
+    return [read_json(rates_file(run_dir.path, rank), DeviceRates) for rank in range(cluster.world_size)]

@@ -27,8 +27,8 @@ def main() -> None:
         from llmtrain.self_test.measure import measure
 
         job = read_json(job_file(folder), MeasureJob)
-        device = init_process_group(rank, on_cpu=job.plan.cluster.spec.on_cpu)
-        write_atomically(rates_file(folder, rank.rank), measure(job, device).model_dump_json())
+        device = init_process_group(rank, on_cpu=job.cluster.spec.on_cpu)
+        write_atomically(rates_file(folder, rank.rank), measure(job.cluster, device).model_dump_json())
     except BaseException as error:
         # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
         os._exit(output.report_failure(error))

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
@@ -116,7 +115,7 @@ def evaluate(run: Run) -> None:
     if run.metrics:
         by_source = {name: loss / terms[name] for name, loss in losses.items()}
         run.progress.show(
-            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, _reward_metrics(run, rewards))
+            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, _reward_metrics(run, rewards.tolist()))
         )
 
 
@@ -137,9 +136,9 @@ def _weighted(engine: Engine, batch: StepBatch) -> float:
     return engine.eval_step(batch).item() * batch.terms
 
 
-def _reward_metrics(run: Run, sums: Tensor | None) -> dict[str, float] | None:
+def _reward_metrics(run: Run, sums: list[float]) -> dict[str, float] | None:
     objective = run.engine.objective
-    return None if objective is None or sums is None else reward_metrics(objective, sums.tolist())
+    return reward_metrics(objective, sums) if objective else None
 
 
 def _due(every_steps: int, step: int) -> bool:
@@ -166,7 +165,7 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         run.skipped = skipped.total
     with run.heart.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
-        means = _reward_metrics(run, rewards)
+        means = _reward_metrics(run, rewards.tolist()) if rewards is not None else None
     record = run.metrics.log_step(
         StepMetrics(
             step=run.state.step,

@@ -72,7 +72,7 @@ def test_lint_opens_regular_files_only(kind, tmp_path):
     file = tmp_path / "config.json"
     os.mkfifo(file) if kind == "fifo" else file.symlink_to("/dev/zero")
     result = _shell(f"timeout 20 $L lint {file}")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"is a {kind if kind == 'device' else 'FIFO'}, not a file" in result.stdout
 
 
@@ -94,7 +94,7 @@ def closed(tmp_path):
     ("arguments", "code", "words"),
     [
         ("plan {closed}/tiny.py", USAGE, "Permission denied"),
-        ("lint {closed}/config.json", 1, ""),
+        ("lint {closed}/config.json", USAGE, "Permission denied"),
         ("train {tiny} --run-dir {closed}/run", USAGE, "Permission denied"),
         ("plan {pretrained} --set model.pretrained={closed}/model", USAGE, "Permission denied"),
         ("data {tiny} --set data.cache_dir={closed}/cache", DATA, "Permission denied"),

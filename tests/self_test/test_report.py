@@ -14,13 +14,13 @@ from llmtrain.predict import memory_of
 from llmtrain.predict.assumptions import EAGER
 from llmtrain.predict.rates import ReachedRates
 from llmtrain.predict.time import predict
-from llmtrain.self_test.job import DeviceRates
+from llmtrain.self_test.job import MODELS, DeviceRates, timed_plan
 from llmtrain.self_test.measure import is_right
 from llmtrain.self_test.report import findings, measured_by
-from llmtrain.self_test.run import timed_plan
 
 DEVICES = 4
-PLAN = timed_plan(Cluster(device="h100", devices_per_node=DEVICES))
+FAST = {"bf16": 6e14}
+PLAN = timed_plan(Cluster(device="h100", devices_per_node=DEVICES), FAST)
 
 
 def _rates(rank, **changed):
@@ -52,6 +52,11 @@ def test_a_machine_as_predicted_has_no_warning():
     found = _found(*(_rates(rank) for rank in range(DEVICES)))
     assert {one.level for one in found.values()} == {"ok"}
     assert "1.00 of the assumed" in found["compute.bf16"].text
+
+
+def test_the_size_of_the_timed_model_follows_the_speed():
+    widths = [timed_plan(Cluster(), {"bf16": rate}).model.hidden_size for rate in (6e14, 5e12, 1e11, 1e8)]
+    assert widths == [*(model.width for model in MODELS), MODELS[-1].width]
 
 
 SLOW_PRODUCTS = dict.fromkeys(("fp32", "fp16", "bf16"), 1e13)
@@ -105,7 +110,7 @@ def test_predictions_use_what_was_measured(monkeypatch, tmp_path):
         "host": 2e9,
         "memory": 3e11,
     }
-    assert predict(timed_plan(PLAN.cluster).model_copy(update={"cluster": cluster})).step_s > 5 * predict(PLAN).step_s
+    assert predict(PLAN.model_copy(update={"cluster": cluster})).step_s > 5 * predict(PLAN).step_s
     monkeypatch.setattr(machine, "visible_gpus", lambda: ("NVIDIA A100-SXM4-80GB",))
     assert local_cluster().measured is None, "another device"
     report.write_text("{}")

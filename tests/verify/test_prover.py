@@ -103,7 +103,8 @@ def test_there_are_bugs_of_every_kind():
     planted, zero, pipeline, shared, idle, adapter, pairs, masks = modules
     lists = (planted.BUGS, zero.PARTITIONED, zero.SHARDED, pipeline.STAGED, pipeline.REPLICATED)
     lists += (shared.SHARED, shared.ROUTED, idle.FROZEN, idle.UNMET, idle.SOMETIMES)
-    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, pairs.COMPARED, pairs.SLICED, masks.MASKED)
+    lists += (adapter.FLAT, adapter.STAGED, adapter.SLICED, adapter.PACKED)
+    lists += (pairs.COMPARED, pairs.SLICED, pairs.JUDGED, masks.MASKED)
     assert len({bug for bugs in lists for bug in bugs}) >= 50
     defined = {
         value
