@@ -59,6 +59,7 @@ def test_doctor_reports_the_gpus(two_gpus):
     assert not [line for line in result.stdout.splitlines() if "Traceback" in line]
 
 
+@pytest.mark.breadth
 def test_plans_are_verified(two_gpus, small_recipe, tmp_path):
     plans = "dp2-zero3*"
     result = llmtrain(
@@ -81,6 +82,7 @@ def test_plans_are_verified(two_gpus, small_recipe, tmp_path):
     assert all(plan["certified"] for plan in found), found
 
 
+@pytest.mark.breadth
 def test_kernels_are_tuned(two_gpus, small_recipe):
     result = llmtrain("tune", small_recipe, "--nproc", 1, "--set", "kernels.blocks=eager", "--json", **two_gpus)
     assert result.returncode == 0, result.stderr + result.stdout

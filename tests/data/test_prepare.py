@@ -393,6 +393,7 @@ def test_progress_on_a_terminal(make_recipe: MakeRecipe, corpus_file: Path) -> N
     assert "tokens/s" in capture.get()
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_packed_full(make_recipe: MakeRecipe) -> None:
     """The corpus of the tiny recipe: hardly a slot is padding.
 

@@ -95,6 +95,7 @@ def test_logits_that_a_plan_has_no_room_for_are_not_tried():
     assert "whole" not in tried["kernels.loss"]
 
 
+@pytest.mark.slow
 def test_the_fastest_of_each_field_is_taken(monkeypatch, batch):
     Timed(monkeypatch, lambda recipe: 1.0 - 0.3 * (recipe.model.attention == "eager"))
     found, said = _tune(small_plan(**{"kernels.blocks": "eager"}), batch)

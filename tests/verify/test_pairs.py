@@ -40,7 +40,7 @@ def judged(tmp_path_factory):
         pytest.param([*FLAT[:2], FLAT[3], *SHARED], DPO | {"parallel.precision": "bf16"}, marks=BREADTH),
         pytest.param(FLAT, DPO | {"parallel.precision": "autocast_bf16"}, marks=BREADTH),
         pytest.param(["dp1-zero0-acc4", *SHARED], DPO | {"kernels.loss": "chunked"}, marks=BREADTH),
-        pytest.param(["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DPO | LORA, marks=SLOW),
+        pytest.param(["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DPO | LORA, marks=BREADTH),
         pytest.param([*FLAT, *SHARED], DPO | LORA, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
     ],
