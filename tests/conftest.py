@@ -41,12 +41,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 1
 
 
-LONGEST_FILES = ("tests/test_tutorials.py", "tests/launch/test_two_hosts.py", "tests/launch/test_slurm.py")
-"""Files of minutes. They come first: at the end, one process would run the last of them while the others wait."""
+LONGEST_FILES = (
+    "tests/test_tutorials.py",
+    "tests/launch/test_two_hosts.py",
+    "tests/launch/test_slurm.py",
+    "tests/self_test/",
+    "tests/train/",
+    "tests/checkpoint/",
+    "tests/engines/",
+)
+"""Files of minutes, and folders with such. They come first: at the end, one process would run the last of them while the
+others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST_FILES))
+    places = {start: place for place, start in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: next((places[s] for s in places if item.nodeid.startswith(s)), len(places)))
 
 
 @pytest.fixture
