@@ -21,7 +21,7 @@ from llmtrain.launch import Failure, Rank, discover
 from llmtrain.launch.local import die_with
 from llmtrain.run_dir import RunDir
 from llmtrain.system.untrusted import read_json
-from llmtrain.train.console import WorkerOutput, take_over_output
+from llmtrain.train.console import WorkerOutput, run_worker, take_over_output
 
 PATIENCE_S = 300
 """Seconds after which a rank that waits for another gives up; its log then shows where it waited."""
@@ -29,19 +29,11 @@ GRACE_S = 3.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
 
 
-def main() -> None:
-    """Does the job in the folder; exits as a worker does."""
-    rank = discover(os.environ, sys.argv)
-    if rank is None:
-        raise SystemExit("llmtrain.dry_run.worker is started by `llmtrain train --dry-run`")
-    folder = Path(sys.argv[1])
-    output = take_over_output(RunDir(folder), rank)
-    try:
-        job = read_json(job_file(folder), DryRunJob)
-        _import()
-        _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
-    except BaseException as error:
-        os._exit(output.report_failure(error))
+def _work(_: Rank, folder: Path, output: WorkerOutput) -> None:
+    """Does the job in the folder."""
+    job = read_json(job_file(folder), DryRunJob)
+    _import()
+    _watch({_fork(number, job, folder, output): number for number in range(job.plan.workers)}, RunDir(folder))
 
 
 def _import() -> None:
@@ -65,7 +57,7 @@ def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> in
         assert rank is not None, "its parent was one"
         # Rank 0 has the terminal of its parent; the output of the others goes to their logs.
         output = output if rank.is_main else take_over_output(RunDir(folder), rank)
-        _work(rank, job, folder, output)
+        _rehearse(rank, job, folder, output)
     except BaseException as error:
         code = output.report_failure(error)
     finally:
@@ -75,7 +67,7 @@ def _fork(number: int, job: DryRunJob, folder: Path, output: WorkerOutput) -> in
     raise AssertionError("unreachable")
 
 
-def _work(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) -> None:
+def _rehearse(rank: Rank, job: DryRunJob, folder: Path, output: WorkerOutput) -> None:
     from torch import distributed as dist
 
     from llmtrain.dry_run.ranks import rehearse
@@ -135,4 +127,4 @@ def _cause(failed: dict[int, int], run_dir: RunDir) -> UserError:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker("llmtrain train --dry-run", _work)

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-from llmtrain.launch import Rank, discover
-from llmtrain.run_dir import RunDir
+from llmtrain.launch import Rank
 from llmtrain.system.untrusted import read_json
-from llmtrain.train.console import WorkerOutput, take_over_output
+from llmtrain.train.console import WorkerOutput, run_worker
 from llmtrain.verify.job import VerifyJob, job_file
 
 
-def main() -> None:
-    """Does this rank's part of the job in the folder; exits as a worker does."""
-    rank = discover(os.environ, sys.argv)
-    if rank is None:
-        raise SystemExit("llmtrain.verify.worker is started by `llmtrain verify`")
-    folder = Path(sys.argv[1])
-    output = take_over_output(RunDir(folder), rank)
-    try:
-        _work(rank, folder, output)
-    except BaseException as error:
-        # Not sys.exit: a process group cannot be torn down while other ranks wait in a collective.
-        os._exit(output.report_failure(error))
-
-
 def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
-    # After the output is redirected, since these load torch and DeepSpeed, which print.
+    """Does this rank's part of the job in the folder."""
     from torch import distributed as dist
 
     from llmtrain.runtime.distributed import init_process_group
@@ -46,4 +29,4 @@ def _work(rank: Rank, folder: Path, output: WorkerOutput) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker("llmtrain verify", _work)
