@@ -159,7 +159,7 @@ def _look(corpus: Corpus, reading: Reading, cache: Cache) -> Found:
     def build(_: Path) -> dict[str, Any]:
         finder = Finder(reading.tokenizer.encoder().special_tokens())
         with cache.progress.task(f"Looking for special tokens in {corpus.name}") as task:
-            for text, fraction, _place in corpus.documents():
+            for text, fraction, *_others in corpus.documents():
                 finder.look(text)
                 task.update(fraction)
         return asdict(finder.found())

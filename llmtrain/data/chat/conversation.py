@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
@@ -183,8 +183,8 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
     """Returns the validated form of messages, as OpenAI or ShareGPT write them. Raises RowError."""
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {shown(turns)}, not a list of messages")
-    if all(map(_is_plain, turns)):
-        messages, trained = [{"role": turn["role"], "content": turn["content"]} for turn in turns], [True] * len(turns)
+    if _are_plain(turns):
+        messages, trained = list(turns), [True] * len(turns)
     else:
         messages = [_message(number, turn) for number, turn in enumerate(turns, start=1)]
         trained = [_is_trained(number, turn) for number, turn in enumerate(turns, start=1)]
@@ -193,9 +193,10 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
         raise RowError(f"message {roles.index('system', 1) + 1} is a system text that is not the first message")
     if "assistant" not in roles:
         raise RowError("the assistant says nothing")
-    for number, (role, before) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
-        if role == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
-            raise RowError(f"message {number} is the result of a tool that was not called")
+    if "tool" in roles:
+        for number, (role, before) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
+            if role == "tool" and not (before and (before["role"] == "tool" or "tool_calls" in before)):
+                raise RowError(f"message {number} is the result of a tool that was not called")
     return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
 
 
@@ -226,12 +227,15 @@ def _message(number: int, turn: Any) -> Message:
     return message
 
 
-def _is_plain(turn: Any) -> bool:
-    """Whether a message is a role and a text, with nothing to change; as most are."""
-    if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
-        return False
-    content = turn.get("content")
-    return isinstance(content, str) and bool(content.strip())
+def _are_plain(turns: Sequence[Any]) -> bool:
+    """Whether each message is a role and a text, with nothing to change; as most are."""
+    for turn in turns:
+        if type(turn) is not dict or len(turn) != 2 or turn.get("role") not in _PLAIN:
+            return False
+        content = turn.get("content")
+        if type(content) is not str or not content or content.isspace():
+            return False
+    return True
 
 
 def _content(turn: Any) -> Any:

@@ -200,10 +200,10 @@ class ChatEncoder:
             trained = np.ones(len(ids), bool)
         else:
             turns = np.cumsum(sizes) - 1 if self._train_on == "last_assistant" else slice(None)
-            change = np.zeros(len(ids) + 1, np.int8)
-            np.add.at(change, first[turns], 1)
-            np.add.at(change, after[turns], -1)
-            trained = np.cumsum(change[:-1], dtype=np.int8) > 0
+            begin = np.minimum(first, after)  # a turn that does not fit may be shorter than the head
+            edges = np.stack([begin[turns], after[turns]], axis=1).ravel()
+            stretches = np.diff(edges, prepend=0, append=len(ids))
+            trained = np.repeat(np.arange(len(stretches)) % 2 == 1, stretches)
         starts = np.concatenate([[0], stops[:-1]])
         cuts = np.split(after - starts[owners], np.cumsum(sizes)[:-1])
         return [

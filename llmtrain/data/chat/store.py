@@ -204,22 +204,24 @@ def _batches(
 ) -> Iterator[list[_ChatRow]]:
     """Yields documents with their rendered conversations."""
     layouts: dict[tuple[str, ...], Layout] = {}
+    names: dict[tuple[str, ...], str] = {}
     judged = source.format == "unpaired_preference"
 
     def read(document: Document) -> Answered | tuple[Conversation, ...] | RowError:
         finder.look(document.text)
-        row = json.loads(document.text)
+        row = document.row or json.loads(document.text)
         columns = tuple(row)
         try:
             if columns not in layouts:
                 layouts[columns] = source.layout(columns, place)
+                names[columns] = str(layouts[columns])
             layout = layouts[columns]
             found = layout.answered(row) if judged else layout.read(row)
         except RowError as error:
             return error
         except DataError as error:
             return RowError(str(error))
-        where = str(layouts[columns])
+        where = names[columns]
         counts.columns[where] = counts.columns.get(where, 0) + 1
         return found
 

@@ -120,7 +120,7 @@ def split_documents(
 
     `look` is called with each document.
     """
-    for text, fraction, _ in corpus.documents():
+    for text, fraction, *_ in corpus.documents():
         look(text)
         if _holds_out_the_end(corpus, eval_fraction):
             place = _cut_before_the_end(text, eval_fraction)

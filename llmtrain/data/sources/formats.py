@@ -33,6 +33,8 @@ class Document(NamedTuple):
     """Fraction of the whole that has been read, 0 to 1."""
     place: str = ""
     """Where it is, for messages; empty for a whole file."""
+    row: dict[str, Any] | None = None
+    """The row whose JSON `text` is, if it was read from JSON, so that it is not parsed again."""
 
 
 Reader = Callable[[Path, str | None], Iterator[Document]]
@@ -59,7 +61,11 @@ def read_json_lines(path: Path, column: str | None) -> Iterator[Document]:
             place = f"{path}, line {number}"
             if column is not None and column not in row:
                 raise DataError(column_problem(place, column, row))
-            yield from _document(row if column is None else row[column], place, column, min(1.0, raw.tell() / size))
+            fraction = min(1.0, (offset if file is raw else raw.tell()) / size)
+            if column is None:
+                yield from _document(row, place, column, fraction, row)
+            else:
+                yield from _document(row[column], place, column, fraction)
 
 
 def read_parquet(path: Path, column: str | None) -> Iterator[Document]:
@@ -202,8 +208,10 @@ def _json_row(line: str, path: Path, number: int) -> dict[str, Any] | None:
     raise DataError(Problem("data.json", f"{path}, line {number}", f"is {reason}", fix))
 
 
-def _document(value: Any, place: str, column: str | None, fraction: float) -> Iterator[Document]:
-    """Yields the document of a cell; nothing for null."""
+def _document(
+    value: Any, place: str, column: str | None, fraction: float, row: dict[str, Any] | None = None
+) -> Iterator[Document]:
+    """Yields the document of a cell; nothing for null. row: of JSON, if the document is the row."""
     if value is None:
         return
     if column is None:
@@ -214,7 +222,7 @@ def _document(value: Any, place: str, column: str | None, fraction: float) -> It
     if not value.isascii() and not is_unicode(value):
         # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
         raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
-    yield Document(value, fraction, place)
+    yield Document(value, fraction, place, row)
 
 
 def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
