@@ -50,8 +50,8 @@ LONGEST_FILES = (
     "tests/checkpoint/",
     "tests/engines/",
 )
-"""Files of minutes, and folders with such. They come first: at the end, one process would run the last of them while the
-others wait."""
+"""Files of minutes, and folders with such. They come first: at the end, one process would run the last of them while
+the others wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

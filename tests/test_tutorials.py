@@ -52,16 +52,30 @@ def _own_commands() -> list[str]:
     return [line for line in re.findall(r"`(llmtrain [^`]+)`", README) if "mine" in line]
 
 
-@pytest.mark.slow
-def test_the_recipe_of_readme_trains_and_each_command_about_it_runs(tmp_path):
+@pytest.fixture
+def own_folder(tmp_path) -> Path:
+    """A folder with the recipe of README and a corpus."""
     _write_recipe(README, tmp_path)
     (tmp_path / "corpus").mkdir()
     for page in sorted((ROOT / "docs/guides").glob("*.md")):
         (tmp_path / "corpus" / f"{page.stem}.txt").write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
-    lines = _own_commands()
-    assert len(lines) == 7
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_recipe_of_readme_trains_continues_and_writes(own_folder):
+    lines = [line for line in _own_commands() if "runs/" not in line or "export" in line]
+    assert len(lines) == 4
     for line in lines:
-        _run(line, tmp_path, *(LONGER if "pipeline" in line else SHORT))
+        _run(line, own_folder, *(LONGER if "pipeline" in line else SHORT))
+
+
+@pytest.mark.breadth
+def test_the_other_commands_of_readme_run(own_folder):
+    lines = [line for line in _own_commands() if "--run-dir" in line]
+    assert len(lines) == 3
+    for line in lines:
+        _run(line, own_folder, *SHORT)
 
 
 def test_the_recipe_of_readme_is_short_and_legal(tmp_path):
@@ -143,7 +157,7 @@ def test_the_plan_of_the_tutorial_of_two_nodes_is_legal():
     assert "2 × 8 h100 = 16 workers" in _run(line, ROOT)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_dry_run_of_the_tutorial_of_two_nodes(tmp_path):
     [line] = [
         line for line in shell_lines(_tutorial("two_nodes")) if line.startswith("llmtrain") and "--dry-run" in line

@@ -93,7 +93,11 @@ def saved(base, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.slow) for name in CONTINUED_UNDER]
+    "name",
+    [
+        pytest.param(name, marks={"pipeline": (), "zero3": pytest.mark.slow}.get(name, pytest.mark.breadth))
+        for name in CONTINUED_UNDER
+    ],
 )
 def test_a_run_continues_under_another_plan(base, saved, name):
     folder, weights = saved

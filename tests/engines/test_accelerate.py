@@ -103,7 +103,7 @@ def test_fp32_is_the_plain_loop(ranks, fields):
             _assert_same(run, expected, case)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_untied_unclipped_and_checkpointed_it_is_the_plain_loop_too():
     cases = [(case, fields) for fields in VARIANTS for case in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 0))]
     runs = run_ranks(2, _train, [_recipe(*case, 2, **fields) for case, fields in cases], 2)[0]

@@ -78,7 +78,7 @@ def test_windows_within_documents_are_the_plain_loop():
     _compare(2, SHARED, **WINDOW)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_ranks_that_share_stages_or_heads_are_the_plain_loop():
     _compare(4, FOUR_RANKS)
 

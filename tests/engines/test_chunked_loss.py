@@ -125,7 +125,7 @@ def test_no_stage_holds_all_logits():
     assert max(last) == CHUNK
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_bf16_stages_stay_near_the_fp32_loop():
     """With tied weights, and under autocast; the bounds are those of `test_parity`."""
     expected = plain_run(tiny_recipe(), STEPS)

@@ -171,7 +171,7 @@ def _kept(rank: int, recipe, ranks: int) -> tuple[int, int]:
     return len(gathered), sum(not one.expired() for one in gathered)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_zero3_gives_back_the_weights_of_compiled_layers():
     for found, kept in run_ranks(2, _kept, tiny_recipe(**LAYERS, **{"parallel.zero_stage": 3}), 2):
         assert found

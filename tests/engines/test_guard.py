@@ -156,7 +156,7 @@ def _without(name: str):
 
 
 QUICK = ("zero0", "zero1_bf16", "zero3", "pipeline", "ddp", "fsdp2")
-SLOW = ("pipeline_bf16", "expert")
+SLOW = ("pipeline_bf16",)
 """Of the others, those that are tried in CI."""
 
 

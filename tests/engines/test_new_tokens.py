@@ -130,7 +130,7 @@ def _resumed(rank: int, first, then, folder):
     return _steps(after, plan, range(2, STEPS))
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_with_new_tokens_goes_on_under_another_layout(tmp_path):
     folder = _saved(tmp_path / "base")
     first = _from(folder, **LAYOUTS["zero3"])

@@ -33,8 +33,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("openmpi", marks=pytest.mark.slow), pytest.param("mpich", marks=pytest.mark.breadth)]
+)
 def test_mpirun(launcher, ours, small_recipe, tmp_path):
     command = COMMANDS[launcher]
     if shutil.which(command[0]) is None:

@@ -232,6 +232,7 @@ def test_the_time_limit_warns_saves_requeues_and_finishes(cluster, submit, unint
     assert logged(job.run_dir) == uninterrupted
 
 
+@pytest.mark.breadth
 def test_scancel_saves_and_stays_cancelled(cluster, submit):
     job = submit()
     job.hold(after=3)

@@ -112,11 +112,10 @@ def test_no_recipe_is_forgotten():
 
 
 QUICK = ("qwen3_30b_a3b",)
-SLOW = ("tiny",)
 
 
 def _marks(name: str):
-    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.breadth
+    return () if name in QUICK else pytest.mark.breadth  # `.ci/run` trains recipes/tiny.py whole
 
 
 @pytest.mark.parametrize(

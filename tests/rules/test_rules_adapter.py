@@ -48,8 +48,9 @@ def _compare(recipe: Recipe) -> None:
         assert_same(run, expected, recipe.parallel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "zero3" else pytest.mark.breadth) for name in REFUSED]
+)
 def test_dora_fails_where_it_is_refused(name):
     recipe = tiny_recipe(**DORA, **REFUSED[name])
     assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.dora"}

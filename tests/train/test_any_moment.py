@@ -176,8 +176,9 @@ def test_a_signal_after_the_last_save_is_told(capfd, monkeypatch, is_first):
     assert capfd.readouterr().err == "stopped on SIGHUP after step 60; the same command continues\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.breadth)]
+)
 def test_signals_at_any_moment(small_recipe, tmp_path, number):
     struck(Strike.drawn(random.Random(number), ("module", "script")), small_recipe, tmp_path / "run")
 

@@ -79,7 +79,7 @@ def test_every_launcher_is_documented():
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=pytest.mark.slow if line.startswith(("python", "deepspeed")) else pytest.mark.breadth)
+        pytest.param(line, marks=pytest.mark.slow if line.startswith("deepspeed") else pytest.mark.breadth)
         for line in OTHERS
     ],
 )

@@ -138,7 +138,7 @@ def test_a_job_that_dies_starts_again_and_loses_nothing(small_recipe, uninterrup
         assert stacks(run_dir, rank).count(f": rank {rank} of 2, process ") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_job_that_dies_twice_in_one_step_stays_dead(small_recipe, tmp_path):
     result = train(small_recipe, tmp_path / "run", "abort:1:6", *SAVED, "--max-restarts", "5")
     assert result.returncode == 5

@@ -171,7 +171,7 @@ def _tracked(run_dir) -> dict[int, float]:
     return {event.step: pytest.approx(event.value, rel=1e-6) for event in events}
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_anew(small_recipe, interrupted):
     before = losses(interrupted)
     for folder in (interrupted / "checkpoints").glob("step_*"):

@@ -95,7 +95,7 @@ def test_one_rank_alone_saves_too(small_recipe, tmp_path, number):
     stopped_at(process, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_a_second_interrupt_leaves_at_once(small_recipe, tmp_path):
     """While a rank stands still, so that nobody can agree."""
     process = start(small_recipe, tmp_path / "run")

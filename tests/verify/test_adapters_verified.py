@@ -51,7 +51,7 @@ def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_pat
     ("plan", "bugs"),
     [
         pytest.param(FLAT, "FLAT", marks=BREADTH),
-        pytest.param(STAGED, "STAGED", marks=SLOW),
+        pytest.param(STAGED, "STAGED", marks=BREADTH),
         pytest.param(SLICED, "SLICED", marks=BREADTH),
     ],
 )

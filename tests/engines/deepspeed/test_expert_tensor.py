@@ -67,7 +67,7 @@ def _stages(*stages: int, **fields) -> list[dict]:
     return [{"parallel.zero_stage": stage, "batch.micro_batch_size": 2, **SGD, **fields} for stage in stages]
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_fp32_is_the_plain_loop():
     """One replica, whose two ranks share attention and experts; norms over heads, a dense layer, a tied head."""
     adam = {"parallel.zero_stage": 2, "batch.micro_batch_size": 4, "parallel.activation_checkpointing": "full"}

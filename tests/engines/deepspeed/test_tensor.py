@@ -98,7 +98,7 @@ def test_two_ranks_are_the_plain_loop_at_every_stage():
     _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in cases], 2)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_adam_tied_and_checkpointed():
     fields = {"parallel.activation_checkpointing": "full"}
     _compare([(fields, _recipe(2, 1, stage, 2, **fields)) for stage in (0, 1, 3)], 2)
@@ -205,7 +205,7 @@ def _with_dropout(rank: int, seeds) -> Trace:
     return _trace(engine, plan, range(2))
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_ranks_that_draw_the_same_masks_stay_equal():
     same, other = (run_ranks(2, _with_dropout, seeds) for seeds in ((5, 5), (5, 6)))
     assert same[0].losses == same[1].losses
