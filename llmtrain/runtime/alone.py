@@ -11,6 +11,7 @@ import os
 import deepspeed
 from torch import distributed as dist
 
+from llmtrain.overrides.deepspeed import use_no_compiled_collective
 from llmtrain.overrides.torch import join_fake_group
 
 
@@ -25,6 +26,7 @@ def pretend(rank: int, world_size: int) -> None:
         MASTER_PORT="1",  # no process connects to it
     )
     join_fake_group(rank, world_size)
+    use_no_compiled_collective()
     deepspeed.init_distributed(dist_backend="fake", verbose=False, dist_init_required=False)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -36,17 +39,16 @@ def _others(name: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """A checkpoint of a dense model and one of a mixture of experts, both of two ranks under ZeRO-2."""
+def checkpoint_for(tmp_path_factory) -> Callable[[str], Path]:
+    """Returns the checkpoint for a plan: of a dense model, or of a mixture of experts, by two ranks under ZeRO-2."""
     folder = tmp_path_factory.mktemp("sources")
-    source = {"source": (2, {"zero_stage": 2})}
-    run_ranks(2, save_each, source, {}, folder / "dense")
-    run_ranks(2, save_each, source, MOE, folder / "experts")
-    return folder
 
+    @cache
+    def saved(kind: str) -> Path:
+        run_ranks(2, save_each, {kind: (2, {"zero_stage": 2})}, MOE if kind == "experts" else {}, folder)
+        return newest(folder / kind)
 
-def _source(sources, name: str):
-    return newest(sources / ("experts" if name in EXPERTS else "dense") / "source")
+    return lambda name: saved("experts" if name in EXPERTS else "dense")
 
 
 def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) -> list[list[float]]:
@@ -71,8 +73,8 @@ def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) 
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_mark(name)) for name in PLANS])
-def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, sources, tmp_path):
-    source = _source(sources, name)
+def test_it_is_the_same_state_and_each_rank_reads_its_own_files(name, checkpoint_for, tmp_path):
+    source = checkpoint_for(name)
     ranks, fields = PLANS[name]
     plan = plan_under(fields, ranks, **_others(name))
     told: list[str] = []
@@ -91,8 +93,8 @@ def _resized(cluster):
     return cluster.resized(1, 4, None)
 
 
-def test_the_new_plan_is_the_old_one_with_other_fields(sources):
-    source = _source(sources, "dp2-pp2-tp1-zero1")
+def test_the_new_plan_is_the_old_one_with_other_fields(checkpoint_for):
+    source = checkpoint_for("dp2-pp2-tp1-zero1")
     plan = target_plan(source, {"parallel.pipeline": 2, "parallel.zero_stage": 1}, _resized)
     assert (plan.data_parallel_size, plan.parallel.pipeline, plan.parallel.zero_stage, plan.workers) == (2, 2, 1, 4)
     assert plan.recipe.optim == read_plan(source).recipe.optim
@@ -107,13 +109,13 @@ def test_the_new_plan_is_the_old_one_with_other_fields(sources):
         ({"parallel.pipelin": 2}, "did you mean 'pipeline'"),
     ],
 )
-def test_impossible_conversions_are_refused_before_anything_is_written(fields, words, sources):
+def test_impossible_conversions_are_refused_before_anything_is_written(fields, words, checkpoint_for):
     with pytest.raises(RecipeError, match=words):
-        target_plan(_source(sources, "dp2-pp2-tp1-zero1"), fields, _resized)
+        target_plan(checkpoint_for("dp2-pp2-tp1-zero1"), fields, _resized)
 
 
-def test_a_damaged_source_or_an_existing_target_leaves_nothing(sources, tmp_path):
-    source = _source(sources, "dp2-pp2-tp1-zero1")
+def test_a_damaged_source_or_an_existing_target_leaves_nothing(checkpoint_for, tmp_path):
+    source = checkpoint_for("dp2-pp2-tp1-zero1")
     plan = plan_under({"zero_stage": 1}, 1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
@@ -127,27 +129,29 @@ def test_a_damaged_source_or_an_existing_target_leaves_nothing(sources, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "full"]
 
 
-def test_half_precision_is_refused_with_what_to_do(sources, tmp_path):
+def test_half_precision_is_refused_with_what_to_do(checkpoint_for, tmp_path):
     fields = {"parallel.precision": "fp16", "parallel.zero_stage": 2, "batch.micro_batch_size": 4}
     plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="h100"))
     with pytest.raises(RecipeError, match="continue from it as it is"):
-        convert(_source(sources, "dp2-pp2-tp1-zero1"), tmp_path / "out", plan)
+        convert(checkpoint_for("dp2-pp2-tp1-zero1"), tmp_path / "out", plan)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kib", [16, 128])
-def test_a_full_disk_is_a_message_and_leaves_nothing(kib, sources, small_disk):
+def test_a_full_disk_is_a_message_and_leaves_nothing(kib, checkpoint_for, small_disk, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     subprocess.run(["mount", "-o", f"remount,size={kib}k", str(small_disk)], check=True)
     plan = plan_under({"zero_stage": 1}, 2)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        convert(_source(sources, "dp2-pp1-tp1-zero1"), small_disk / "out", plan, lambda _: None)
+        convert(checkpoint_for("dp2-pp1-tp1-zero1"), small_disk / "out", plan, lambda _: None)
     assert not list(small_disk.iterdir())
+    assert not (tmp_path / "extensions").exists(), "a minute was spent on compiling a collective of DeepSpeed"
 
 
 @pytest.mark.slow
-def test_the_command_on_a_full_disk_ends(sources, small_disk):
+def test_the_command_on_a_full_disk_ends(checkpoint_for, small_disk):
     subprocess.run(["mount", "-o", "remount,size=128k", str(small_disk)], check=True)
-    command = [sys.executable, "-m", "llmtrain", "checkpoint", "convert", _source(sources, "dense"), small_disk / "out"]
+    command = [sys.executable, "-m", "llmtrain", "checkpoint", "convert", checkpoint_for("dense"), small_disk / "out"]
     result = subprocess.run([*map(str, command), "--nproc", "1"], capture_output=True, text=True, timeout=200)
     assert (result.returncode, list(small_disk.iterdir())) == (4, []), result.stderr
     assert "No space left on device" in result.stderr
