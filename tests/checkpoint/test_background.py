@@ -121,8 +121,8 @@ def _full(*_):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"parallel.zero_stage": 1},
-        pytest.param({"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"parallel.zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param({"parallel.zero_stage": 3, "parallel.precision": "bf16"}, marks=pytest.mark.breadth),
     ],
 )
 def test_a_background_save_equals_a_foreground_save(fields, tmp_path):

@@ -122,6 +122,7 @@ def test_accumulation_makes_no_difference():
         _assert_same(run, expected, case)
 
 
+@pytest.mark.breadth
 def test_a_mixture_of_experts_keeps_its_routers_loss():
     """The router's loss is a mean within a micro-batch, so that their size is part of the run."""
     recipes = [_recipe(*case, 2, 4, **MOE) for case in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 1))]

@@ -243,6 +243,7 @@ def _at_the_start(rank: int, plan: Plan) -> tuple[int, int]:
     return max(seen), held
 
 
+@pytest.mark.breadth
 def test_fsdp2_holds_the_whole_model_while_it_is_sharded():
     """257 rows over two ranks: 129 on the first."""
     (plan,) = plans(2, (3,), ("bf16",), (1,), **FSDP2, **{"model.config.vocab_size": 257})
@@ -267,7 +268,7 @@ def tuned_plans(ranks: int, stages, precisions, **fields) -> list[Plan]:
 @pytest.mark.parametrize(
     ("ranks", "stages", "precisions"),
     [
-        (2, (2,), ("bf16",)),
+        pytest.param(2, (2,), ("bf16",), marks=pytest.mark.breadth),
         pytest.param(2, (3,), ("fp32",), marks=pytest.mark.slow),
         pytest.param(1, (0, 1, 2, 3), ("fp32", "bf16"), marks=pytest.mark.breadth),
         pytest.param(2, (0, 1, 2, 3), ("fp32", "bf16"), marks=pytest.mark.breadth),

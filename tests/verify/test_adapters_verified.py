@@ -30,7 +30,7 @@ FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero
 @pytest.mark.parametrize(
     ("trained", "names", "nproc"),
     [
-        pytest.param("adapter", ["dp1-zero1-acc4"], 1),
+        pytest.param("adapter", ["dp1-zero1-acc4"], 1, marks=BREADTH),
         pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
         pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
         pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),

@@ -67,7 +67,7 @@ def _without_gradient(recipe: Recipe) -> Iterator[set[str]]:
     [
         pytest.param("FROZEN", marks=pytest.mark.slow),
         pytest.param("UNMET", marks=pytest.mark.breadth),
-        "SOMETIMES",
+        pytest.param("SOMETIMES", marks=pytest.mark.breadth),
     ],
 )
 def test_what_a_step_gives_no_gradient_is_as_in_plain_torch(kind, recipe, tmp_path):

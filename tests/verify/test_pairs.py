@@ -31,7 +31,7 @@ def judged(tmp_path_factory):
 @pytest.mark.parametrize(
     ("names", "fields"),
     [
-        pytest.param(["dp1-zero2-acc4"], DPO),
+        pytest.param(["dp1-zero2-acc4"], DPO, marks=BREADTH),
         pytest.param(SHARED, DPO, marks=SLOW),
         pytest.param(FLAT, DPO, marks=BREADTH),
         pytest.param(THREE, DPO, marks=BREADTH),

@@ -250,6 +250,7 @@ ODD_HEADS = {
 }
 
 
+@pytest.mark.breadth
 def test_the_rules_refuse_what_the_engine_does_not_take():
     recipes = [_recipe(2, 2, 1, **fields) for fields in ({}, THREE_KEY_HEADS)]
     assert [_breaks(recipe) for recipe in recipes] == [set(), set()]
