@@ -20,6 +20,7 @@ from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.packed.nf4 import round_trip
 from llmtrain.models.pretrained import hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
+from llmtrain.plan.model_facts import pretrained_folder
 from llmtrain.runtime.agree import broadcast
 from llmtrain.runtime.distributed import rank
 from llmtrain.system.piece_heads import WEIGHT
@@ -38,10 +39,14 @@ def base_of(plan: Plan) -> str:
 
 
 def moved(plan: Plan, base: str | None) -> Plan:
-    """Returns a plan that finds the frozen weights under another name, if one is given."""
-    if base is None or not plan.recipe.model.leaves_base:
+    """Returns a plan that finds the frozen weights under another name, if one is given.
+
+    Raises RecipeError if they are in a folder that does not exist.
+    """
+    if not plan.recipe.model.leaves_base:
         return plan
-    recipe = plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
+    recipe = plan.recipe if base is None else plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
+    pretrained_folder(recipe.model, fix="--base FOLDER names the folder that holds these weights now")
     return plan.model_copy(update={"recipe": recipe})
 
 

@@ -26,11 +26,12 @@ from llmtrain.checkpoint.export import (
 from llmtrain.checkpoint.folder import check_new, new_folder
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration
+from llmtrain.models.build import configuration_of
 from llmtrain.models.hub_names import Outgoing, aliases, empty_model
 from llmtrain.models.packed.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.model_facts import pretrained_configuration
+from llmtrain.plan.model_facts import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.untrusted import UNREADABLE, read_json, why
 
@@ -98,7 +99,8 @@ def merge(
     check_new(out)
     lora = adapter_configuration(LoraConfig(pretrained=str(adapter)))
     model = ModelConfig(pretrained=base or lora.base_model_name_or_path, revision=None if base else lora.revision)
-    config = pretrained_configuration(model, {})
+    pretrained_folder(model, fix="--base FOLDER names the folder that holds the adapter's base now")
+    config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights)
     packed = read_quantized(adapter) if into == "trained" else frozenset()

@@ -88,7 +88,7 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
     what, sizes = "pairs" if stream.holds_pairs else "conversations", np.diff(stream.documents.astype(np.int64))
     if stream.desirable is not None:
         share, sizes = float(np.mean(stream.desirable)) if stream.desirable.size else 0.0, sizes[0::2]
-        what = f"completions, {share:.0%} of them desirable,"
+        what = f"completions, {share:.0%} of them desirable"
     middle, most, longest = np.percentile(sizes, (50, 90, 100)).astype(int).tolist() if sizes.size else (0, 0, 0)
     return (
         f"{source.name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "

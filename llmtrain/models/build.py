@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import (
@@ -27,23 +27,28 @@ from llmtrain.models.proof.slices_check import check_split
 from llmtrain.models.stages import Cut, Stage
 from llmtrain.models.tensor import DeclaredSplit, Ranks, TensorParallel
 from llmtrain.overrides.torch import persistent_buffers
-from llmtrain.plan.model_facts import model_facts, pretrained_configuration
+from llmtrain.plan.model_facts import model_facts, pretrained_configuration, pretrained_folder
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
 
 def model_configuration(recipe: Recipe) -> PreTrainedConfig:
-    """Returns the `transformers` configuration of a recipe's model.
+    """Returns the `transformers` configuration of a recipe's model. Raises RecipeError like `configuration_of`."""
+    values = dict(recipe.model.config)
+    if recipe.model.architecture is not None and recipe.vocab_size is not None:
+        values["vocab_size"] = recipe.vocab_size
+    return configuration_of(recipe.model, values)
+
+
+def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedConfig:
+    """Returns the `transformers` configuration of a model, with `values` for some fields.
 
     Raises RecipeError if the architecture does not exist or the pretrained model cannot be found.
     """
-    model = recipe.model
-    values = dict(model.config)
-    if model.architecture is not None and recipe.vocab_size is not None:
-        values["vocab_size"] = recipe.vocab_size
     try:
         if model.architecture is not None:
             return AutoConfig.for_model(model.architecture, **values)
+        pretrained_folder(model)
         return pretrained_configuration(model, values)
     except (ValueError, OSError, TypeError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"

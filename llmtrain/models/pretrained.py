@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models.hub_names import Incoming, aliases, empty_model
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
@@ -151,9 +151,14 @@ def _files(source: ModelConfig) -> dict[str, Path]:
     folder = Path(source.pretrained)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
 
         patterns = ["model*.safetensors", INDEX]  # a repository may hold the weights again under other names
-        folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
+        try:
+            folder = Path(snapshot_download(source.pretrained, revision=source.revision, allow_patterns=patterns))
+        except (HfHubHTTPError, ValueError, OSError) as error:
+            message = f"'{source.pretrained}' is no folder, and cannot be fetched from the hub: {reason(error)}"
+            raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from error
     if (folder / INDEX).is_file():
         files = {name: folder / file for name, file in _index(folder / INDEX).items()}
         if gone := sorted({file.name for file in files.values() if not file.is_file()}):

@@ -273,23 +273,32 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
 def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub."""
     assert model.pretrained is not None
-    folder = expanded(model.pretrained)
-    try:
-        is_folder = folder.is_dir()
-    except OSError as error:  # a name that is too long, a folder without permission
-        message = f"{short(model.pretrained)} cannot be read: {reason(error)}"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
-    if is_folder:
-        config = _read_config(folder / "config.json")
-    elif is_path(model.pretrained):
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", f"there is no folder '{model.pretrained}'"))
-    else:
-        config = _hub_config(model)
+    folder = pretrained_folder(model)
+    config = _read_config(folder / "config.json") if folder else _hub_config(model)
     model_type = config.pop("model_type", None)
     if not isinstance(model_type, str):
         message = f"the configuration of '{model.pretrained}' names no model_type"
         raise RecipeError(Problem("model.pretrained", "model.pretrained", message))
     return model_type, config
+
+
+def pretrained_folder(model: ModelConfig, fix: str = "") -> Path | None:
+    """Returns the folder of pretrained weights, or None for a name on the hub.
+
+    fix: what to do if there is no such folder. Raises RecipeError if `pretrained` is a path without a folder.
+    """
+    assert model.pretrained is not None
+    folder = expanded(model.pretrained)
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:  # a name that is too long, a folder without permission
+        message = f"{short(model.pretrained)} cannot be read: {reason(error)}"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
+    if is_path(model.pretrained):
+        message = f"there is no folder '{model.pretrained}'"
+        raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
+    return None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

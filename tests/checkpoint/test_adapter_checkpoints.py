@@ -257,7 +257,12 @@ def test_the_command_line_merges_into_the_weights_of_training(base, tokenizer, t
         assert done.exit_code == 0, done.output
         found = _logits(AutoModelForCausalLM.from_pretrained(out / name).eval()).numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert isinstance(_export(str(checkpoint), str(out / "none"), "--merge").exception, UserError)
+    for source in (checkpoint, adapter):
+        for more in ([], ["--base", str(tmp_path / "nowhere")]):
+            refused = _export(str(source), str(out / "none"), "--merge", *more).exception
+            assert isinstance(refused, UserError)
+            assert "there is no folder" in str(refused)
+            assert "--base FOLDER" in str(refused)
     if fields:
         _export(str(checkpoint), str(out / "full"), "--merge", "--into", "full", *named)
         full = _logits(AutoModelForCausalLM.from_pretrained(out / "full").eval()).numpy()

@@ -224,7 +224,7 @@ def test_each_completion_has_that_of_the_row_before_as_mismatched(chatml: Case) 
     expected = zip(texts, [texts[1], *texts], (row["label"] for row in rows), strict=False)
     assert sorted(completions(prepared, chatml)) == sorted(expected)
     (note,) = (line for line in notes(prepared, made) if "desirable" in line)
-    assert "60 completions, 67% of them desirable, (prompt from 'prompt', completion from 'completion', label" in note
+    assert "60 completions, 67% of them desirable (prompt from 'prompt', completion from 'completion', label" in note
 
 
 def test_a_pair_is_two_judged_completions_and_no_mismatched_one_of_the_other(chatml: Case) -> None:
