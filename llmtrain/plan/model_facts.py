@@ -522,5 +522,7 @@ def _size(module: Any, within: str = "") -> int:
 
 
 def _int(config: Any, key: str) -> int | None:
-    value = getattr(config, key, None)
-    return value if isinstance(value, int) and value > 0 else None
+    """Returns a size of a model, the largest if its layers differ (`transformers.integrations.heterogeneity`)."""
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    values = [getattr(one, key, None) for one in of_layers]
+    return max((value for value in values if isinstance(value, int) and value > 0), default=None)

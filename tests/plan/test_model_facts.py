@@ -127,6 +127,12 @@ def test_other_families_are_built_on_the_meta_device():
     assert (phi.parameters, phi.embedding_parameters) == (llama.parameters, llama.embedding_parameters)
 
 
+def test_sizes_that_differ_between_layers_are_the_largest():
+    """Gemma 4 has heads of 256 numbers in layers with a window, and of 512 in the others."""
+    model = ModelConfig(architecture="gemma4_text", config={"num_hidden_layers": 6, "hidden_size": 64})
+    assert model_facts(model, 99).head_dim == 512
+
+
 def problems(**model) -> dict[str, str]:
     with pytest.raises(RecipeError) as error:
         model_facts(ModelConfig(**model), model.pop("vocab_size", None))
