@@ -49,6 +49,8 @@ NAMED = 3
 """The number of parameters that a message lists."""
 FLASH_HEAD = 256
 """Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
+WITHOUT_FLASH_3 = ("b200",)
+"""Devices that FlashAttention 3 has no machine code for (`hopper/setup.py` in flash-attn's source)."""
 EXPERT_ROW_BYTES = 16
 """Rows of the experts' matrices must be multiples of this many bytes."""
 
@@ -231,12 +233,15 @@ def packed_conversations(family: str | None) -> Iterator[Fault]:
 
 @rule(
     "model.attention_device",
-    "Flash attention kernels need a GPU, and torch has no backward pass of FlexAttention for CPUs.",
+    "Flash attention needs a GPU that it is compiled for, and torch has no backward pass of FlexAttention for CPUs.",
     "run",
 )
 def attention_device(draft: Draft) -> Iterator[Fault]:
-    """Refuses GPU kernels on a CPU."""
+    """Refuses GPU kernels on a CPU, and on GPUs that they are not compiled for."""
     attention = draft.recipe.model.attention_kernel
+    if attention == "flash_attention_3" and draft.cluster.device in WITHOUT_FLASH_3:
+        message = f"'{attention}' was given, which is compiled for Ampere and Hopper, and this is a Blackwell"
+        yield Fault("model.attention", message, assignment(model__attention="flash_attention_2"))
     if draft.cluster.spec.on_cpu and attention.startswith("fl"):
         fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
         yield Fault("model.attention", f"'{attention}' was given, which does not train on CPUs", fix)

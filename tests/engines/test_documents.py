@@ -44,6 +44,7 @@ LACKING = {
 }
 """What families have not, or not on a CPU."""
 CASES = [pair for pair in product(FAMILIES, ATTENTIONS) if pair[1] not in LACKING.get(pair[0], ())]
+CASES.append(("llama", "flash_attention_3"))  # which takes other arguments
 
 
 def _make_runnable(attention: str, patch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -54,7 +55,7 @@ def _make_runnable(attention: str, patch: pytest.MonkeyPatch) -> list[list[int]]
     patch.setattr(flex_attention, "_validate_device", lambda *_: None)
     patch.setattr(masking_utils, "create_block_mask", lambda **named: block_mask(**named | {"_compile": False}))
     patch.setattr(integration, "compile_friendly_flex_attention", lambda *q, training, **named: flex(*q, **named))
-    return flash_stand_in.install(patch) if attention.startswith("flash") else []
+    return flash_stand_in.install(patch, attention) if attention.startswith("flash") else []
 
 
 def _positions() -> torch.Tensor:

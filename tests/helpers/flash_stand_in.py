@@ -5,6 +5,11 @@ Everything around it is the code of `transformers` itself, which calls it with t
 
 from __future__ import annotations
 
+import ast
+import inspect
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,42 +24,66 @@ _STATE = (
 """What `transformers` keeps of the library that it has found."""
 
 
-def install(patch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Has `transformers` find it as FlashAttention 2; returns the list of the bounds that it will be called with."""
-    seen: list[list[int]] = []
+FACTS = json.loads(Path(__file__).with_name("flash_attn.json").read_text(encoding="utf-8"))
+"""What `tools/render_flash_attn.py` has read in the source of flash-attn."""
 
-    def varlen(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+
+def signature_of(attention: str) -> inspect.Signature:
+    """The signature of the function for documents of several lengths."""
+    kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return inspect.Signature(
+        inspect.Parameter(name, kind, default=required if default is None else ast.literal_eval(default))
+        for name, default in FACTS[attention]["parameters"].items()
+    )
+
+
+def install(patch: pytest.MonkeyPatch, attention: str = "flash_attention_2") -> list[list[int]]:
+    """Has `transformers` find it as FlashAttention; returns the list of the bounds that it will be called with."""
+    seen: list[list[int]] = []
+    signature = signature_of(attention)
+
+    def varlen(*states: Tensor, **named: object) -> Tensor:
+        given = signature.bind(*states, **named)  # raises as the function itself would
+        given.apply_defaults()
+        return attend(**given.arguments)
+
+    varlen.__signature__ = signature  # `transformers` looks which arguments it takes
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        deterministic: bool = False,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        **others: object,
     ) -> Tensor:
-        assert cu_seqlens_q.dtype == torch.int32
+        for name, value in others.items():
+            assert value == signature.parameters[name].default, name
+        for bounds in (cu_seqlens_q, cu_seqlens_k):
+            assert str(bounds.dtype) == f"torch.{FACTS['limits']['bounds'].lower()}"
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
         assert int(cu_seqlens_q.diff().max()) == max_seqlen_q == max_seqlen_k
-        assert int(cu_seqlens_q[-1]) == len(query)
+        assert int(cu_seqlens_q[-1]) == len(q)
+        assert k.shape == v.shape
+        assert q.shape[-1] == k.shape[-1] <= FACTS["limits"]["largest_head"]
         assert causal
-        assert not dropout_p
         seen.append(cu_seqlens_q.tolist())
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        places = torch.arange(len(query))
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        places = torch.arange(len(q))
         document = torch.bucketize(places, cu_seqlens_q, right=True)
         distance = places[:, None] - places
         allowed = (document[:, None] == document) & (distance >= 0)
         if window_size[0] >= 0:
             allowed &= distance <= window_size[0]
-        scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * softmax_scale
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * softmax_scale
         weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, value.float()).to(query.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
     def one_row_one_document(*states: Tensor, **named: object) -> Tensor:
         raise AssertionError("a flash kernel that is told of no documents")

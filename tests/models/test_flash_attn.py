@@ -1,0 +1,48 @@
+"""flash-attn's limits, as its source has them, and ours. Its signature is checked where `flash_stand_in` is called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.models.varlen import KERNEL_STEP, KERNEL_TYPES
+from llmtrain.rules import resolve
+from llmtrain.rules.model import FLASH_HEAD, WITHOUT_FLASH_3
+from tests.helpers.batches import tiny_recipe
+from tests.helpers.flash_stand_in import FACTS, signature_of
+
+ARCHITECTURES = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100"}
+
+
+def test_the_facts_are_of_the_version_that_is_named():
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    assert re.findall(r"^flash-attn==(\S+)$", constraints, re.MULTILINE) == [FACTS["version"]]
+
+
+def test_limits_of_rules_and_of_torchs_copy_are_those_of_the_source():
+    limits = FACTS["limits"]
+    assert (limits["largest_head"], limits["head_step"]) == (FLASH_HEAD, KERNEL_STEP)
+    assert sorted(KERNEL_TYPES, key=str) == sorted((getattr(torch, name.lower()) for name in limits["types"]), key=str)
+
+
+def test_another_argument_is_an_error():
+    with pytest.raises(TypeError, match="dropout_p"):
+        signature_of("flash_attention_3").bind(*range(7), dropout_p=0.0)
+
+
+@pytest.mark.parametrize("device", ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
+def test_devices_without_machine_code_are_refused(attention, device):
+    recipe = tiny_recipe(**{"model.attention": attention, "parallel.precision": "bf16", "parallel.zero_stage": 1})
+    cluster = Cluster(devices_per_node=2, device=device)
+    if ARCHITECTURES[device] in FACTS[attention]["compiled_for"]:
+        resolve(recipe, cluster)
+    else:
+        assert device in WITHOUT_FLASH_3
+        with pytest.raises(RecipeError, match=r"compiled for Ampere and Hopper.*\[model.attention_device\]"):
+            resolve(recipe, cluster)
