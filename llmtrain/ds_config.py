@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmtrain.plan.draft import COMPUTE_DTYPE
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -222,6 +223,8 @@ def _parallelism(plan: Plan) -> Block:
             "preset_model": EXPERT_PRESETS[plan.model.model_type],
             "expert_tensor_parallel_size": 1,
             "comm_backend": "comm",
+            # DeepSpeed's own kernel for GPUs before Hopper rounds fp32 to TF32 (`ops/triton_ops/group_gemm_triton.py`).
+            "disable_triton_grouped_mm": COMPUTE_DTYPE[parallel.precision] == "fp32",
         }
     return blocks
 

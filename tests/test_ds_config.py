@@ -116,6 +116,13 @@ def test_tensor_parallelism_within_stages_is_not_the_engines():
     assert config["train_batch_size"] == micro * steps * replicas
 
 
+@pytest.mark.parametrize(("precision", "without"), [("fp32", True), ("bf16", False), ("autocast_bf16", False)])
+def test_experts_in_fp32_are_not_multiplied_by_a_kernel_that_rounds(precision, without):
+    fields = {"model.architecture": "mixtral", "parallel.expert": 2, "parallel.zero_stage": 1}
+    config = tiny(Cluster(devices_per_node=2), **fields, **{"parallel.precision": precision})
+    assert config["expert_parallel"]["disable_triton_grouped_mm"] is without
+
+
 def test_tensor_parallelism_with_experts_cuts_attention_and_has_no_word_of_offload():
     fields = {"model.architecture": "mixtral", "parallel.tensor": 2, "parallel.expert": 2, "parallel.zero_stage": 3}
     config = tiny(Cluster(devices_per_node=4), **fields)
