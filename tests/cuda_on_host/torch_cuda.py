@@ -14,8 +14,15 @@ from typing import Any
 import _cuda_on_host as device
 import torch
 
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": ((8, 0), 108, 163),
+    "NVIDIA H100 80GB HBM3": ((9, 0), 132, 227),
+    "NVIDIA B200": ((10, 0), 148, 227),
+}
+"""Compute capability, multiprocessors, and the most shared memory of a block in KiB (CUDA C++ Programming Guide,
+technical specifications per compute capability)."""
 NAME = os.environ.get("CUDA_ON_HOST_NAME", "NVIDIA H100 80GB HBM3")
-CAPABILITY = (9, 0)
+CAPABILITY, MULTIPROCESSORS, SHARED_KIB = GPUS.get(NAME, GPUS["NVIDIA H100 80GB HBM3"])
 TOTAL = int(os.environ.get("CUDA_ON_HOST_MEMORY", 80 << 30))
 
 
@@ -144,14 +151,14 @@ def properties(given: Any = None) -> types.SimpleNamespace:
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
         total_memory=TOTAL,
-        multi_processor_count=132,
+        multi_processor_count=MULTIPROCESSORS,
         uuid=f"0000-{index(given)}",
         warp_size=32,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048,
         shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
+        shared_memory_per_block_optin=SHARED_KIB << 10,
+        shared_memory_per_multiprocessor=(SHARED_KIB + 1) << 10,
         L2_cache_size=50 << 20,
         gcnArchName="",
         is_integrated=False,
@@ -214,7 +221,7 @@ def install() -> None:
         set_device=set_device,
         synchronize=synchronize,
         _exchange_device=exchange_device,
-        _maybe_exchange_device=exchange_device,
+        _maybe_exchange_device=lambda number: exchange_device(number),
         get_device_capability=lambda given=None: CAPABILITY,
         get_device_name=lambda given=None: NAME,
         get_device_properties=properties,
