@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.draft import COMPUTE_DTYPE
+from llmtrain.plan.draft import WEIGHT_DTYPE
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
@@ -224,7 +224,8 @@ def _parallelism(plan: Plan) -> Block:
             "expert_tensor_parallel_size": 1,
             "comm_backend": "comm",
             # DeepSpeed's own kernel for GPUs before Hopper rounds fp32 to TF32 (`ops/triton_ops/group_gemm_triton.py`).
-            "disable_triton_grouped_mm": COMPUTE_DTYPE[parallel.precision] == "fp32",
+            # Autocast does not reach it, nor the grouped products of `transformers`.
+            "disable_triton_grouped_mm": WEIGHT_DTYPE[parallel.precision] == "fp32",
         }
     return blocks
 

@@ -116,7 +116,7 @@ def test_tensor_parallelism_within_stages_is_not_the_engines():
     assert config["train_batch_size"] == micro * steps * replicas
 
 
-@pytest.mark.parametrize(("precision", "without"), [("fp32", True), ("bf16", False), ("autocast_bf16", False)])
+@pytest.mark.parametrize(("precision", "without"), [("fp32", True), ("bf16", False), ("autocast_bf16", True)])
 def test_experts_in_fp32_are_not_multiplied_by_a_kernel_that_rounds(precision, without):
     fields = {"model.architecture": "mixtral", "parallel.expert": 2, "parallel.zero_stage": 1}
     config = tiny(Cluster(devices_per_node=2), **fields, **{"parallel.precision": precision})

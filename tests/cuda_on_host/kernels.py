@@ -117,7 +117,7 @@ def compile_cases(libraries: Path, device: str, names: Iterable[str]) -> dict[st
 def compile_case(device: str, case: Case) -> list[dict[str, Any]] | str:
     """Compiles a case in this process, as `compile_cases` does in another one."""
     from llmtrain.errors import RecipeError
-    from llmtrain.plan.draft import COMPUTE_DTYPE
+    from llmtrain.plan.draft import WEIGHT_DTYPE
     from tests.cuda_on_host import triton_driver
 
     triton_driver.used.clear()
@@ -130,8 +130,8 @@ def compile_case(device: str, case: Case) -> list[dict[str, Any]] | str:
     else:
         _passes(plan)
     rounded = {one.name for one in triton_driver.used if one.in_tf32}
-    if rounded and COMPUTE_DTYPE[plan.recipe.parallel.precision] == "fp32":
-        raise AssertionError(f"a plan in fp32 multiplies in TF32: {', '.join(sorted(rounded))}")
+    if rounded and WEIGHT_DTYPE[plan.recipe.parallel.precision] == "fp32":
+        raise AssertionError(f"a plan with weights in fp32 multiplies in TF32: {', '.join(sorted(rounded))}")
     return [asdict(one) for one in triton_driver.used]
 
 
