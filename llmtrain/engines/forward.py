@@ -33,6 +33,7 @@ from llmtrain.models import (
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.proof.varlen_check import check_attention
+from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, recomputes_loss
@@ -111,6 +112,7 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     """
     recipe, device = plan.recipe, _device(plan)
     kernels = recipe.kernels
+    check_device(recipe.model.attention_kernel, device)
     check_attention(config, recipe.model.attention_kernel)
     compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
     if compiled:

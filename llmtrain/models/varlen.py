@@ -18,12 +18,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from llmtrain.errors import Problem, RecipeError
+
 VARLEN = "varlen"
 """Name of the attention implementation in recipes and in `transformers`."""
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
 """The dtypes that torch's kernel supports."""
 KERNEL_STEP = 8
 """The kernel requires head sizes that are multiples of this number."""
+OLDEST_GPU = (8, 0)
+"""Least compute capability of flash kernels and of torch's copy: Ampere's (`flash_api.cpp` of both)."""
+NEWEST_GPU = {"flash_attention_3": (10, 0)}
+"""Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
 _UNSUPPORTED = {
     "softcap": "caps its scores",
     "s_aux": "has attention sinks",
@@ -36,6 +42,25 @@ _UNSUPPORTED = {
 def takes_bounds(attention: str) -> bool:
     """Returns whether an attention implementation separates documents by their boundaries instead of a mask."""
     return attention == VARLEN or bool(is_flash_attention_requested(requested_attention_implementation=attention))
+
+
+def check_device(attention: str, device: torch.device) -> None:
+    """Raises RecipeError if an NVIDIA GPU is none of those that a kernel without masks is compiled for.
+
+    Rules refuse what the catalogue of devices tells; a GPU that is not in it is asked here.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not takes_bounds(attention):
+        return
+    found = torch.cuda.get_device_capability(device)
+    newest = NEWEST_GPU.get(attention)
+    if found >= OLDEST_GPU and (newest is None or found < newest):
+        return
+    least, own = (".".join(map(str, one)) for one in (OLDEST_GPU, found))
+    most = f", and lower than {newest[0]}.{newest[1]}" if newest else ""
+    message = (
+        f"'{attention}' was given, whose kernel takes compute capability {least} or more{most}: this GPU has {own}"
+    )
+    raise RecipeError(Problem("model.attention_device", "model.attention", message, "--set model.attention=sdpa"))
 
 
 def varlen_attention(

@@ -10,7 +10,7 @@ import torch
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.models.varlen import KERNEL_STEP, KERNEL_TYPES
+from llmtrain.models.varlen import KERNEL_STEP, KERNEL_TYPES, check_device
 from llmtrain.rules import resolve
 from llmtrain.rules.model import FLASH_HEAD, WITHOUT_FLASH_3
 from tests.helpers.batches import tiny_recipe
@@ -46,3 +46,25 @@ def test_devices_without_machine_code_are_refused(attention, device):
         assert device in WITHOUT_FLASH_3
         with pytest.raises(RecipeError, match=r"compiled for Ampere and Hopper.*\[model.attention_device\]"):
             resolve(recipe, cluster)
+
+
+@pytest.mark.parametrize(
+    ("attention", "capability", "told"),
+    [
+        ("varlen", (7, 5), "takes compute capability 8.0 or more: this GPU has 7.5"),
+        ("flash_attention_2", (7, 0), "takes compute capability 8.0 or more: this GPU has 7.0"),
+        ("flash_attention_3", (12, 0), "takes compute capability 8.0 or more, and lower than 10.0: this GPU has 12.0"),
+        ("flash_attention_3", (9, 0), ""),
+        ("flash_attention_2", (12, 0), ""),
+        ("varlen", (8, 0), ""),
+        ("sdpa", (7, 0), ""),
+    ],
+)
+def test_a_gpu_that_is_in_no_table_is_asked(monkeypatch, attention, capability, told):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if told:
+        with pytest.raises(RecipeError, match=re.escape(told)):
+            check_device(attention, torch.device("cuda"))
+    else:
+        check_device(attention, torch.device("cuda"))
+    check_device(attention, torch.device("cpu"))

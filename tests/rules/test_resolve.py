@@ -112,6 +112,11 @@ LEGAL = [
     (EVEN_HEADS, GPUS),
     (SEQUENCE, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
+    (
+        {"model.attention": "varlen", "parallel.precision": "bf16", "parallel.zero_stage": 1}
+        | {"model.config.head_dim": 256},
+        GPUS,
+    ),
     (MOE, GPUS),
     ({**MOE, "parallel.zero_stage": 3, "parallel.sequence": 2}, GPUS),
     ({**MOE, **EVEN_HEADS, "parallel.expert": 2}, GPUS),
@@ -147,6 +152,10 @@ REFUSED = [
     (
         "model.attention_heads",
         {"model.attention": "varlen", "parallel.precision": "bf16", "model.config.head_dim": 512},
+    ),
+    (
+        "model.attention_heads",
+        {"model.attention": "flash_attention_2", "parallel.precision": "bf16", "model.config.head_dim": 264},
     ),
     ("model.vocabulary", {"model.config.vocab_size": 100}),
     ("model.pretrained_tokenizer", {"model.architecture": None, "model.pretrained": "/nowhere"}),
