@@ -1,19 +1,35 @@
-"""Writes what `llmtrain lint` knows about DeepSpeed's configuration, read from the installed DeepSpeed and torch.
+"""Writes what `llmtrain lint` knows about DeepSpeed's configuration: `llmtrain/lint/deepspeed.json`.
 
-Run `python tools/render_lint_schema.py` after an update of DeepSpeed. A test renders the file again and compares. A
-node is {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys": {name: node},
-"default": value, "validated": bool, "instead": the key that replaces a deprecated one}; an empty node accepts anything.
+Run `python tools/render_lint_schema.py` after an update of DeepSpeed: it reads the installed one, and keeps the others.
+`python tools/render_lint_schema.py --releases` reads all releases from 0.16.0 on, which takes some minutes: their
+source archives are downloaded by pip, and each is imported from its unpacked archive, beside the installed torch.
+Tests render the installed release again and compare.
+
+The newest release is written in full. "older" has a JSON merge patch (RFC 7396) for each older one, from the release
+after it. A node of "keys" is {"types": [...], "null": bool, "ge" | "gt" | "le" | "lt": bound, "choices": [...], "keys":
+{name: node}, "default": value, "validated": bool, "instead": the key that replaces a deprecated one, "removed": whether
+the release refuses it as removed}; an empty node accepts anything.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import dataclasses
 import inspect
 import json
 import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
 import types
 import typing
+from collections.abc import Collection, Iterator
 from enum import Enum
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +37,10 @@ from pydantic import BaseModel
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-TARGET = Path(__file__).parents[1] / "llmtrain" / "lint" / "deepspeed.json"
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "llmtrain" / "lint" / "deepspeed.json"
+OLDEST = "0.16.0"
+"""The oldest release that is read, of November 2024."""
 Node = dict[str, Any]
 _PLAIN = {
     bool: "bool",
@@ -33,6 +52,122 @@ _PLAIN = {
     tuple: "list",
     dict: "object",
 }
+
+_BOOL: Node = {"types": ["bool"]}
+_OBJECT: Node = {"types": ["object"]}
+_COUNT: Node = {"types": ["int"], "gt": 0}
+_INT: Node = {"types": ["int"], "ge": 0}
+_DTYPE: Node = {"types": ["str"], "null": True, "choices": ["fp32", "fp16", "bf16"], "any_case": True}
+_NAMED_DTYPES = [
+    *("fp16", "half", "float16", "fp32", "float", "float32", "bf16", "bfloat16"),
+    *("torch.float16", "torch.float32", "torch.bfloat16"),
+]
+_NAMED_DTYPE: Node = {"types": ["str"], "null": True, "choices": _NAMED_DTYPES}
+
+
+def _block(**keys: Node) -> Node:
+    return {"types": ["object"], "keys": keys}
+
+
+READ_BY_KEY: dict[str, Node] = {
+    "train_batch_size": {},  # the rules of `batch` check the three batch sizes
+    "train_micro_batch_size_per_gpu": {},
+    "gradient_accumulation_steps": {},
+    "managed_gradient_accumulation": _BOOL,
+    "steps_per_print": {"types": ["float"], "null": True, "gt": 0},
+    "dump_state": _BOOL,
+    "disable_python_gc": _BOOL,
+    "disable_allgather": _BOOL,
+    "communication_data_type": _DTYPE,
+    "seq_parallel_communication_data_type": _DTYPE,
+    "seq_parallel_comm_data_type": _DTYPE,
+    "prescale_gradients": _BOOL,
+    "gradient_predivide_factor": {"types": ["float"], "gt": 0},
+    "gradient_allreduce_op": {"types": ["str"], "choices": ["mean", "sum"], "any_case": True},
+    "gradient_clipping": {"types": ["float"], "ge": 0},
+    "torch_autocast": _block(
+        enabled=_BOOL, dtype=_NAMED_DTYPE, lower_precision_safe_modules={"types": ["list"], "null": True}
+    ),
+    "data_types": _block(
+        grad_accum_dtype=_NAMED_DTYPE, param_dtype=_NAMED_DTYPE, buffer_dtype=_NAMED_DTYPE, keep_in_fp32_modules={}
+    ),
+    "optimizer": _block(type={"types": ["str"]}, params=_OBJECT, legacy_fusion=_BOOL),
+    "scheduler": _block(type={"types": ["str"]}, params=_OBJECT),
+    "zero_allow_untested_optimizer": _BOOL,
+    "zero_force_ds_cpu_optimizer": _BOOL,
+    "wall_clock_breakdown": {"types": ["bool"], "choices": [True, False]},  # a text raises a TypeError
+    "memory_breakdown": _BOOL,
+    "use_data_before_expert_parallelism": _BOOL,
+    "pipeline": _block(
+        stages={},
+        partition={},
+        seed_layers=_BOOL,
+        activation_checkpoint_interval=_INT,
+        use_reentrant=_BOOL,
+        pipe_partitioned=_BOOL,
+        grad_partitioned=_BOOL,
+    ),
+    "checkpoint": _block(
+        tag_validation={"types": ["str"], "choices": ["Ignore", "Warn", "Fail"], "any_case": True},
+        load_universal=_BOOL,
+        use_node_local_storage=_BOOL,
+        checkpoint_serialization=_BOOL,
+        parallel_write=_block(pipeline_stage=_BOOL),
+    ),
+    "dataloader_drop_last": _BOOL,
+    "log_level": {},
+    "vocabulary_size": {"types": ["int"], "null": True, "gt": 0},
+    "datastates_ckpt": {},
+    "data_efficiency": _block(
+        enabled=_BOOL,
+        seed={"types": ["int"]},
+        data_sampling=_block(
+            enabled=_BOOL,
+            num_epochs=_COUNT,
+            num_workers=_INT,
+            pin_memory=_BOOL,
+            curriculum_learning=_OBJECT,
+            dynamic_batching=_OBJECT,
+        ),
+        data_routing=_block(enabled=_BOOL, random_ltd=_OBJECT),
+    ),
+    "sequence_parallel_size": _COUNT,
+    "data_parallel_size": _COUNT,
+    # Features of older releases, whose inner keys are not compared.
+    "elasticity": {},
+    "curriculum_learning": {},
+    "compression_training": {},
+    "amp": {},
+    "nebula": {},
+    "sparse_attention": {},
+    "sparse_gradients": {},
+    "eigenvalue": {},
+    "quantize_training": {},
+    "progressive_layer_drop": {},
+    "graph_harvesting": {},
+}
+"""The keys that DeepSpeed reads one by one. A release knows those that are strings of its sources."""
+MODELS = {
+    "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
+    "fp16": "runtime.precision_config:DeepSpeedFP16Config",
+    "bf16": "runtime.precision_config:DeepSpeedBF16Config",
+    "bfloat16": "runtime.precision_config:DeepSpeedBF16Config",
+    "hybrid_engine": "runtime.config:HybridEngineConfig",
+    "comms_logger": "comm.config:CommsLoggerConfig",
+    "compile": "compile.config:CompileConfig",
+    "tensor_parallel": "runtime.tensor_parallel.config:TPTrainingConfig",
+    "weight_quantization": "inference.config:WeightQuantConfig",
+}
+"""The blocks that DeepSpeed validates with pydantic."""
+
+
+def find(name: str) -> Any:
+    """Returns an object of DeepSpeed by `module:name`, or None if the release has none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(f"deepspeed.{module}"), attribute, None)
+    except ModuleNotFoundError:
+        return None
 
 
 def of_model(model: type[BaseModel]) -> Node:
@@ -81,73 +216,109 @@ def of_defaults(defaults: dict[str, Any]) -> Node:
     return {"types": ["object"], "keys": keys}
 
 
+def of_constants(prefix: str) -> Node:
+    """Returns the node of a block that is read key by key, from constants such as FP16_ENABLED_DEFAULT."""
+    constants = vars(import_module("deepspeed.runtime.constants"))
+    named = {name: value for name, value in constants.items() if f"{name}_DEFAULT" in constants}
+    return of_defaults(
+        {value: constants[f"{name}_DEFAULT"] for name, value in named.items() if name.startswith(f"{prefix}_")}
+    )
+
+
 def parameters(of: Any) -> list[str]:
     """Returns the argument names of a constructor without the first (parameters, or the optimizer)."""
     return sorted(list(inspect.signature(of).parameters)[1:])
 
 
-def blocks() -> dict[str, Node]:
-    """Returns the blocks of the top level."""
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.inference.config import WeightQuantConfig
-    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
-    from deepspeed.monitor.config import DeepSpeedMonitorConfig
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.config import HybridEngineConfig
-    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_writer_config
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+def read_by_key(words: set[str], nodes: dict[str, Node] = READ_BY_KEY) -> dict[str, Node]:
+    """Returns the nodes whose keys are strings of the sources, at every level."""
+    made = {}
+    for name, node in nodes.items():
+        if name in words:
+            made[name] = {**node, "keys": read_by_key(words, node["keys"])} if "keys" in node else dict(node)
+    return made
 
-    bf16 = of_model(DeepSpeedBF16Config)
-    experts = {one.name: one.default for one in dataclasses.fields(AutoEPConfig) if not one.name.startswith("_")}
-    return {
-        "zero_optimization": of_model(DeepSpeedZeroConfig),
-        "fp16": of_model(DeepSpeedFP16Config),
-        "bf16": bf16,
-        "bfloat16": bf16,
-        "hybrid_engine": of_model(HybridEngineConfig),
-        "comms_logger": of_model(CommsLoggerConfig),
-        "compile": of_model(CompileConfig),
-        "tensor_parallel": of_model(TPTrainingConfig),
-        "weight_quantization": of_model(WeightQuantConfig),
-        **of_model(DeepSpeedMonitorConfig)["keys"],
-        "timers": {"types": ["object"], "keys": {"throughput": of_model(DeepSpeedThroughputTimerConfig)}},
-        "activation_checkpointing": of_defaults(ACT_CHKPT_DEFAULT),
-        "aio": of_defaults(AIO_DEFAULT_DICT),
-        "flops_profiler": of_defaults(vars(DeepSpeedFlopsProfilerConfig({}))),
-        "autotuning": of_defaults(vars(DeepSpeedAutotuningConfig({}))),
-        "expert_parallel": of_defaults(experts),
-        "checkpoint.writer": of_defaults(get_checkpoint_writer_config({"writer": {}})),
-    }
+
+def strings(package: Path) -> set[str]:
+    """Returns the string constants of a package's sources, without those of inference."""
+    trees = (
+        ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(package.rglob("*.py"))
+        if "inference" not in path.relative_to(package).parts
+    )
+    constants = (one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.Constant))
+    return {one.value for one in constants if isinstance(one.value, str)}
+
+
+def keys(package: Path) -> dict[str, Node]:
+    """Returns the keys of the top level."""
+    config, constants = (import_module(f"deepspeed.runtime.{name}") for name in ("config", "constants"))
+    made = read_by_key(strings(package))
+    made["gradient_clipping"]["default"] = constants.GRADIENT_CLIPPING_DEFAULT
+    made.update({name: of_model(model) for name, path in MODELS.items() if (model := find(path))})
+    if "fp16" not in made:
+        made.update(fp16=of_constants("FP16"), bf16=of_constants("BFLOAT16"), bfloat16=of_constants("BFLOAT16"))
+    made.update(of_model(find("monitor.config:DeepSpeedMonitorConfig"))["keys"])
+    timer = of_model(find("utils.config:DeepSpeedThroughputTimerConfig"))
+    made["timers"] = {"types": ["object"], "keys": {"throughput": timer}}
+    activations = find("runtime.activation_checkpointing.config:ACT_CHKPT_DEFAULT")
+    made["activation_checkpointing"] = of_defaults(activations)
+    made["aio"] = of_defaults(find("runtime.swap_tensor.aio_config:AIO_DEFAULT_DICT"))
+    made["flops_profiler"] = of_defaults(vars(find("profiling.config:DeepSpeedFlopsProfilerConfig")({})))
+    made["autotuning"] = of_defaults(vars(find("autotuning.config:DeepSpeedAutotuningConfig")({})))
+    if experts := find("module_inject.auto_ep_config:AutoEPConfig"):
+        fields = {one.name: one.default for one in dataclasses.fields(experts) if not one.name.startswith("_")}
+        made["expert_parallel"] = of_defaults(fields)
+    if writer := find("runtime.model_checkpointing.config:get_checkpoint_writer_config"):
+        made["checkpoint"]["keys"]["writer"] = {**of_defaults(writer({"writer": {}})), "null": True}
+    for where, names in (
+        (made, "_REMOVED_TOP_LEVEL_CONFIG_KEYS"),
+        (made["zero_optimization"]["keys"], "_REMOVED_ZERO_CONFIG_KEYS"),
+    ):
+        where.update({name: {"removed": True} for name in getattr(config, names, ())})
+    return made
 
 
 def optimizers() -> dict[str, list[str]]:
     """Maps each optimizer to its arguments: DeepSpeed's own by lower-case name, torch's by their own names."""
     import torch
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
     made = {
         name: parameters(one)
         for name, one in vars(torch.optim).items()
         if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
     }
-    adam = {*parameters(FusedAdam), *parameters(DeepSpeedCPUAdam), *parameters(torch.optim.AdamW), "torch_adam"}
-    muon = {*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS, "muon_lr", "adam_lr", "torch_adam"}
-    lion = {*parameters(FusedLion), *parameters(DeepSpeedCPULion)}
-    adagrad = {*parameters(DeepSpeedCPUAdagrad), *parameters(torch.optim.Adagrad)}
-    own = {"adam": adam, "adamw": adam, "muon": {*muon, "adam_w_mode"}, "lion": lion, "adagrad": adagrad}
-    own["lamb"] = set(parameters(FusedLamb))
+    config = import_module("deepspeed.runtime.config")
+    adam = (find("ops.adam:FusedAdam"), find("ops.adam:DeepSpeedCPUAdam"), torch.optim.AdamW)
+    classes = {
+        "adam": adam,
+        "adamw": adam,
+        "adagrad": (find("ops.adagrad:DeepSpeedCPUAdagrad"), torch.optim.Adagrad),
+        "lion": (find("ops.lion:FusedLion"), find("ops.lion:DeepSpeedCPULion")),
+        "lamb": (find("ops.lamb:FusedLamb"),),
+        "onebitadam": (find("runtime.fp16.onebit.adam:OnebitAdam"),),
+        "zerooneadam": (find("runtime.fp16.onebit.zoadam:ZeroOneAdam"),),
+        "onebitlamb": (find("runtime.fp16.onebit.lamb:OnebitLamb"),),
+    }
+    own = {
+        name: {argument for one in several for argument in parameters(one)} - {"deepspeed"}
+        for name, several in classes.items()
+        if name in config.DEEPSPEED_OPTIMIZERS
+    }
+    if "muon" in config.DEEPSPEED_OPTIMIZERS:
+        own["muon"] = _muon_arguments(find("runtime.engine:DeepSpeedEngine"))
+    for name in {"adam", "adamw", "muon"} & own.keys():
+        own[name] |= {"torch_adam", "adam_w_mode"}  # which Muon ignores
     return {**made, **{name: sorted(names) for name, names in own.items()}}
+
+
+def _muon_arguments(engine: Any) -> set[str]:
+    """Returns the arguments of Muon and of its half with Adam, which older releases list where they are used."""
+    if hasattr(engine, "_MUON_HALF_KEYS"):
+        return {*engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"}
+    source = inspect.getsource(engine._configure_basic_optimizer)
+    listed = re.findall(r"for key in (\[[^\]]*\])", source[source.index("MUON_OPTIMIZER") :])
+    return {one for names in listed for one in ast.literal_eval(names)}
 
 
 def schedulers() -> dict[str, list[str]]:
@@ -164,18 +335,76 @@ def schedulers() -> dict[str, list[str]]:
     return {**made, **{name: parameters(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES}}
 
 
-def rendered() -> str:
-    """Returns the whole file."""
+def facts() -> dict[str, Any]:
+    """Returns what is known of the release that is imported."""
     import deepspeed
 
-    data = {
-        "deepspeed": deepspeed.__version__.partition("+")[0],
-        "blocks": blocks(),
-        "optimizers": optimizers(),
-        "schedulers": schedulers(),
-    }
-    return json.dumps(data, indent=1, sort_keys=True) + "\n"
+    package = Path(deepspeed.__file__).parent
+    version = deepspeed.__version__.partition("+")[0].strip()
+    return {"deepspeed": version, "keys": keys(package), "optimizers": optimizers(), "schedulers": schedulers()}
+
+
+def patch(old: Any, new: Any) -> Any:
+    """Returns the JSON merge patch that makes `new` of `old`."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    made = {key: None for key in old if key not in new}
+    return made | {key: patch(old.get(key), value) for key, value in new.items() if old.get(key) != value}
+
+
+def text(releases: list[dict[str, Any]]) -> str:
+    """Returns the file for releases in falling order."""
+    older = [patch(newer, one) for newer, one in pairwise(releases)]
+    return json.dumps({**releases[0], "older": older}, indent=1, sort_keys=True) + "\n"
+
+
+def rendered() -> str:
+    """Returns the file with the installed release, and the others as the file has them."""
+    from llmtrain.lint.schema import releases, version
+
+    installed = facts()
+    known = [one for one in releases() if one["deepspeed"] != installed["deepspeed"]]
+    return text(sorted([installed, *known], key=lambda one: version(one["deepspeed"]), reverse=True))
+
+
+def unpacked(number: str, folder: Path) -> Path:
+    """Returns the sources of a release, downloaded by pip unless the folder has them."""
+    made = folder / f"deepspeed-{number}"
+    if not made.exists():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-binary", ":all:", "--no-deps"]
+        subprocess.run([*pip, "--no-build-isolation", "--dest", str(folder), f"deepspeed=={number}"], check=True)
+        with tarfile.open(folder / f"deepspeed-{number}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+    return made
+
+
+def of_each_release(script: str, folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields what a script prints with --facts for each release from OLDEST on, or for some, the newest first."""
+    from llmtrain.lint.schema import version
+
+    listed = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
+    answer = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+    numbers = re.findall(r"[\d.]+", answer.partition("Available versions:")[2].partition("\n")[0])
+    for number in (one for one in numbers if version(one) >= version(OLDEST) and (not only or one in only)):
+        compiled = {"TORCH_EXTENSIONS_DIR": str(folder / f"extensions-{number}")}  # not those of the installed one
+        environment = {**os.environ, **compiled, "PYTHONPATH": str(unpacked(number, folder))}
+        command = [sys.executable, script, "--facts"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        yield number, json.loads(done.stdout.splitlines()[-1])
+        print(number, "is read", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    TARGET.write_text(rendered())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--facts", action="store_true", help="print the facts of the release that is imported")
+    parser.add_argument("--releases", action="store_true", help="read all releases, not only the installed one")
+    parser.add_argument("--folder", type=Path, help="keep the archives of --releases here")
+    options = parser.parse_args()
+    if options.facts:
+        print(json.dumps(facts()))
+    elif options.releases:
+        with tempfile.TemporaryDirectory() as temporary:
+            every = dict(of_each_release(__file__, options.folder or Path(temporary)))
+            TARGET.write_text(text(list(every.values())))
+    else:
+        TARGET.write_text(rendered())

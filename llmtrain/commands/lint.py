@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmtrain.errors import Exit, Problem, RecipeError
+from llmtrain.errors import Exit, Problem, RecipeError, printable, short
 
 if TYPE_CHECKING:
     from llmtrain.lint import Result
+    from llmtrain.lint.schema import Schema
 
 FOUND = 1
 """The exit code if there are findings that count."""
@@ -27,7 +28,7 @@ class LintRequest:
     files: Annotated[
         list[str],
         typer.Argument(metavar="FILE…", help="Files, folders, patterns, or - for standard input: JSON, Hjson or YAML."),
-    ]
+    ] = field(default_factory=list)
     reader: Annotated[
         Literal["trainer", "accelerate", "lightning", "deepspeed"] | None,
         typer.Option("--for", help="The program that reads the files; by default it is guessed for each file."),
@@ -36,6 +37,10 @@ class LintRequest:
     data_parallel: Annotated[int | None, typer.Option(help="Check them for this many data parallel ranks.", min=1)] = (
         None
     )
+    deepspeed: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Check for this DeepSpeed: a version, or a range such as '>=0.17,<0.19'."),
+    ] = None
     assignments: Annotated[
         list[str],
         typer.Option("--set", metavar="ARGUMENT=VALUE", help="Compare with an argument of the Trainer. Repeatable."),
@@ -54,26 +59,36 @@ class LintRequest:
     form: Annotated[
         Literal["text", "json", "sarif", "github"], typer.Option("--format", help="How findings are written.")
     ] = "text"
+    explain: Annotated[str | None, typer.Option(metavar="RULE", help="Describe a rule, and read no files.")] = None
     diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and change nothing.")] = False
     fix: Annotated[bool, typer.Option("--fix", help="Mend what is mechanical in the files, then check them.")] = False
 
 
 def lint_files(request: LintRequest) -> None:
     """Checks, prints the findings and exits: with 0 if the files are clean, 1 if not, 2 if one cannot be read."""
-    from llmtrain.lint import Use, allowed, examine
+    from llmtrain.lint import RULES, Use, allowed, examine
     from llmtrain.lint.files import settings, sources
-    from llmtrain.lint.report import written
+    from llmtrain.lint.report import explained, written
+    from llmtrain.lint.schema import schema
+    from llmtrain.lint.versions import choose
 
+    if request.explain is not None:
+        [name] = allowed([f"{request.explain}:KEY"], "--explain")
+        print(explained(next(one for one in RULES if one.id == name.partition(":")[0])))
+        return
+    if not request.files:
+        raise RecipeError(Problem("lint.files", "FILE…", "no file is given", "name files or folders"))
     project = settings(Path.cwd())
     allow = allowed(request.allow)
     reader = request.reader or project.reader
-    use = Use(reader, request.world_size, request.data_parallel, _arguments(request))
+    release = choose(request.deepspeed or project.deepspeed)
+    use = Use(reader, request.world_size, request.data_parallel, _arguments(request), release.deepspeed)
     files = sources(request.files)
     if request.diff or request.fix:
-        _mend(files, request)
+        _mend(files, request, schema(release.deepspeed))
     results = [examine(name, text, use, allow | project.allowed_in(name)) for name, text in files]
     if not request.diff:
-        print(written(results, request.form, guessed=reader is None))
+        print(written(results, request.form, release, guessed=reader is None))
     sys.exit(_exit_code(results, request))
 
 
@@ -86,37 +101,45 @@ def _exit_code(results: list[Result], request: LintRequest) -> int:
     return FOUND if errors or (most is not None and warnings > most) else Exit.DONE
 
 
-def _mend(files: list[tuple[str, str | Path]], request: LintRequest) -> None:
-    """Prints the difference that mending makes, or makes it."""
+def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Schema) -> None:
+    """Prints the difference that mending makes, or makes it. Raises: RecipeError."""
     from llmtrain.lint.document import Unreadable
     from llmtrain.lint.fixing import fixed
-    from llmtrain.lint.reading import read_file
+    from llmtrain.lint.reading import is_yaml, read_file
+    from llmtrain.system.untrusted import why
 
     for name, path in files:
         if not isinstance(path, Path):
-            raise RecipeError(Problem("lint.fix", name, "standard input cannot be mended"))
+            raise RecipeError(Problem("lint.fix", name, "standard input cannot be mended", "name a file"))
         try:
             old = read_file(path)
         except Unreadable:
             continue  # it is reported
-        new = old if path.suffix in (".yaml", ".yml") else fixed(old)
+        new = fixed(old, known, is_yaml(name))
         if request.diff:
             before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
             sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
         elif new != old:
-            path.write_text(new, encoding="utf-8")
+            try:
+                path.write_bytes(new.encode())
+            except OSError as error:
+                raise RecipeError(Problem("lint.fix", name, f"cannot be written: {why(error)}")) from None
 
 
 def _arguments(request: LintRequest) -> dict[str, Any]:
     """Returns the Trainer's arguments from the file and from --set. Raises: RecipeError."""
     import yaml
 
+    from llmtrain.lint.document import Unreadable
+    from llmtrain.lint.reading import read_file
+
     given: dict[str, Any] = {}
     if request.arguments:
         try:
-            loaded = yaml.safe_load(request.arguments.read_text(encoding="utf-8"))  # JSON is YAML, too
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise RecipeError(Problem("lint.arguments", str(request.arguments), f"cannot be read: {error}")) from None
+            loaded = yaml.safe_load(read_file(request.arguments))  # JSON is YAML, too
+        except (Unreadable, ValueError, RecursionError, yaml.YAMLError) as error:
+            message = short(printable(str(error)))
+            raise RecipeError(Problem("lint.arguments", str(request.arguments), message)) from None
         if not isinstance(loaded, dict):
             raise RecipeError(Problem("lint.arguments", str(request.arguments), "contains no object"))
         given.update(loaded)

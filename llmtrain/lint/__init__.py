@@ -13,32 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint.document import READERS, Finding, Reader, Unreadable
-from llmtrain.lint.reading import read_file, read_text
+from llmtrain.lint.document import READERS, Finding, Reader, Skipped, Unreadable
+from llmtrain.lint.reading import decoded, is_yaml, read_file, read_text
 from llmtrain.lint.rules import RULES
 from llmtrain.lint.rules.readers import guess
+from llmtrain.lint.schema import schema
+from llmtrain.lint.versions import choose
 
 __all__ = ["READERS", "RULES", "Finding", "Reader", "Result", "Use", "allowed", "examine", "lint_file", "lint_text"]
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a file is used: who reads it (guessed if None), on how many ranks, with which arguments of the Trainer."""
+    """How a file is used: who reads it (guessed if None), on how many ranks, with which arguments of the Trainer.
+
+    `deepspeed` is a version or a range; None means the installed one, or the newest that is known.
+    """
 
     reader: Reader | None = None
     world_size: int | None = None
     data_parallel: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: str | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A file, its text and reader (None if it cannot be read), and what is wrong with it."""
+    """A file, its text and reader (None if it was not read), what is wrong with it, and why it was skipped, if so."""
 
     name: str
     text: str
     reader: Reader | None
     findings: list[Finding]
+    skipped: str = ""
 
     @property
     def errors(self) -> int:
@@ -47,25 +54,27 @@ class Result:
 
     @property
     def readable(self) -> bool:
-        """Whether the file contains a configuration."""
-        return self.reader is not None
+        """Whether the file contains a configuration, or was skipped."""
+        return self.reader is not None or bool(self.skipped)
 
 
-def examine(name: str, text: str | Path, use: Use = Use(), allow: Collection[str] = ()) -> Result:
+def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collection[str] = ()) -> Result:
     """Returns everything that is wrong with a configuration. Never raises because of its content.
 
     `allow` lists rules, or `rule:key` with `*` in the key, whose findings are left out.
     """
-    yaml = name.endswith((".yaml", ".yml"))
     content = text if isinstance(text, str) else ""
     try:
-        if isinstance(text, Path):
-            content = read_file(text)
-        document = read_text(content, yaml)
+        if not isinstance(text, str):
+            content = read_file(text) if isinstance(text, Path) else decoded(text)
+        document = read_text(content, is_yaml(name))
     except Unreadable as error:
         return Result(name, content, None, [error.finding])
+    except Skipped as reason:
+        return Result(name, content, None, [], str(reason))
     used = replace(
         document,
+        schema=schema(choose(use.deepspeed).deepspeed),
         reader=use.reader or guess(document),
         world_size=use.world_size,
         data_parallel=use.data_parallel,

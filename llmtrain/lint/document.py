@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmtrain.errors import printable, short
+from llmtrain.lint.schema import Schema, Where, schema
 
 Severity = Literal["error", "warning"]
 Effect = Literal["refuses", "ignores", "changes", "misreads", "allows"]
 """What happens to a setting; what is allowed has a risk or a cost."""
+EFFECTS: dict[Effect, str] = {
+    "refuses": "refused",
+    "ignores": "ignored",
+    "changes": "changed",
+    "misreads": "misread",
+    "allows": "allowed",
+}
 Reader = Literal["trainer", "accelerate", "lightning", "deepspeed"]
 """The program that reads the file; all others hand it to DeepSpeed after filling in what they know."""
 READERS: dict[Reader, str] = {
@@ -19,7 +27,6 @@ READERS: dict[Reader, str] = {
     "lightning": "Lightning",
     "deepspeed": "DeepSpeed",
 }
-Where = tuple[str, ...]
 _TRUTH = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
@@ -49,6 +56,8 @@ class Finding:
     def text(self) -> str:
         """Returns what happens, why, and what to do."""
         fix = f"; fix: {self.fix}" if self.fix else ""
+        if self.rule == "lint.unreadable":
+            return f"it {self.message}{fix}"
         joint = ", but" if self.effect == "allows" else ":"
         return f"{self.by} {self.effect} this{joint} {self.message}{fix}"
 
@@ -68,17 +77,22 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
         super().__init__(message)
 
 
+class Skipped(Exception):  # noqa: N818  (nothing is wrong)
+    """The file is a configuration of another program, as its message says."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A parsed configuration with the positions (line, column) of its keys.
 
-    The methods below return what DeepSpeed would use if a value has the right type, and treat the key as absent if it
-    has not: a wrong type is reported once, by its own rule.
+    The methods below return what the release of DeepSpeed would use if a value has the right type, and treat the key as
+    absent if it has not: a wrong type is reported once, by its own rule. Keys that only other releases know are absent.
     """
 
     values: dict[str, Any]
     places: dict[Where, list[tuple[int, int]]]
     repeated: tuple[Where, ...]
+    schema: Schema = field(default_factory=schema)
     reader: Reader = "deepspeed"
     world_size: int | None = None
     data_parallel: int | None = None
@@ -90,14 +104,14 @@ class Configuration:
     def at(self, *where: str) -> Any:
         """Returns the value at a path, or None."""
         value: Any = self.values
-        for key in where:
-            value = value.get(key) if isinstance(value, dict) else None
+        for length, key in enumerate(where, 1):
+            value = value.get(key) if isinstance(value, dict) and where[:length] not in self.schema.elsewhere else None
         return value
 
     def has(self, *where: str) -> bool:
         """Whether the key is present, whatever its value."""
         block = self.at(*where[:-1])
-        return isinstance(block, dict) and where[-1] in block
+        return isinstance(block, dict) and where[-1] in block and where not in self.schema.elsewhere
 
     def block(self, *where: str) -> dict[str, Any]:
         """Returns the object at a path, or an empty one."""
@@ -129,6 +143,10 @@ class Configuration:
         """Returns the text at a path, or an empty one."""
         value = self.at(*where)
         return value if isinstance(value, str) else ""
+
+    def since(self, release: str) -> bool:
+        """Whether the file is read by a release of DeepSpeed or a later one."""
+        return self.schema.since(release)
 
     @property
     def filled(self) -> bool:

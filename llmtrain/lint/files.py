@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.lint import READERS, Reader, allowed
 from llmtrain.lint.document import Unreadable
-from llmtrain.lint.reading import read_file
+from llmtrain.lint.reading import LARGEST_FILE, read_file
 
 STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
@@ -28,6 +29,7 @@ class Settings:
     """The table `tool.llmtrain.lint` of a project's pyproject.toml."""
 
     reader: Reader | None = None
+    deepspeed: str | None = None
     allow: frozenset[str] = frozenset()
     per_file: dict[str, frozenset[str]] = field(default_factory=dict)
     folder: Path = Path()
@@ -40,14 +42,15 @@ class Settings:
         return self.allow.union(*matching)
 
 
-def sources(names: list[str]) -> list[tuple[str, str | Path]]:
-    """Returns the name of each file and its path, or its text for standard input.
+def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
+    """Returns the name of each file and its path, or its content for standard input.
 
-    Of folders and patterns, only files that mention batch sizes or ZeRO are taken.
+    Of folders and patterns, only files that mention batch sizes or ZeRO are taken, and each only once if links lead to
+    it by several ways.
 
     Raises: RecipeError if there is none.
     """
-    made: dict[str, str | Path] = {}
+    made: dict[str, bytes | Path] = {}
     problems = []
     for name in names:
         found = list(_expanded(name))
@@ -59,17 +62,34 @@ def sources(names: list[str]) -> list[tuple[str, str | Path]]:
     return list(made.items())
 
 
-def _expanded(name: str) -> Iterator[tuple[str, str | Path]]:
+def _expanded(name: str) -> Iterator[tuple[str, bytes | Path]]:
     path = Path(name)
     if name == STDIN:
-        yield "<stdin>", sys.stdin.read()
+        yield "<stdin>", _standard_input()
     elif path.is_dir():
-        yield from ((str(one), one) for one in sorted(path.rglob("*")) if _is_configuration(one, path))
+        yield from ((str(one), one) for one in _once(sorted(path.rglob("*"))) if _is_configuration(one, path))
     elif any(sign in name for sign in "*?[") and not path.exists():
         matching = (Path(one) for one in sorted(glob.glob(name, recursive=True)))  # noqa: PTH207 - `**`, absolute
-        yield from ((str(one), one) for one in matching if _is_configuration(one, one.parent))
+        yield from ((str(one), one) for one in _once(matching) if _is_configuration(one, one.parent))
     else:
         yield name, path
+
+
+def _once(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yields the first of the paths that lead to the same file."""
+    seen = set()
+    for path in paths:
+        real = os.path.realpath(path)
+        if real not in seen:
+            seen.add(real)
+            yield path
+
+
+def _standard_input() -> bytes:
+    """Returns what is at most one byte more than a file may have. Raises: RecipeError."""
+    if sys.stdin is None:
+        raise RecipeError(Problem("lint.files", STDIN, "standard input is closed"))
+    return sys.stdin.buffer.read(LARGEST_FILE + 1)
 
 
 def _is_configuration(path: Path, top: Path) -> bool:
@@ -91,9 +111,9 @@ def settings(folder: Path) -> Settings:
         file = one / "pyproject.toml"
         if file.is_file():
             try:
-                table: Any = tomllib.loads(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise RecipeError(Problem("lint.settings", str(file), f"cannot be read: {error}")) from None
+                table: Any = tomllib.loads(read_file(file))
+            except (Unreadable, ValueError, RecursionError) as error:
+                raise RecipeError(Problem("lint.settings", str(file), str(error))) from None
             for key in _TABLE.split("."):
                 table = table.get(key) if isinstance(table, dict) else None
             if table is not None:
@@ -102,7 +122,7 @@ def settings(folder: Path) -> Settings:
 
 
 def _settings(table: Any, file: Path) -> Settings:
-    known = ("for", "allow", "per-file-allow")
+    known = ("for", "deepspeed", "allow", "per-file-allow")
     wrong = f"[{_TABLE}] of {file}"
     given = table if isinstance(table, dict) else {"": table}
     problems = [
@@ -113,6 +133,9 @@ def _settings(table: Any, file: Path) -> Settings:
     reader, allow, per_file = given.get("for"), given.get("allow", []), given.get("per-file-allow", {})
     if reader is not None and reader not in READERS:
         problems.append(Problem("lint.settings", wrong, f"'for' is one of {', '.join(READERS)}"))
+    deepspeed = given.get("deepspeed")
+    if deepspeed is not None and not isinstance(deepspeed, str):
+        problems.append(Problem("lint.settings", wrong, "'deepspeed' is a version or a range, as text"))
     lists = [allow, *(per_file.values() if isinstance(per_file, dict) else [None])]
     if not all(isinstance(one, list) and all(isinstance(entry, str) for entry in one) for one in lists):
         message = "'allow' is a list of rules, and 'per-file-allow' a table of such lists"
@@ -120,4 +143,4 @@ def _settings(table: Any, file: Path) -> Settings:
     if problems:
         raise RecipeError(problems)
     entries = {pattern: allowed(found, wrong) for pattern, found in per_file.items()}
-    return Settings(reader, allowed(allow, wrong), entries, file.parent.absolute())
+    return Settings(reader, deepspeed, allowed(allow, wrong), entries, file.parent.absolute())

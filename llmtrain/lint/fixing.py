@@ -1,6 +1,7 @@
 """Mends what is mechanical: renamed and misplaced keys, switches and numbers written as text, fractional counts.
 
-The text is edited in place, which keeps comments, order and layout. Only JSON and Hjson with braces are mended.
+The text is edited in place, which keeps comments, order and layout. Keys are only moved in JSON, and in Hjson with
+braces.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from llmtrain.lint.document import Configuration, Unreadable, Where
-from llmtrain.lint.reading import read_text
+from llmtrain.lint.document import Configuration, Skipped, Unreadable
+from llmtrain.lint.reading import BYTE_ORDER_MARK, read_text
 from llmtrain.lint.rules.structure import fits, known, meaning
-from llmtrain.lint.schema import RENAMED, Node, schema
+from llmtrain.lint.schema import RENAMED, Node, Schema, Where
 
 Edit = tuple[int, int, str]
 _STRING = r'"(?:[^"\\\n]|\\.)*+"'
@@ -21,14 +23,15 @@ _SCALAR = re.compile(rf"{_STRING}|[^\s,\]}}/#]++")
 _SKIPPED = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*+", re.DOTALL)
 
 
-def fixed(text: str) -> str:
-    """Returns the text with everything mended that is mechanical."""
+def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
+    """Returns the text with everything mended that is mechanical for a release of DeepSpeed."""
+    text = text.removeprefix(BYTE_ORDER_MARK)
     for _ in range(len(text)):  # each pass mends at least one key, or is the last
         try:
-            document = read_text(text)
-        except Unreadable:
+            document = replace(read_text(text, yaml), schema=schema)
+        except (Unreadable, Skipped):
             return text
-        edits = next(_mended(text, document), [])
+        edits = next(_mended(text, document, yaml), [])
         if not edits:
             return text
         for start, end, new in sorted(edits, reverse=True):
@@ -36,25 +39,26 @@ def fixed(text: str) -> str:
     return text
 
 
-def _mended(text: str, document: Configuration) -> Iterator[list[Edit]]:
+def _mended(text: str, document: Configuration, yaml: bool) -> Iterator[list[Edit]]:
     """Yields the edits of one fault after the other."""
     for where, value, node in known(document):
         places = document.places.get(where, [])
         if len(places) != 1:
             continue
         key = _offset(text, *places[0])
-        end = key + len(where[-1]) + 2 * (text[key] == '"')
+        quote = text[key] if text[key] in "\"'" else ""
+        end = key + len(where[-1]) + 2 * len(quote)
         colon = re.compile(r"\s*:\s*").match(text, end)
-        if colon is None or text[key : key + 1] == "'":
+        if colon is None or text[key:end] != f"{quote}{where[-1]}{quote}":
             continue
         target = _target(where, document) if node is None else None
         if target and target[:-1] == where[:-1]:
-            yield [(key, end, json.dumps(target[-1]))]
-        elif target and (moved := _moved(text, document, key, colon.end(), target)):
+            yield [(key, end, f"{quote}{target[-1]}{quote}")]
+        elif target and not yaml and (moved := _moved(text, document, key, colon.end(), target)):
             yield moved
         elif node is not None and (new := _value(value, node)) is not None:
             old = _SCALAR.match(text, colon.end())
-            if old:
+            if old and _spells(old[0], value):
                 yield [(old.start(), old.end(), json.dumps(new))]
 
 
@@ -68,9 +72,10 @@ def _offset(text: str, line: int, column: int) -> int:
 def _target(where: Where, document: Configuration) -> Where | None:
     """Returns the one path at which a key that is unknown here belongs, if it is free."""
     named = tuple(RENAMED[where].split(".")) if where in RENAMED and ":" not in RENAMED[where] else None
-    homes = schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type") else ()
+    homes = document.schema.homes.get(where[-1], ()) if where[-1] not in ("enabled", "type") else ()
     target = named or (homes[0] if len(homes) == 1 else None)
-    free = target is not None and not document.has(*target) and len(target) <= 2
+    known = target is not None and target not in document.schema.elsewhere
+    free = known and target is not None and not document.has(*target) and len(target) <= 2
     return target if free else None
 
 
@@ -82,6 +87,14 @@ def _value(value: Any, node: Node) -> Any:
         return meaning(value, node)
     counts = "int" in node.types and "float" not in node.types
     return int(value) if counts and type(value) is float and 1 <= value < 2**53 else None
+
+
+def _spells(token: str, value: Any) -> bool:
+    """Whether a token is the whole of a value, which that of YAML's tags, anchors and longer texts is not."""
+    try:
+        return token.strip("\"'") == value if isinstance(value, str) else float(token) == value
+    except ValueError:
+        return False
 
 
 def _moved(text: str, document: Configuration, key: int, value: int, target: Where) -> list[Edit] | None:

@@ -13,13 +13,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llmtrain.lint.document import Configuration, Unreadable, Where
+from llmtrain.errors import printable
+from llmtrain.lint.document import Configuration, Skipped, Unreadable
+from llmtrain.lint.schema import Where
 from llmtrain.system.untrusted import read_bytes, why
 
 LARGEST_FILE = 2**20
 """Largest size of a file in bytes; the largest configurations in use have a few kilobytes."""
+MOST_DIGITS = 4000
+"""Digits of the longest integer; Python refuses to convert more than 4300."""
 DEEPEST = 64
 """Largest depth of nesting; DeepSpeed's own keys are at most six deep."""
+
+
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def read_file(path: Path) -> str:
@@ -28,32 +35,55 @@ def read_file(path: Path) -> str:
     Raises: Unreadable.
     """
     try:
-        return read_bytes(path, LARGEST_FILE).decode("utf-8-sig")
+        return decoded(read_bytes(path, LARGEST_FILE))
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise Unreadable(
-                f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration"
-            ) from None
+            raise _too_large() from None
         raise Unreadable(f"cannot be read: {why(error)}") from None
+
+
+def decoded(content: bytes) -> str:
+    """Returns the text of bytes.
+
+    Raises: Unreadable.
+    """
+    if len(content) > LARGEST_FILE:
+        raise _too_large()
+    try:
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"is not UTF-8 text (byte {error.start})") from None
+
+
+def _too_large() -> Unreadable:
+    return Unreadable(f"is larger than {LARGEST_FILE >> 20} MiB, so it is not a DeepSpeed configuration")
+
+
+def is_yaml(name: str) -> bool:
+    """Whether a file is YAML, by its name."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def read_text(text: str, yaml: bool = False) -> Configuration:
     """Parses the configuration in a text.
 
-    Raises: Unreadable.
+    Raises: Unreadable; Skipped.
     """
     if yaml:
         return read_yaml(text)
+    marked = text.startswith(BYTE_ORDER_MARK)
+    text = text.removeprefix(BYTE_ORDER_MARK)
     places = _key_places(text)
     try:
         values, no_json = _parse(text)
+        if marked:
+            no_json = (1, 1, "it starts with a byte order mark")
     except RecursionError:
         raise Unreadable("is nested too deeply") from None
     except ValueError as error:  # json and hjson both raise it
         line, column = getattr(error, "lineno", 0), getattr(error, "colno", 0)
-        raise Unreadable(f"is not JSON: {getattr(error, 'msg', error)}", line, column, _swallowed(text)) from None
+        reason = str(getattr(error, "msg", error)).replace(" %r at", "")  # which hjson does not fill in
+        raise Unreadable(f"is not JSON: {reason}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no JSON object")
     return Configuration(values, places, tuple(_repeated(values)), no_json=no_json)
@@ -62,7 +92,7 @@ def read_text(text: str, yaml: bool = False) -> Configuration:
 def read_yaml(text: str) -> Configuration:
     """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
 
-    Raises: Unreadable, also for aliases, which could make a short text endless.
+    Raises: Unreadable, also for aliases, which could make a short text endless; Skipped.
     """
     import yaml
 
@@ -87,18 +117,26 @@ def read_yaml(text: str) -> Configuration:
     if not isinstance(values, _Object):
         raise Unreadable("contains no YAML mapping")
     if "distributed_type" in values:
-        fix = "the file that its deepspeed_config_file names"
-        raise Unreadable("is a configuration of Accelerate itself", fix=fix)
+        raise Skipped("skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file")
     return Configuration(values, places, tuple(_repeated(values)))
+
+
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
 def _of_yaml(node: Any, where: Where, places: dict[Where, list[tuple[int, int]]], loader: Any) -> Any:
     import yaml
 
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
+        mark = node.start_mark
+        raise Unreadable(f"uses the YAML tag {printable(node.tag)[:80]}", mark.line + 1, mark.column + 1)
     if isinstance(node, yaml.MappingNode):
         pairs = []
         for key, value in node.value:
-            name = str(getattr(key, "value", "?"))
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                mark = key.start_mark
+                raise Unreadable("has a key that is no text", mark.line + 1, mark.column + 1)
+            name = str(key.value)
             inner = (*where, name)
             places.setdefault(inner, []).append((key.start_mark.line + 1, key.start_mark.column + 1))
             pairs.append((name, _of_yaml(value, inner, places, loader)))
@@ -124,7 +162,7 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
 def _parse(text: str) -> tuple[Any, tuple[int, int, str] | None]:
     """Returns what a text contains, and where it is not strict JSON, if DeepSpeed can read it all the same."""
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_constant=_no_number), None
+        return json.loads(text, **_HOOKS, parse_float=_number, parse_constant=_no_number), None
     except json.JSONDecodeError as error:
         return _parse_hjson(text), (error.lineno, error.colno, error.msg)
     except _Constant:
@@ -136,7 +174,7 @@ def _parse_hjson(text: str) -> Any:
     import hjson
 
     try:
-        return hjson.loads(text, object_pairs_hook=_object)
+        return hjson.loads(text, **_HOOKS)
     except (IndexError, OverflowError):  # bugs of hjson: on ''' at the start of a text, and on 1e999
         raise ValueError("Hjson cannot parse it") from None
 
@@ -147,6 +185,15 @@ def _number(digits: str) -> float:
     if abs(value) == float("inf"):
         raise ValueError(f"the number {digits[:40]} is too large")
     return int(value) if value.is_integer() and abs(value) < 1e10 else value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+_HOOKS: dict[str, Any] = {"object_pairs_hook": _object, "parse_int": _integer}
 
 
 class _Constant(Exception):  # noqa: N818  (it only leaves the parser)

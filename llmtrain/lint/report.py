@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import cache
+from importlib import metadata
 from typing import Any, Literal
+from urllib.parse import quote
 
+from llmtrain.errors import printable
 from llmtrain.lint import READERS, RULES, Finding, Result
+from llmtrain.lint.document import EFFECTS
+from llmtrain.lint.rules.rule import LintRule
+from llmtrain.lint.versions import Release
 
 Format = Literal["text", "json", "sarif", "github"]
-PAGE = "docs/reference/lint.md"
+PAGE = "reference/lint"
+MOST_WARNINGS = 3
+"""The most lines of warnings for a file in text."""
+
+
+@cache
+def site() -> str:
+    """Returns the address of the documentation that the installed distribution declares, or an empty text."""
+    for name in ("llmtrain", "llmtrain-lint"):
+        try:
+            declared = metadata.metadata(name).get_all("Project-URL") or []
+        except metadata.PackageNotFoundError:
+            continue
+        for entry in declared:
+            label, _, address = entry.partition(", ")
+            if label == "Documentation":
+                return str(address).rstrip("/")
+    return ""
 
 
 def link(rule: str) -> str:
-    """Returns where the documentation has the section of a rule."""
-    return f"{PAGE}#{rule.replace('.', '')}"
+    """Returns where the documentation has the section of a rule: on its site, or as a path of the repository."""
+    page = f"{site()}/{PAGE}.html" if site() else f"docs/{PAGE}.md"
+    return f"{page}#{rule.replace('.', '')}"
 
 
-def written(results: list[Result], form: Format, guessed: bool) -> str:
+def written(results: list[Result], form: Format, release: Release, guessed: bool) -> str:
     """Returns all findings in a format; `guessed` tells whether the readers are."""
-    if form == "text":
-        return "\n".join(_text(results, guessed))
-    if form == "github":
-        return "\n".join(_github(one, finding) for one in results for finding in joined(one.findings))
-    return json.dumps(_as_json(results) if form == "json" else _sarif(results), indent=2)
+    if form in ("text", "github"):
+        lines = _text(results, guessed) if form == "text" else _workflow_commands(results)
+        return "\n".join((f"as read by DeepSpeed {release.deepspeed} ({release.why})", *lines))
+    made = _as_json(results) if form == "json" else _sarif(results)
+    return json.dumps({"deepspeed": release.deepspeed, **made} if form == "json" else made, indent=2)
+
+
+def explained(rule: LintRule) -> str:
+    """Returns what a rule is about."""
+    kind = (
+        f"{rule.id}: {rule.severity}; the setting is {EFFECTS[rule.effect]}{' by the reader' if rule.by_reader else ''}"
+    )
+    return f"{kind}\n{rule.reason}{rule.releases}\n{link(rule.id)}"
 
 
 def joined(findings: Iterable[Finding]) -> list[Finding]:
@@ -38,15 +72,32 @@ def joined(findings: Iterable[Finding]) -> list[Finding]:
     ]
 
 
+def lines(result: Result) -> list[str]:
+    """Returns the lines of a file's findings; if there were many warnings, the last line names the rest of them."""
+    found = joined(result.findings)
+    warnings = [one for one in found if one.severity == "warning"]
+    rest = warnings[MOST_WARNINGS - 1 :] if len(warnings) > MOST_WARNINGS else []
+    name = printable(result.name)
+    made = [
+        f"{name}:{one.line}:{one.column}: {one.severity}: {one.field}: {one.text} [{one.rule}]"
+        for one in found
+        if one not in rest
+    ]
+    if rest:
+        named = ", ".join(f"{one.field} [{one.rule}]" for one in rest)
+        made.append(f"{name}: {len(rest)} further warnings, which --format json explains: {named}")
+    return made
+
+
 def _text(results: list[Result], guessed: bool) -> Iterable[str]:
     for one in results:
         warnings = len(one.findings) - one.errors
         counts = f"{_counted(one.errors, 'error')}, {_counted(warnings, 'warning')}" if one.findings else "clean"
         reader = f" for {READERS[one.reader]}{' (guessed, see --for)' if guessed else ''}" if one.reader else ""
-        yield f"{one.name}{reader}: {counts}"
-        for finding in joined(one.findings):
-            place = f"{one.name}:{finding.line}:{finding.column}"
-            yield f"{place}: {finding.severity}: {finding.field}: {finding.text} [{finding.rule}]"
+        yield f"{printable(one.name)}{reader}: {one.skipped or counts}"
+        yield from lines(one)
+    if any(one.findings for one in results):
+        yield f"rules: {link('').rstrip('#')}" if site() else "llmtrain lint --explain RULE describes a rule"
     if len(results) > 1:
         errors, all_ = sum(one.errors for one in results), sum(len(one.findings) for one in results)
         files, found = _counted(len(results), "file"), _counted(errors, "error")
@@ -55,6 +106,10 @@ def _text(results: list[Result], guessed: bool) -> Iterable[str]:
 
 def _counted(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _workflow_commands(results: list[Result]) -> Iterable[str]:
+    return (_github(one, finding) for one in results for finding in joined(one.findings))
 
 
 def _github(result: Result, finding: Finding) -> str:
@@ -91,6 +146,7 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
             "shortDescription": {"text": rule.reason},
             "help": {"text": f"{rule.reason} See {link(rule.id)}."},
             "defaultConfiguration": {"level": rule.severity},
+            **({"helpUri": link(rule.id)} if site() else {}),  # which must be absolute
         }
         for rule in RULES
     ]
@@ -102,7 +158,7 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": one.name},
+                        "artifactLocation": {"uri": quote(os.fsencode(one.name))},
                         "region": {"startLine": max(1, finding.line), "startColumn": max(1, finding.column)},
                     }
                 }

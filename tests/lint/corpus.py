@@ -10,9 +10,18 @@ from typing import get_args
 
 from llmtrain.lint import Finding, Reader, Result, Use, examine
 from llmtrain.lint.report import joined
+from llmtrain.lint.schema import schema
 
 CORPUS = Path(__file__).parents[1] / "lint_corpus"
-_HEAD = re.compile(r"^# (About|World|For|Set|Wrong): (.*)$", re.MULTILINE)
+COMPILED = ("lamb", "lion", "adagrad", "muadam", "muadamw", "onebitadam")
+"""Optimizers whose kernels would be compiled first, or that other packages bring."""
+NOT_SHOWN = (
+    *("nvme", "quantized", "deepcompile", "zenflow", "super_offload", "hpz", "autoep", "autotp", "ulysses"),
+    *("sequence_parallel", "tensor_parallel", "expert_parallel", "hybrid_engine", "load_universal", "comet", "wandb"),
+    *("tensorboard", "autotuning", "aio", "bias_correction", "compression", "sparse_attention"),
+)
+"""Words of features that an engine on one CPU does not show."""
+_HEAD = re.compile(r"^# (About|World|For|Set|DeepSpeed|Wrong): (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +29,8 @@ class Case:
     """A file of the corpus, read from its first lines, which are not part of the configuration.
 
     about: its subject; wrong: its faults as `field rule`; world: the number of ranks; reader: who reads it; given:
-    whether that is stated, since it cannot be guessed; arguments: those of the Trainer.
+    whether that is stated, since it cannot be guessed; arguments: those of the Trainer; deepspeed: the release, the
+    newest unless the subject is an older one.
     """
 
     path: Path
@@ -31,13 +41,17 @@ class Case:
     reader: Reader
     given: bool
     arguments: dict[str, float]
+    deepspeed: str
 
     @property
     def result(self) -> Result:
-        """What lint says."""
-        return examine(
-            self.path.name, self.text, Use(self.reader if self.given else None, self.world, None, self.arguments)
-        )
+        """What lint says for the release of the case."""
+        return self.result_for(self.deepspeed)
+
+    def result_for(self, deepspeed: str) -> Result:
+        """What lint says for a release."""
+        reader = self.reader if self.given else None
+        return examine(self.path.name, self.text, Use(reader, self.world, None, self.arguments, deepspeed))
 
     @property
     def lines(self) -> int:
@@ -47,6 +61,14 @@ class Case:
     def found(self, severity: str) -> list[Finding]:
         """Returns the findings of a severity."""
         return [one for one in self.result.findings if one.severity == severity]
+
+    @property
+    def buildable(self) -> bool:
+        """Whether an engine on one CPU can show what the file does: nothing is compiled, and there is one rank."""
+        text = self.text.lower()
+        kernels = (f'"type": "{name}"' for name in COMPILED)
+        asserted = "master_weights" in text and "offload" in text  # excludes torch's Adam, which the harness takes
+        return not (asserted or any(word in text for word in (*NOT_SHOWN, *kernels)))
 
     @property
     def refused(self) -> bool:
@@ -63,11 +85,11 @@ def cases(kind: str) -> tuple[Case, ...]:
 def _case(path: Path) -> Case:
     text = path.read_text(encoding="utf-8")
     heads = _HEAD.findall(text)
-    head = {"World": "", "For": "deepspeed", **dict(heads)}
+    head = {"World": "", "For": "deepspeed", "DeepSpeed": schema().deepspeed, **dict(heads)}
     reader, _, given = head["For"].partition(", ")
     wrong = tuple(value for name, value in heads if name == "Wrong")
     world = int(head["World"]) if head["World"] else None
     [known] = [one for one in get_args(Reader) if one == reader]
     about = head["About"].replace("|", "\\|")
     arguments = {name: float(number) for one, value in heads if one == "Set" for name, number in [value.split("=")]}
-    return Case(path, _HEAD.sub("", text), about, wrong, world, known, given == "given", arguments)
+    return Case(path, _HEAD.sub("", text), about, wrong, world, known, given == "given", arguments, head["DeepSpeed"])

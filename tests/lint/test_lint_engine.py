@@ -6,7 +6,7 @@ import pytest
 
 from llmtrain.lint import RULES
 from tests.helpers.harness import run_ranks
-from tests.lint.corpus import Case, cases
+from tests.lint.corpus import cases
 
 NOT_SHOWN = {
     "batch_missing": "the harness gives sizes",
@@ -31,8 +31,6 @@ NOT_SHOWN = {
     "zenflow": "the harness takes torch's Adam",
 }
 """Rules whose refusals an engine on one CPU does not show, and why."""
-COMPILED = ("lamb", "lion", "adagrad")
-"""Optimizers of DeepSpeed whose kernels would be compiled first."""
 
 
 def _outcomes(rank: int, kind: str, names: list[str]) -> dict[str, str]:
@@ -49,18 +47,6 @@ def _outcomes(rank: int, kind: str, names: list[str]) -> dict[str, str]:
     return made
 
 
-def _can_be_built(case: Case) -> bool:
-    """Whether an engine on one CPU can show what the file does: it compiles nothing, and has no NVMe and one rank."""
-    text = case.text.lower()
-    device = ("nvme", "quantized", "deepcompile", "zenflow", "super_offload", "hpz", "autoep", "autotp", "ulysses")
-    several = ("sequence_parallel", "tensor_parallel", "expert_parallel", "hybrid_engine", "load_universal", "comet")
-    kernels = (f'"type": "{name}"' for name in (*COMPILED, "muadam", "muadamw"))
-    return not any(
-        word in text
-        for word in (*device, *several, *kernels, "wandb", "tensorboard", "autotuning", "aio", "bias_correction")
-    )
-
-
 def test_reasons_are_of_rules():
     assert {f"lint.{name}" for name in NOT_SHOWN} <= {rule.id for rule in RULES}
 
@@ -70,7 +56,7 @@ def test_refused_configurations_fail_in_the_engine():
     shown = [
         case.path.name
         for case in cases("malformed")
-        if _can_be_built(case)
+        if case.buildable
         and any(
             one.effect == "refuses" and one.rule.removeprefix("lint.") not in NOT_SHOWN for one in case.found("error")
         )
@@ -82,7 +68,7 @@ def test_refused_configurations_fail_in_the_engine():
 
 @pytest.mark.breadth
 def test_valid_configurations_train():
-    shown = [case.path.name for case in cases("valid") if _can_be_built(case)]
+    shown = [case.path.name for case in cases("valid") if case.buildable]
     assert len(shown) > 60
     (outcomes,) = run_ranks(1, _outcomes, "valid", shown)
     assert {name: outcome for name, outcome in outcomes.items() if outcome} == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from email.message import Message
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.errors import RecipeError
 from llmtrain.lint import lint_text
 from llmtrain.lint.fixing import fixed
+from llmtrain.lint.report import link, site
+from llmtrain.lint.schema import schema
 from tests.lint.corpus import cases
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +67,7 @@ def test_folders_patterns_and_standard_input(folder, capsys, monkeypatch):
         code, text = run(capsys, name)
         assert code == 1
         assert "3 files: 1 error, 1 warning" in text  # other.json is no configuration
-    monkeypatch.setattr("sys.stdin.read", lambda: json.dumps(WRONG), raising=False)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(WRONG).encode())))
     assert run(capsys, "-")[0] == 1
 
 
@@ -91,7 +96,7 @@ def test_formats(folder, capsys):
     assert {one["ruleId"] for one in job["results"]} == {"lint.range", "lint.clipping_default"} <= known
     (folder / "a,b:c%.json").write_text(json.dumps(WRONG))
     _, text = run(capsys, "a,b:c%.json", form="github")
-    assert text.startswith("::error file=a%2Cb%3Ac%25.json,line=1,col=")
+    assert text.splitlines()[1].startswith("::error file=a%2Cb%3Ac%25.json,line=1,col=")
 
 
 def test_settings_of_a_project(folder, capsys):
@@ -154,10 +159,12 @@ def test_what_is_mechanical_is_mended(folder, capsys):
 def test_mending_never_makes_a_file_worse():
     for case in (*cases("malformed"), *cases("valid")):
         if case.path.suffix == ".json" and case.result.readable:
-            after = {(one.field, one.rule) for one in lint_text(fixed(case.text)) if one.rule == "lint.unreadable"}
+            after = {
+                (one.field, one.rule) for one in lint_text(fixed(case.text, schema())) if one.rule == "lint.unreadable"
+            }
             assert not after, case.path
             errors = [one for one in lint_text(case.text) if one.severity == "error"]
-            left = [one for one in lint_text(fixed(case.text)) if one.severity == "error"]
+            left = [one for one in lint_text(fixed(case.text, schema())) if one.severity == "error"]
             assert len(left) <= len(errors) or "stage" in case.text, case.path
 
 
@@ -230,3 +237,153 @@ def test_the_hook_of_pre_commit(folder):
     assert "ds_config_zero4.json" in done.stdout
     assert "lint.range" in done.stdout
     assert "package.json" not in done.stdout
+
+
+YAML = """# the batch
+train_micro_batch_size_per_gpu: 4  # of one GPU
+'gradient_accumulation_step': 2
+bf16: {enabled: "true"}
+zero_optimization:
+  stage: 2
+  stage3_prefetch_bucket_size: 3774873.6   # bytes
+  gradient_clipping: 1.0
+fp16:
+  enabled: &off "false"
+  loss_scale_window: !!str 8
+"""
+YAML_MENDED = """# the batch
+train_micro_batch_size_per_gpu: 4  # of one GPU
+'gradient_accumulation_steps': 2
+bf16: {enabled: true}
+zero_optimization:
+  stage: 2
+  stage3_prefetch_bucket_size: 3774873   # bytes
+  gradient_clipping: 1.0
+fp16:
+  enabled: &off "false"
+  loss_scale_window: !!str 8
+"""
+
+
+def test_values_and_names_are_mended_in_yaml(folder, capsys):
+    """What moves, and values with anchors and tags, are left to people."""
+    file = folder / "ds.yaml"
+    file.write_text(YAML)
+    run(capsys, "ds.yaml", fix=True)
+    assert file.read_text() == YAML_MENDED
+
+
+def test_hostile_files_are_answered(folder, capsys):
+    (folder / "loop").mkdir()
+    (folder / "loop" / "up").symlink_to("..")
+    (folder / "self.json").symlink_to("self.json")
+    os.mkfifo(folder / "fifo.json")
+    contents = {
+        "nul.json": b'{"train_batch_size": 8, "a\x00": 1}',
+        "wide.json": '{"train_batch_size": 8}'.encode("utf-16"),
+        "digits.json": b'{"train_batch_size": ' + b"9" * 100_000 + b"}",
+        "constants.json": b'{"train_batch_size": NaN, "zero_optimization": {"stage": Infinity}}',
+        "tag.yaml": b'train_batch_size: !!python/object/apply:os.system ["touch pwned"]\n',
+        "bomb.yaml": b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+        "set.yaml": b"train_batch_size: 8\nfp16: !!set {enabled}\n",
+        "key.yaml": b"? {a: 1}\n: 2\ntrain_batch_size: 8\n",
+        "merge.yaml": b"<<: {train_batch_size: 8}\n",
+        "two.yaml": b"train_batch_size: 8\n---\ntrain_batch_size: 9\n",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    for name in (*contents, "self.json", "fifo.json"):
+        code, text = run(capsys, name)
+        assert (code, "lint.unreadable" in text) == (2, True), name
+        assert len(text) < 1000
+        assert run(capsys, name, fix=True)[0] == 2
+    assert not (folder / "pwned").exists()
+    _, text = run(capsys, "**/wrong.json")
+    assert text.count("lint.range") == 1  # though the loop leads to it again and again
+
+
+def test_names_of_files_are_printed_without_control_characters(folder, capsys):
+    name = "red\x1b[31m\n::error::.json"
+    (folder / name).write_text(json.dumps(WRONG))
+    for form in ("text", "github"):
+        _, text = run(capsys, name, form=form)
+        assert "\x1b" not in text.replace("%1B", "") or form == "github"
+        assert not any(line.startswith("::error::") for line in text.splitlines())
+    sarif = json.loads(run(capsys, name, form="sarif")[1])
+    location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert location == "red%1B%5B31m%0A%3A%3Aerror%3A%3A.json"
+
+
+def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
+    file = folder / "ds.json"
+    text = '{\r\n  "train_micro_batch_size_per_gpu": "auto",\r\n  "gradient_accumulation_step": "auto",\r\n'
+    file.write_bytes(b"\xef\xbb\xbf" + (text + '  "zero_optimization": {"stage": 2}\r\n}\r\n').encode())
+    code, said = run(capsys, "ds.json")  # the Trainer reads it with json
+    assert code == 1
+    assert "it starts with a byte order mark" in said
+    assert run(capsys, "ds.json", fix=True)[0] == 0
+    mended = file.read_bytes()
+    assert mended.count(b"\r\n") == 5 == mended.count(b"\n")
+    assert mended.startswith(b"{\r\n")
+    assert b'"gradient_accumulation_steps": "auto"' in mended
+
+
+def test_what_cannot_be_mended_is_an_error(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    with pytest.raises(RecipeError, match="standard input cannot be mended"):
+        run(capsys, "-", fix=True)
+    (folder / "ds.json").write_text(TEXT)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: Permission denied"):
+        run(capsys, "ds.json", fix=True)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" " * (2**20 + 1))))
+    assert run(capsys, "-")[0] == 2
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(RecipeError, match="standard input is closed"):
+        run(capsys, "-")
+
+
+def test_a_working_file_has_few_lines(folder, capsys):
+    """The corpus's files of one fault have few; here everything that is a warning comes together."""
+    values = {
+        "train_batch_size": 8,
+        "disable_allgather": True,
+        "fp16": {"enabled": True, "initial_scale_power": 32},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+        "activation_checkpointing": {"profile": True},
+        "zero_optimization": {"stage": 3},
+    }
+    (folder / "ds.json").write_text(json.dumps(values))
+    code, text = run(capsys, "ds.json")
+    assert code == 0
+    first, counts, *lines, _ = text.splitlines()
+    assert first.startswith("as read by DeepSpeed ")
+    assert counts.endswith("0 errors, 7 warnings")
+    assert len(lines) == 3
+    assert lines[-1].startswith("ds.json: 5 further warnings, which --format json explains: ")
+
+
+def test_a_site_makes_links_addresses(monkeypatch):
+    site.cache_clear()
+    assert link("lint.range") == "docs/reference/lint.md#lintrange"
+    declared = Message()
+    declared["Project-URL"] = "Documentation, https://docs.example.org/"
+    site.cache_clear()
+    monkeypatch.setattr(metadata, "metadata", lambda name: declared)
+    assert link("lint.range") == "https://docs.example.org/reference/lint.html#lintrange"
+    site.cache_clear()
+
+
+def test_rules_are_explained(capsys):
+    lint_files(LintRequest(explain="muon_zero"))
+    text = capsys.readouterr().out
+    assert text.startswith("lint.muon_zero: error; the setting is refused\nMuon needs whole gradients")
+    with pytest.raises(RecipeError, match="is no rule"):
+        lint_files(LintRequest(explain="muno"))
+    with pytest.raises(RecipeError, match="no file is given"):
+        lint_files(LintRequest())

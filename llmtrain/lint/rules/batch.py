@@ -55,7 +55,8 @@ def _data_ranks(document: Configuration) -> int | None:
     """Returns the number of ranks with samples of their own, or None if it is unknown."""
     if document.data_parallel:
         return document.data_parallel
-    shared = document.count("sequence_parallel_size") or 1
+    alone = document.count("data_parallel_size") is None and not document.since("0.17.0")
+    shared = 1 if alone else document.count("sequence_parallel_size") or 1
     world = document.world_size
     return world // shared if world and world % shared == 0 else None
 
@@ -102,7 +103,10 @@ def mesh(document: Configuration) -> Iterator[Fault]:
     """Checks the mesh of data and sequence parallelism."""
     data, sequence = document.count("data_parallel_size"), document.count("sequence_parallel_size")
     world = document.world_size
-    if data and not sequence:
+    if sequence and not data and not document.since("0.17.0"):
+        message = "before DeepSpeed 0.17.0, it is only read together with data_parallel_size"
+        yield ("sequence_parallel_size",), message, "remove it, or set data_parallel_size", "ignores"
+    elif data and not sequence:
         message = "it is only read together with sequence_parallel_size"
         yield ("data_parallel_size",), message, "remove it, or set sequence_parallel_size", "ignores"
     elif data and sequence and world and data * sequence != world:

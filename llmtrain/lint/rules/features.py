@@ -5,9 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Configuration, Where
+from llmtrain.lint.document import Configuration
 from llmtrain.lint.rules.precision import model_dtype
 from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain.lint.schema import Where
 
 _PIPELINE_DEFAULTS = {"stages": "auto", "partition": "best", "seed_layers": False}
 
@@ -99,8 +100,9 @@ def tensor_size(document: Configuration) -> Iterator[Fault]:
         where = ("tensor_parallel", inner, "tp_size")
         given = document.count(*where)
         if given and given > 1 and given != size:
+            refused = size and document.since("0.18.6")
             message = "autotp_size differs" if size else "it is not read without autotp_size"
-            yield where, message, f'"autotp_size": {given}', "refuses" if size else "ignores"
+            yield where, message, f'"autotp_size": {given}', "refuses" if refused else "ignores"
 
 
 @error("expert_tensor", "refuses", "AutoEP does not split experts: expert_tensor_parallel_size must be 1.")
@@ -162,10 +164,11 @@ def deepcompile(document: Configuration) -> Iterator[Fault]:
         )
     if "autotp" in chosen and chosen & {"autosp", "z1", "z3"}:
         yield ("compile", "passes"), "'autotp' cannot be combined with other passes", "remove the others"
-    for one in sorted(chosen - {"z1", "z3", "autosp", "autotp"}):
-        yield ("compile", "passes"), f"{reprlib.repr(one)} is not a pass", "z1, z3, autosp or autotp"
+    known = ("z1", "z3", "autosp", *(("autotp",) if document.since("0.19.6") else ()))
+    for one in sorted(chosen.difference(known)):
+        yield ("compile", "passes"), f"{reprlib.repr(one)} is not a pass", f"one of {', '.join(known)}"
     exclusive = ("offload_activation", "offload_parameters", "offload_opt_states")
-    on = [key for key in exclusive if document.on("compile", key)]
+    on = [key for key in exclusive if document.on("compile", key)] if document.since("0.19.4") else []
     for key in on[1:]:
         yield ("compile", key), f"it excludes {on[0]}", "keep one"
 
@@ -194,6 +197,9 @@ def managed_accumulation(document: Configuration) -> Iterator[Fault]:
             yield where, "false excludes overlap_comm below stage 2", "overlap_comm false"
         if document.on("compile", "deepcompile"):
             yield where, "false excludes DeepCompile", "true"
+        for what in ("offload_optimizer", "offload_param"):
+            if document.offload(what) != "none" and not document.since("0.19.5"):
+                yield where, f"false excludes {what} before DeepSpeed 0.19.5", "true"
 
 
 @warning(

@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Iterator
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Configuration, Where
+from llmtrain.lint.document import Configuration
 from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
-from llmtrain.lint.schema import REMOVED_OPTIMIZERS, schema
+from llmtrain.lint.schema import REMOVED_OPTIMIZERS, Where
 
 _PARAMS: Where = ("optimizer", "params")
 _TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
@@ -19,16 +19,16 @@ _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 def _optimizer(document: Configuration) -> str:
     """Returns the optimizer's name as DeepSpeed reads it: its own in any case, torch's exactly."""
     name = document.word("optimizer", "type")
-    own = (name.lower() in schema().optimizers and name.lower().islower()) or name.lower() in _MU
+    own = (name.lower() in document.schema.optimizers and name.lower().islower()) or name.lower() in _MU
     return name.lower() if own else name
 
 
 @error("optimizer", "refuses", "An optimizer or a schedule that neither DeepSpeed nor torch provides.")
 def unknown_type(document: Configuration) -> Iterator[Fault]:
     """Reports unknown and removed optimizers and schedules."""
-    known = schema()
+    known = document.schema
     name, schedule = _optimizer(document), document.word("scheduler", "type")
-    if name.lower() in REMOVED_OPTIMIZERS:
+    if name.lower() in REMOVED_OPTIMIZERS and name not in known.optimizers:
         yield ("optimizer", "type"), f"{name} was removed", "AdamW; ZeRO++ compresses communication"
     elif name and name != "auto" and name not in known.optimizers and name not in _MU:
         hint = nearest(name[:80], (*known.optimizers, *_MU))
@@ -53,7 +53,7 @@ def type_missing(document: Configuration) -> Iterator[Fault]:
 )
 def arguments(document: Configuration) -> Iterator[Fault]:
     """Checks arguments against those of the constructor."""
-    known = schema()
+    known = document.schema
     for block, name, taken in (
         ("optimizer", _optimizer(document), known.optimizers),
         ("scheduler", document.word("scheduler", "type"), known.schedulers),
@@ -134,28 +134,63 @@ def adamw_mode(document: Configuration) -> Iterator[Fault]:
         yield (*_PARAMS, "amsgrad"), "DeepSpeed's Adam has no amsgrad", '"torch_adam": true', "refuses"
 
 
-@error("muon_zero3", "refuses", "Muon needs whole gradients, which ZeRO-3 only keeps without reduce_scatter.")
-def muon_zero3(document: Configuration) -> Iterator[Fault]:
-    """Reports Muon at stage 3."""
-    if (
-        _optimizer(document) == "muon"
-        and document.stage == 3
-        and not document.off("zero_optimization", "reduce_scatter")
-    ):
+@error(
+    "muon_zero",
+    "refuses",
+    "Muon needs whole gradients: ZeRO-3 only keeps them without reduce_scatter and quantized gradients, and not at all"
+    " before 0.18.9; from 0.19.3 to 0.19.7, an offloaded optimizer also excludes reduce_scatter.",
+)
+def muon_zero(document: Configuration) -> Iterator[Fault]:
+    """Reports Muon where gradients are split."""
+    if _optimizer(document) != "muon":
+        return
+    where, scattered = ("optimizer", "type"), not document.off("zero_optimization", "reduce_scatter")
+    if document.stage == 3 and not document.since("0.18.9"):
+        yield where, "Muon excludes stage 3 before DeepSpeed 0.18.9", "stage 2"
+    elif document.stage == 3 and scattered:
         message = "Muon needs whole gradients, which stage 3 only has without reduce_scatter"
-        yield ("optimizer", "type"), message, "stage 2, or zero_optimization.reduce_scatter false"
+        yield where, message, "stage 2, or zero_optimization.reduce_scatter false"
+    elif document.stage == 3 and document.on("zero_optimization", "zero_quantized_gradients"):
+        yield where, "Muon excludes zero_quantized_gradients", "remove zero_quantized_gradients"
+    offloaded = document.stage in (1, 2) and document.offload("offload_optimizer") != "none"
+    if offloaded and scattered and document.since("0.19.3") and not document.since("0.19.8"):
+        message = "until DeepSpeed 0.19.7, Muon with an offloaded optimizer excludes reduce_scatter"
+        yield where, message, "zero_optimization.reduce_scatter false"
+
+
+@error("lamb_scale", "refuses", "DeepSpeed's Lamb needs a dynamic loss scale, even if fp16 is off.")
+def lamb_scale(document: Configuration) -> Iterator[Fault]:
+    """Reports a static scale with Lamb (`DeepSpeedEngine._do_sanity_check`)."""
+    scale = document.number("fp16", "loss_scale")
+    if _optimizer(document) in ("lamb", "onebitlamb") and scale:
+        yield ("fp16", "loss_scale"), f"Lamb needs a dynamic loss scale, and this is {scale:g}", "0"
+
+
+@error(
+    "zero_excludes",
+    "refuses",
+    "Apex AMP and the optimizers with compressed communication, which were removed later, exclude ZeRO.",
+    before="0.19.8",
+)
+def zero_excludes(document: Configuration) -> Iterator[Fault]:
+    """Reports features of older releases beside ZeRO."""
+    if document.stage and _optimizer(document) in REMOVED_OPTIMIZERS:
+        yield ("optimizer", "type"), f"{document.word('optimizer', 'type')} excludes ZeRO", "AdamW, or stage 0"
+    if document.stage and document.on("amp", "enabled"):
+        yield ("amp", "enabled"), "amp excludes ZeRO", "bf16 or fp16, or stage 0"
 
 
 @error(
     "untested_optimizer",
     "refuses",
-    "ZeRO accepts Adam, AdamW, Adagrad, Lion and Muon, and others only with zero_allow_untested_optimizer.",
+    "ZeRO accepts Adam, AdamW, Adagrad, Lion and, from 0.18.5 on, Muon; others need zero_allow_untested_optimizer.",
 )
 def untested_optimizer(document: Configuration) -> Iterator[Fault]:
     """Reports optimizers that ZeRO does not accept."""
     name = _optimizer(document)
-    known = name in schema().optimizers or name in _MU
-    if known and document.stage and name not in _TESTED and not document.on("zero_allow_untested_optimizer"):
+    known = name in document.schema.optimizers or name in _MU
+    tested = (*REMOVED_OPTIMIZERS, *(one for one in _TESTED if one != "muon" or document.since("0.18.5")))
+    if known and document.stage and name not in tested and not document.on("zero_allow_untested_optimizer"):
         message = f"ZeRO has not tested {name}"
         yield ("optimizer", "type"), message, '"zero_allow_untested_optimizer": true'
 
@@ -163,7 +198,8 @@ def untested_optimizer(document: Configuration) -> Iterator[Fault]:
 @error(
     "scheduler_steps",
     "refuses",
-    "A schedule's numbers of steps: required ones are present, and all are positive integers.",
+    "A schedule's numbers of steps: required ones are present, and all are positive integers; before 0.19.3, 0 was"
+    " read as 2.",
 )
 def scheduler_steps(document: Configuration) -> Iterator[Fault]:
     """Checks total_num_steps and warmup_num_steps."""
@@ -174,11 +210,13 @@ def scheduler_steps(document: Configuration) -> Iterator[Fault]:
         for key in ("cycle_min_lr", "cycle_max_lr"):
             if not document.has(*params, key):
                 yield (*params, key), "it is missing, and OneCycle needs it", "set it"
-    if name in schema().schedulers and document.at(*params) is None:
+    if name in document.schema.schedulers and document.at(*params) is None:
         yield params, f"it is missing, and {name} fails without it", "{}"
     for key in ("warmup_num_steps", "total_num_steps") if name in _WARMUPS else ():
         value = document.at(*params, key)
-        if value is not None and value != "auto" and not (type(value) is int and value > 0):
+        known = document.since("0.19.3")
+        allowed = type(value) is int and value > 0 if known else type(value) in (int, float)
+        if value is not None and value != "auto" and not allowed:
             yield (*params, key), f"{reprlib.repr(value)} is no positive integer", "a positive integer"
 
 
@@ -188,7 +226,11 @@ def warmup_type(document: Configuration) -> Iterator[Fault]:
     value = document.at("scheduler", "params", "warmup_type")
     if value is not None and document.word("scheduler", "type") in _WARMUPS and value not in ("log", "linear"):
         where = ("scheduler", "params", "warmup_type")
-        yield where, f"{reprlib.repr(value)} becomes 'log'", '"linear" or "log"'
+        if document.word("scheduler", "type") == "WarmupCosineLR" and not document.since("0.19.4"):
+            message = f"{reprlib.repr(value)} fails at the first step before DeepSpeed 0.19.4"
+            yield where, message, '"linear" or "log"', "refuses"
+        else:
+            yield where, f"{reprlib.repr(value)} becomes 'log'", '"linear" or "log"'
 
 
 @warning(
@@ -209,7 +251,8 @@ def scheduler_lr(document: Configuration) -> Iterator[Fault]:
     """Compares the optimizer's learning rate with the schedule's."""
     rate, peak = document.number(*_PARAMS, "lr"), document.number("scheduler", "params", "warmup_max_lr")
     name = document.word("scheduler", "type")
-    if name == "WarmupDecayLR" and not document.has("scheduler", "params", "warmup_max_lr"):
+    fixed = name == "WarmupDecayLR" or (name == "WarmupLR" and not document.since("0.17.2"))
+    if fixed and not document.has("scheduler", "params", "warmup_max_lr"):
         peak = 0.001  # DeepSpeed's default
     if rate is not None and peak is not None and name in _WARMUPS[:2] and rate != peak:
         yield (
@@ -237,7 +280,8 @@ def scheduler_order(document: Configuration) -> Iterator[Fault]:
 )
 def clipping_default(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing gradient_clipping."""
-    if not document.has("gradient_clipping") and document.reader != "lightning":
+    clips = document.schema.default("gradient_clipping")  # since 0.19.3
+    if clips and not document.has("gradient_clipping") and document.reader != "lightning":
         yield ("gradient_clipping",), "without it, gradients are clipped to norm 1.0", "1.0, or 0 for no clipping"
 
 
@@ -261,7 +305,7 @@ def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
 
 
 RULES = (
-    *(unknown_type, type_missing, arguments, max_grad_norm, values, adam_is_adamw, adamw_mode, muon_zero3),
-    *(untested_optimizer, scheduler_steps, warmup_type, warmup_log, scheduler_lr, scheduler_order, clipping_default),
-    *(offloaded_torch_adam, offloaded_optimizer),
+    *(unknown_type, type_missing, arguments, max_grad_norm, values, adam_is_adamw, adamw_mode, muon_zero),
+    *(lamb_scale, zero_excludes, untested_optimizer, scheduler_steps, warmup_type, warmup_log, scheduler_lr),
+    *(scheduler_order, clipping_default, offloaded_torch_adam, offloaded_optimizer),
 )

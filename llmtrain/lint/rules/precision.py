@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.lint.document import Configuration
+from llmtrain.lint.document import Configuration, Effect
 from llmtrain.lint.rules.rule import Fault, error, warning
 
 _BF16_NAMES = ("bf16", "bfloat16")
@@ -81,11 +81,21 @@ def param_dtype(document: Configuration) -> Iterator[Fault]:
         yield ("data_types", "param_dtype"), f"{asked} is asked for, but the precision blocks set {made}", made
 
 
-@error("accumulate_unpartitioned", "refuses", "Without ZeRO, DeepSpeed only accumulates in the model's own data type.")
+@error(
+    "accumulate_unpartitioned",
+    "refuses",
+    "Without ZeRO, DeepSpeed only accumulates in the model's own data type; before 0.18.5, also the gradients of a bf16"
+    " model in fp32, and before 0.17.6 these in fp32 only.",
+)
 def accumulate_unpartitioned(document: Configuration) -> Iterator[Fault]:
-    """Checks grad_accum_dtype at stage 0."""
+    """Checks grad_accum_dtype at stage 0 (`DeepSpeedEngine._do_optimizer_sanity_check`)."""
     asked, made = _dtype(document, "grad_accum_dtype"), model_dtype(document)
-    if asked and asked != "auto" and document.stage == 0 and made not in ("", asked):
+    if not asked or asked == "auto" or document.stage != 0 or not made:
+        return
+    possible = {made} if document.since("0.17.6") or made != "bf16" or document.pipeline else set()
+    if made == "bf16" and not document.since("0.18.5"):
+        possible.add("fp32")
+    if asked not in possible:
         message = f"at ZeRO-0, a {made} model cannot accumulate in {asked}"
         yield ("data_types", "grad_accum_dtype"), message, "ZeRO-1, or remove it"
 
@@ -106,29 +116,37 @@ def accumulate_bf16(document: Configuration) -> Iterator[Fault]:
 @warning(
     "unpartitioned_16bit",
     "changes",
-    "16-bit training at ZeRO-0 uses another optimizer, whose first update is too small.",
+    "16-bit training at ZeRO-0 uses another optimizer, whose first update is too small; before 0.17.6, only in fp16.",
 )
 def unpartitioned_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns about bf16 or fp16 at stage 0."""
     made = model_dtype(document)
-    if made in ("fp16", "bf16") and document.stage == 0:
+    if made in ("fp16", "bf16") and document.stage == 0 and (made == "fp16" or document.since("0.17.6")):
         key = "fp16" if made == "fp16" else bf16_key(document)
-        message = f"with {made} at ZeRO-0, Adam's first update is about a quarter smaller than at ZeRO-1"
+        message = f"with {made} at ZeRO-0, Adam's first update is smaller than at ZeRO-1 by a quarter or more"
         yield (key, "enabled"), message, "zero_optimization.stage 1"
 
 
 @error(
     "master_weights",
     "refuses",
-    "16-bit master weights need ZeRO, and 16-bit optimizer states need 16-bit master weights.",
+    "16-bit master weights need ZeRO, and the optimizer on the CPU unless its states have 16 bits, too; 16-bit"
+    " optimizer states need 16-bit master weights.",
 )
 def master_weights(document: Configuration) -> Iterator[Fault]:
     """Checks the options of the master weights."""
     bf16 = bf16_key(document)
-    for where in (("fp16", "fp16_master_weights_and_grads"), (bf16, "bf16_master_weights_and_grads")):
+    half = ("fp16", "fp16_master_weights_and_grads")
+    for where in (half, (bf16, "bf16_master_weights_and_grads")):
         if document.on(*where) and document.stage == 0:
             yield where, "it needs ZeRO", "stage 1, 2 or 3"
+    if document.on(*half) and document.stage in (1, 3) and not document.since("0.18.3"):
+        yield half, f"it needs stage 2 before DeepSpeed 0.18.3, and this is stage {document.stage}", "stage 2"
     states = (bf16, "bf16_optimizer_states")
+    whole = (bf16, "bf16_master_weights_and_grads")
+    for where in (half, *(() if document.on(*states) else (whole,))):
+        if document.on(*where) and document.stage and document.offload("offload_optimizer") == "none":
+            yield where, "it needs the optimizer on the CPU", "offload_optimizer.device 'cpu', or remove it"
     if document.on(*states) and not document.on(bf16, "bf16_master_weights_and_grads"):
         yield states, "it needs bf16_master_weights_and_grads", "set both"
 
@@ -140,9 +158,11 @@ def loss_scale(document: Configuration) -> Iterator[Fault]:
     """Checks the numbers of the loss scaler."""
     scale = document.number("fp16", "loss_scale")
     if scale is not None and scale < 0:
-        yield ("fp16", "loss_scale"), f"{scale:g} is negative; 0 is dynamic", "0"
+        effect: Effect = "refuses" if document.since("0.18.8") else "misreads"
+        yield ("fp16", "loss_scale"), f"{scale:g} is negative; 0 is dynamic", "0", effect
     dynamic = not scale and not document.off("fp16", "enabled")
-    for key in ("loss_scale_window", "min_loss_scale") if dynamic else ():
+    checked = ("loss_scale_window", "min_loss_scale") if document.since("0.19.3") else ("loss_scale_window",)
+    for key in checked if dynamic else ():
         value = document.number("fp16", key)
         if value is not None and value <= 0:
             yield (

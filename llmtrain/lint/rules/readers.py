@@ -11,8 +11,9 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.lint.document import READERS, Configuration, Reader, Where
+from llmtrain.lint.document import READERS, Configuration, Reader
 from llmtrain.lint.rules.rule import Fault, error, warning
+from llmtrain.lint.schema import Where
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ZERO = "zero_optimization"
@@ -75,7 +76,7 @@ def strict_json(document: Configuration) -> Iterator[Fault]:
     """Reports what Python's json module does not parse."""
     if document.no_json and document.reader != "deepspeed":
         line, _, reason = document.no_json
-        yield ("file",), f"line {line} is not strict JSON: {reason}", "remove comments and trailing commas"
+        yield ("file",), f"line {line} is not strict JSON: {reason}", "no comments, trailing commas or byte order mark"
 
 
 @error("auto", "refuses", 'An "auto" that the reader does not fill in.', True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from llmtrain.errors import printable, short
-from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity, Where
+from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity
+from llmtrain.lint.schema import Where
 
 Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
 """The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""
@@ -26,9 +27,26 @@ class LintRule:
     check: Check
     by_reader: bool = False
     """Whether the effect is that of the program that reads the file, not of DeepSpeed."""
+    since: str = ""
+    """The first release of DeepSpeed for which it holds; empty if it holds for the oldest that is known."""
+    before: str = ""
+    """The first release for which it holds no longer, or empty."""
+
+    @property
+    def releases(self) -> str:
+        """A sentence about the releases for which it holds, or an empty text if these are all."""
+        bounds = [f"from DeepSpeed {self.since} on"] if self.since else []
+        bounds += [f"before DeepSpeed {self.before}"] if self.before else []
+        return f" It holds {' and '.join(bounds)}." if bounds else ""
+
+    def holds(self, document: Configuration) -> bool:
+        """Whether the rule holds for the document's release of DeepSpeed."""
+        return (not self.since or document.since(self.since)) and not (self.before and document.since(self.before))
 
     def findings(self, document: Configuration) -> Iterator[Finding]:
         """Yields the rule's findings in a document, each with its position or that of the nearest enclosing block."""
+        if not self.holds(document):
+            return
         by = READERS[document.reader if self.by_reader else "deepspeed"]
         for where, message, fix, *other in self.check(document):
             line, column = _place(document, where)
@@ -44,11 +62,15 @@ def _place(document: Configuration, where: Where) -> tuple[int, int]:
     return 1, 1  # a key that is missing from the outermost object
 
 
-def error(id_: str, effect: Effect, reason: str, by_reader: bool = False) -> Callable[[Check], LintRule]:
+def error(
+    id_: str, effect: Effect, reason: str, by_reader: bool = False, since: str = "", before: str = ""
+) -> Callable[[Check], LintRule]:
     """Makes a check a rule whose findings are errors."""
-    return lambda check: LintRule(f"lint.{id_}", "error", effect, reason, check, by_reader)
+    return lambda check: LintRule(f"lint.{id_}", "error", effect, reason, check, by_reader, since, before)
 
 
-def warning(id_: str, effect: Effect, reason: str, by_reader: bool = False) -> Callable[[Check], LintRule]:
+def warning(
+    id_: str, effect: Effect, reason: str, by_reader: bool = False, since: str = "", before: str = ""
+) -> Callable[[Check], LintRule]:
     """Makes a check a rule whose findings are warnings."""
-    return lambda check: LintRule(f"lint.{id_}", "warning", effect, reason, check, by_reader)
+    return lambda check: LintRule(f"lint.{id_}", "warning", effect, reason, check, by_reader, since, before)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmtrain.errors import nearest
-from llmtrain.lint.document import Configuration, Effect, Where, truth
+from llmtrain.lint.document import Configuration, Effect, truth
 from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
-from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, schema
+from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where, version
 
 _KINDS = {
     "bool": "true or false",
@@ -21,13 +21,15 @@ _KINDS = {
     "list": "a list",
     "object": "an object",
 }
+_NEVER_EMPTY = (("autotuning", "results_dir"), ("autotuning", "exps_dir"))
+"""Texts that DeepSpeed asserts though it does not validate their block."""
 _COMMENTS = ("_", "//", "#", "comment")
 """Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
 
 def known(document: Configuration) -> Iterator[tuple[Where, Any, Node | None]]:
     """Yields every key in a block of known form, with its value and its schema (None if the key is unknown)."""
-    open_: list[tuple[Where, Any, Node]] = [((), document.values, schema().root)]
+    open_: list[tuple[Where, Any, Node]] = [((), document.values, document.schema.root)]
     while open_:
         where, block, node = open_.pop()
         if node.keys is None or not isinstance(block, dict):
@@ -37,12 +39,6 @@ def known(document: Configuration) -> Iterator[tuple[Where, Any, Node | None]]:
             yield (*where, key), value, inner
             if inner is not None:
                 open_.append(((*where, key), value, inner))
-
-
-def _removed_fix(where: Where) -> str | None:
-    if len(where) == 1:
-        return REMOVED_KEYS.get(where[0])
-    return REMOVED_ZERO_KEYS.get(where[1]) if where[0] == "zero_optimization" and len(where) == 2 else None
 
 
 @error("duplicate", "refuses", "A key that is given twice: DeepSpeed rejects the file, other readers use the last one.")
@@ -65,12 +61,13 @@ def duplicate(document: Configuration) -> Iterator[Fault]:
 def unknown_key(document: Configuration) -> Iterator[Fault]:
     """Reports misspelt and misplaced keys."""
     for where, _, node in known(document):
-        if node is None and _removed_fix(where) is None and not (len(where) == 1 and where[0].startswith(_COMMENTS)):
-            yield where, *_stranger(where)
+        if node is None and not (len(where) == 1 and where[0].startswith(_COMMENTS)):
+            yield where, *_stranger(where, document)
 
 
-def _stranger(where: Where) -> tuple[str, str, Effect]:
-    block = schema().root
+def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
+    schema = document.schema
+    block = schema.root
     for key in where[:-1]:
         block = (block.keys or {})[key]
     inside = f"{'.'.join(where[:-1])}" if len(where) > 1 else "DeepSpeed's configuration"
@@ -79,7 +76,12 @@ def _stranger(where: Where) -> tuple[str, str, Effect]:
     if where in RENAMED:
         same = RENAMED[where].rpartition(".")[0] == ".".join(where[:-1])
         return message, f"{'rename' if same else 'move'} it to {RENAMED[where]}", effect
-    homes = [home for home in schema().homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
+    if where in schema.elsewhere:
+        first, last = schema.elsewhere[where]
+        later = version(first) > version(schema.deepspeed)
+        known = f"from DeepSpeed {first} on" if later else f"until DeepSpeed {last}"
+        return f"{message}; it is one {known}", "another version, or remove it", effect
+    homes = [home for home in schema.homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
     if homes:
         return message, f"move it to {'.'.join(homes[0])}", effect
     hint = nearest(where[-1][:80], block.keys or {}, TYPING_ERROR)
@@ -98,8 +100,8 @@ def unread_key(document: Configuration) -> Iterator[Fault]:
 def removed_key(document: Configuration) -> Iterator[Fault]:
     """Reports keys of removed features, and how to migrate."""
     for where, _, node in known(document):
-        fix = _removed_fix(where) if node is None else None
-        if fix is not None:
+        if node is not None and node.removed:
+            fix = (REMOVED_KEYS if len(where) == 1 else REMOVED_ZERO_KEYS).get(where[-1], "remove it")
             yield where, "the feature was removed", fix
 
 
@@ -125,7 +127,7 @@ def wrong_type(document: Configuration) -> Iterator[Fault]:
                 where,
                 f"{reprlib.repr(value)} is not {kinds}",
                 fix,
-                "refuses" if node.validated or node.choices else "misreads",
+                "refuses" if node.validated or node.choices or where in _NEVER_EMPTY else "misreads",
             )
 
 

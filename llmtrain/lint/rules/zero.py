@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from llmtrain.lint.document import Configuration
+from llmtrain.lint.rules.precision import model_dtype
 from llmtrain.lint.rules.rule import Fault, error, warning
-from llmtrain.lint.schema import default, schema
 
 ZERO = "zero_optimization"
 
@@ -98,7 +98,8 @@ _TUNES_12 = (
 def _changed(document: Configuration, keys: tuple[str, ...]) -> Iterator[str]:
     """Yields those of the keys whose value is not their default."""
     for key, value in document.block(ZERO).items():
-        if key.removeprefix("stage3_") in keys and value not in ("auto", default(ZERO, key)):
+        known = key.removeprefix("stage3_") in keys and document.has(ZERO, key)
+        if known and value not in ("auto", document.schema.default(ZERO, key)):
             yield key
 
 
@@ -124,7 +125,7 @@ def zero0_tuning(document: Configuration) -> Iterator[Fault]:
     """Warns about settings of ZeRO at stage 0."""
     if document.stage or not document.has(ZERO, "stage"):
         return
-    known = schema().root.keys or {}
+    known = document.schema.root.keys or {}
     own_rules = {*_ONLY_3, *_OFFLOADS, "stage", "zenflow", "compute_grad_norm", "legacy_stage1"}
     tuning = tuple(key.removeprefix("stage3_") for key in known[ZERO].keys or {} if key not in own_rules)
     for key in _changed(document, tuple(key for key in tuning if key not in own_rules)):
@@ -235,6 +236,9 @@ def compute_grad_norm(document: Configuration) -> Iterator[Fault]:
         yield ("gradient_clipping",), "compute_grad_norm is false, which needs an explicit 0", "0"
     if document.offload("offload_optimizer") != "none" or document.at(ZERO, "zenflow") is not None:
         yield where, "false excludes an offloaded optimizer", "true"
+    summed = document.word("data_types", "grad_accum_dtype").removeprefix("torch.") in ("fp32", "float", "float32")
+    if document.stage == 1 and model_dtype(document) == "bf16" and summed:
+        yield where, "at stage 1, false excludes bf16 with gradients accumulated in fp32", "true"
 
 
 @error("legacy_checkpoint", "refuses", "Old ways to run ZeRO-1 and to save ZeRO-3, which were removed.")

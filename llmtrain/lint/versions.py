@@ -1,0 +1,94 @@
+"""Chooses the release of DeepSpeed for which files are checked."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+from llmtrain.errors import Problem, RecipeError, printable, short
+from llmtrain.lint.schema import Version, releases, version
+
+_OPERATORS: dict[str, Callable[[Version, Version], bool]] = {
+    "==": operator.eq,
+    "": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_NUMBER = r"(\d{1,6}(?:\.\d{1,6}){0,3})"
+_CLAUSE = re.compile(rf"\s*(==|!=|<=|>=|<|>|~=|)\s*{_NUMBER}(\.\*)?\s*", re.ASCII)
+_INSTALLED = re.compile(rf"{_NUMBER}(?!\d)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release that is known, and why it was chosen."""
+
+    deepspeed: str
+    why: str
+
+
+@cache
+def choose(asked: str | None = None) -> Release:
+    """Returns the newest known release that fits a version, or a range such as `>=0.17,<0.19`.
+
+    By default, it is the installed one, or the newest known. If none fits, it is the nearest known.
+
+    Raises: RecipeError if the text is no version and no range, or if no version can fit it.
+    """
+    known = [one["deepspeed"] for one in releases()]
+    if asked is None:
+        installed = _installed()
+        if installed is None:
+            return Release(known[0], "the newest known")
+        near = _nearest(version(installed), known)
+        return Release(near, "installed" if near == installed else f"the nearest known to the installed {installed}")
+    clauses = [_CLAUSE.fullmatch(clause) for clause in asked.split(",")]
+    if len(asked) > 100 or not all(clauses):
+        message = f"{short(printable(asked))!r} is no version and no range"
+        fix = "a version such as 0.18.4, or a range such as '>=0.17,<0.19'"
+        raise RecipeError(Problem("lint.deepspeed", "--deepspeed", message, fix))
+    given = [(found[1], version(found[2]), bool(found[3])) for found in clauses if found]
+
+    def fits(one: Version) -> bool:
+        return all(_fits(one, *clause) for clause in given)
+
+    fitting = next((one for one in known if fits(version(one))), None)
+    exact = len(given) == 1 and given[0][0] in ("", "==") and not given[0][2]
+    if fitting:
+        return Release(fitting, "as asked" if exact else f"the newest known that fits {asked.strip()}")
+    unknown = next((one for one in ((0,), *(number for _, number, _ in given), (10**6,)) if fits(one)), None)
+    if unknown is None:
+        raise RecipeError(Problem("lint.deepspeed", "--deepspeed", f"no version fits {asked.strip()!r}"))
+    return Release(_nearest(unknown, known), f"the nearest known to {asked.strip()}")
+
+
+def _fits(one: Version, sign: str, number: Version, any_last: bool) -> bool:
+    if sign == "~=":  # at least this one, and the same but for the last number
+        return _cut(one, 4) >= _cut(number, 4) and one[: len(number) - 1] == number[:-1]
+    if any_last:
+        return _OPERATORS[sign](_cut(one, len(number)), number)
+    return _OPERATORS[sign](_cut(one, 4), _cut(number, 4))
+
+
+def _cut(one: Version, length: int) -> Version:
+    return (*one, 0, 0, 0, 0)[:length]
+
+
+def _nearest(wanted: Version, known: list[str]) -> str:
+    """Returns the newest known release that is not later, or else the oldest."""
+    return next((one for one in known if version(one) <= wanted), known[-1])
+
+
+def _installed() -> str | None:
+    try:
+        found = _INSTALLED.match(metadata.version("deepspeed"))
+    except metadata.PackageNotFoundError:
+        return None
+    return found[1] if found else None
