@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.errors import RecipeError
@@ -387,3 +388,53 @@ def test_rules_are_explained(capsys):
         lint_files(LintRequest(explain="muno"))
     with pytest.raises(RecipeError, match="no file is given"):
         lint_files(LintRequest())
+
+
+HOSTILE = "$(touch pwned) `touch pwned` ; touch pwned & ' \" | > pwned *"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "code", "expected"),
+    [
+        ("configs", "--deepspeed <0.19", 1, "as read by DeepSpeed 0.18.9"),
+        ("configs/clean.json\nconfigs/warned.json", "", 0, "::warning file=configs/warned.json"),
+        ("name?with?spaces.json", "--for deepspeed", 1, "name with spaces.json"),
+        ("configs", HOSTILE, 2, ""),
+        (HOSTILE, "", 2, ""),
+        ("--fix configs/wrong.json", "", 2, "::error"),
+    ],
+)
+def test_the_action_runs_what_it_is_given_and_nothing_else(folder, files, options, code, expected):
+    """Runs the steps as GitHub does; a stub takes the place of pip, which would download the dependencies."""
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    known = {"inputs.files": files, "inputs.options": options, "steps.python.outputs.python-path": "stub/python"}
+    assert set(action["inputs"]) == {"files", "options"}
+    (folder / "name with spaces.json").write_text(json.dumps(WRONG))
+    program = f'#!/bin/sh\nexec "{sys.executable}" -m llmtrain lint "$@"\n'
+    python = (
+        f'#!/bin/sh\nmkdir -p "$3/bin"\ncp stub/pip "$3/bin/python"\ncat > "$3/bin/llmtrain-lint" <<"E"\n{program}E\n'
+    )
+    (folder / "stub").mkdir()
+    for name, text in {"python": python + 'chmod +x "$3"/bin/*\n', "pip": '#!/bin/sh\necho "$@" > pip.log\n'}.items():
+        (folder / "stub" / name).write_text(text)
+        (folder / "stub" / name).chmod(0o755)
+    base = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RUNNER_TEMP": str(folder / "temp dir"),
+        "GITHUB_ACTION_PATH": "/a b",
+    }
+    for step in (one for one in action["runs"]["steps"] if "run" in one):
+        assert "${{" not in step["run"]  # GitHub would paste the input into the script
+        given = {name: known[value.removeprefix("${{ ").removesuffix(" }}")] for name, value in step["env"].items()}
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            env={**base, **given},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (folder / "pip.log").read_text() == "-m pip install --quiet /a b/packages/lint\n"
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout
+    assert not (folder / "pwned").exists()
