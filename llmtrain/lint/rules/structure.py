@@ -79,8 +79,9 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
     if where in schema.elsewhere:
         first, last = schema.elsewhere[where]
         later = version(first) > version(schema.deepspeed)
-        known = f"from DeepSpeed {first} on" if later else f"until DeepSpeed {last}"
-        return f"{message}; it is one {known}", "another version, or remove it", effect
+        if later:
+            return f"{message} before {first}", f"DeepSpeed {first} or later, or remove it", effect
+        return f"{message} after {last}", "remove it", effect
     homes = [home for home in schema.homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
     if homes:
         return message, f"move it to {'.'.join(homes[0])}", effect
