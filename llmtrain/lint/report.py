@@ -50,7 +50,9 @@ def written(results: list[Result], form: Format, release: Release, guessed: bool
         lines = _text(results, guessed) if form == "text" else _workflow_commands(results)
         return "\n".join((f"as read by DeepSpeed {release.deepspeed} ({release.why})", *lines))
     made = _as_json(results) if form == "json" else _sarif(results)
-    return json.dumps({"deepspeed": release.deepspeed, **made} if form == "json" else made, indent=2)
+    place = made if form == "json" else made["runs"][0]["properties"]
+    place["deepspeed"] = release.deepspeed
+    return json.dumps(made, indent=2)
 
 
 def explained(rule: LintRule) -> str:
@@ -169,4 +171,8 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
     ]
     driver = {"name": "llmtrain lint", "rules": rules}
     schema = "https://json.schemastore.org/sarif-2.1.0.json"
-    return {"$schema": schema, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": found}]}
+    return {
+        "$schema": schema,
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": found, "properties": {}}],
+    }

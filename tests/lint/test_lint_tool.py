@@ -93,6 +93,7 @@ def test_formats(folder, capsys):
     )
     sarif = json.loads(run(capsys, "configs", form="sarif")[1])
     [job] = sarif["runs"]
+    assert job["properties"]["deepspeed"] == data["deepspeed"]
     known = {rule["id"] for rule in job["tool"]["driver"]["rules"]}
     assert {one["ruleId"] for one in job["results"]} == {"lint.range", "lint.clipping_default"} <= known
     (folder / "a,b:c%.json").write_text(json.dumps(WRONG))
