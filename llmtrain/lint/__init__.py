@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
-from llmtrain.lint.document import READERS, Finding, Reader, Skipped, Unreadable
+from llmtrain.lint.document import READERS, Finding, NotOurs, Reader, Unreadable
 from llmtrain.lint.reading import decoded, is_yaml, read_file, read_text
 from llmtrain.lint.rules import RULES
 from llmtrain.lint.rules.readers import guess
@@ -70,7 +70,7 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
         document = read_text(content, is_yaml(name))
     except Unreadable as error:
         return Result(name, content, None, [error.finding])
-    except Skipped as reason:
+    except NotOurs as reason:
         return Result(name, content, None, [], str(reason))
     used = replace(
         document,

@@ -77,7 +77,7 @@ class Unreadable(Exception):  # noqa: N818  (it carries the finding)
         super().__init__(message)
 
 
-class Skipped(Exception):  # noqa: N818  (nothing is wrong)
+class NotOurs(Exception):  # noqa: N818  (nothing is wrong)
     """The file is a configuration of another program, as its message says."""
 
 

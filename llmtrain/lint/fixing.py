@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from llmtrain.lint.document import Configuration, Skipped, Unreadable
+from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.reading import BYTE_ORDER_MARK, read_text
 from llmtrain.lint.rules.structure import fits, known, meaning
 from llmtrain.lint.schema import RENAMED, Node, Schema, Where
@@ -29,7 +29,7 @@ def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
     for _ in range(len(text)):  # each pass mends at least one key, or is the last
         try:
             document = replace(read_text(text, yaml), schema=schema)
-        except (Unreadable, Skipped):
+        except (Unreadable, NotOurs):
             return text
         edits = next(_mended(text, document, yaml), [])
         if not edits:

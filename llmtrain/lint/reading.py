@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain.errors import printable
-from llmtrain.lint.document import Configuration, Skipped, Unreadable
+from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.schema import Where
 from llmtrain.system.untrusted import read_bytes, why
 
@@ -67,7 +67,7 @@ def is_yaml(name: str) -> bool:
 def read_text(text: str, yaml: bool = False) -> Configuration:
     """Parses the configuration in a text.
 
-    Raises: Unreadable; Skipped.
+    Raises: Unreadable; NotOurs.
     """
     if yaml:
         return read_yaml(text)
@@ -92,7 +92,7 @@ def read_text(text: str, yaml: bool = False) -> Configuration:
 def read_yaml(text: str) -> Configuration:
     """Parses a configuration in YAML, which programs load and pass to DeepSpeed as an object.
 
-    Raises: Unreadable, also for aliases, which could make a short text endless; Skipped.
+    Raises: Unreadable, also for aliases, which could make a short text endless; NotOurs.
     """
     import yaml
 
@@ -117,7 +117,7 @@ def read_yaml(text: str) -> Configuration:
     if not isinstance(values, _Object):
         raise Unreadable("contains no YAML mapping")
     if "distributed_type" in values:
-        raise Skipped("skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file")
+        raise NotOurs("skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file")
     return Configuration(values, places, tuple(_repeated(values)))
 
 
