@@ -14,11 +14,8 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo  # asks once what devices there are
-import transformers.models.llama.modeling_llama  # noqa: F401
 
-import llmtrain.engines  # noqa: F401
-from tests.helpers import harness
+from tests.helpers import harness, preloaded  # noqa: F401
 
 
 def on_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:

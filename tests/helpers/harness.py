@@ -17,7 +17,7 @@ from typing import Any
 from llmtrain.launch.local import reserved_port
 
 _context: BaseContext = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepspeed", "transformers.models.llama.modeling_llama", "llmtrain.engines"])
+_context.set_forkserver_preload(["tests.helpers.preloaded"])
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 400) -> list[Any]:

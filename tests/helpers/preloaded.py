@@ -1,0 +1,19 @@
+"""What a server of ranks imports before it forks them, since it would cost each of them some seconds.
+
+Some is only imported when an engine is built: inductor, which DeepSpeed's Muon asks torch to compile for, and what the
+overrides look at. What is there already is never garbage, and `see_memory_usage` of DeepSpeed collects all the time.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+import torch._dynamo  # noqa: F401 - asks once what devices there are
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import llmtrain.engines  # noqa: F401
+from llmtrain.overrides import check_overrides
+
+check_overrides()
+gc.freeze()
