@@ -91,6 +91,8 @@ class DeviceRates(Part):
     launch_s: float
     host_bandwidth: float | None
     node_bandwidth: float | None
+    pair_bandwidth: tuple[float | None, ...]
+    """Bytes per second, each way, between this rank and each other one, by the other's rank; None with itself."""
     step_s: float
     """Median seconds of a step."""
     allocated_bytes: int | None

@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import distributed as dist
@@ -45,7 +46,7 @@ def measure(cluster: Cluster, device: torch.device) -> DeviceRates:
     attention = {name: _attention(dtype, device) for name, dtype in DTYPES.items()}
     wrong = tuple(name for name, dtype in DTYPES.items() if not is_right(dtype, device, dist.get_rank()))
     memory, launch = _memory(device), _launch(device)
-    node, host = _link(device), _host(device) if is_gpu else None
+    (node, pairs), host = _links(device), _host(device) if is_gpu else None
     slowest = torch.tensor([matmul[name] for name in DTYPES], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     step_s, allocated = _steps(timed_plan(cluster, dict(zip(DTYPES, slowest.tolist(), strict=True))), device)
@@ -61,6 +62,7 @@ def measure(cluster: Cluster, device: torch.device) -> DeviceRates:
         launch_s=launch,
         host_bandwidth=host,
         node_bandwidth=node,
+        pair_bandwidth=pairs,
         step_s=step_s,
         allocated_bytes=allocated,
     )
@@ -154,29 +156,56 @@ def _launch(device: torch.device) -> float:
     return _seconds(lambda: [one.add_(1) for _ in range(KERNELS)], SECONDS, device) / KERNELS
 
 
-def _link(device: torch.device) -> float | None:
-    """Returns the bus bandwidth of an all-reduce over all ranks, in the doctor's convention."""
+def _links(device: torch.device) -> tuple[float | None, tuple[float | None, ...]]:
+    """Returns the bus bandwidth of an all-reduce over all ranks, in the doctor's convention, and that of each pair."""
     ranks = dist.get_world_size()
     if ranks == 1:
-        return None
+        return None, (None,)
     for size in BYTES:
-        block = torch.zeros(size // 4, device=device)
-        _reduce(block, 1)
-        slowest = torch.tensor([_reduce(block, 1)], device=device)
+        reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
+        _repeated(reduce, 1, device)
+        slowest = torch.tensor([_repeated(reduce, 1, device)], device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)  # all ranks take part in each
         if slowest.item() >= LONG_S:
             break
-    return bus_bandwidth(ranks, size, _reduce(block, max(1, int(SECONDS / slowest.item()))))
+    repeats = max(1, int(SECONDS / slowest.item()))
+    node = bus_bandwidth(ranks, size, _repeated(reduce, repeats, device))
+    return node, _pairs(_block(size, device), max(1, repeats // ranks))
 
 
-def _reduce(block: torch.Tensor, repeats: int) -> float:
-    """Returns the mean seconds of an all-reduce."""
-    _wait(block.device)
+def _pairs(block: torch.Tensor, repeats: int) -> tuple[float | None, ...]:
+    """Returns the bytes per second, each way, to each other rank. An all-reduce does not tell which link is slow.
+
+    In round k, ranks i and j with i + j ≡ k meet, so each two meet once, and the others do not disturb them more than
+    in an all-reduce.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[float | None] = [None] * ranks
+    received = torch.empty_like(block)
+    for number in range(ranks):
+        other = (number - rank) % ranks
+
+        def exchange(other: int = other) -> None:
+            if other != rank:
+                calls = [dist.P2POp(dist.isend, block, other), dist.P2POp(dist.irecv, received, other)]
+                for work in dist.batch_isend_irecv(calls):
+                    work.wait()
+
+        _repeated(exchange, 1, block.device)
+        seconds = _repeated(exchange, repeats, block.device)
+        if other != rank:
+            found[other] = block.nbytes / seconds
+    return tuple(found)
+
+
+def _repeated(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Returns the mean seconds of what ranks do together."""
+    _wait(device)
     barrier()
     started = time.perf_counter()
     for _ in range(repeats):
-        dist.all_reduce(block)
-    _wait(block.device)
+        work()
+    _wait(device)
     return (time.perf_counter() - started) / repeats
 
 

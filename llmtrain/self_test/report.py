@@ -103,6 +103,7 @@ def _rates(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) ->
         expected = spec.node_bandwidth and spec.node_bandwidth * EAGER.link
         text = f"all-reduce over {len(ranks)} devices"
         yield _compared("links.node", text, {}, measured.node_bandwidth, expected, "B/s")
+        yield _pairs(ranks, expected)
 
 
 def _assumed(plan: Plan, dtype: str, rate: str) -> float | None:
@@ -125,14 +126,44 @@ def _compared(
     """Compares the slowest rate with the expected one, and with the median of the devices (`own`, by rank)."""
     text = f"{what}: {_rate(slowest, unit)}"
     if expected:
-        text += f", {slowest / expected:.2f} of the assumed {_rate(expected, unit)}"
+        text += f", {slowest / expected:.2g} of the assumed {_rate(expected, unit)}"
     median = statistics.median(own.values()) if own else slowest
-    late = [f"rank {rank}" for rank, rate in own.items() if rate < (1 - TOLERATED) * median]
+    late = [f"rank {rank} reaches {rate / median:.2g}" for rank, rate in own.items() if _is_late(rate, median)]
     if late:
-        return warning(check, f"{text}; {listed(late)} slower than the median, {_rate(median, unit)}", BUSY)
-    if expected and slowest < (1 - TOLERATED) * expected:
+        return warning(check, f"{text}; {listed(late)} of the median, {_rate(median, unit)}", BUSY)
+    if expected and _is_late(slowest, expected):
         return warning(check, f"{text}: slower", "plans for this machine use the measured rate from now on")
     return ok(check, text)
+
+
+def _is_late(rate: float, expected: float) -> bool:
+    return rate < (1 - TOLERATED) * expected
+
+
+def _pairs(ranks: Sequence[DeviceRates], expected: float | None) -> CheckResult:
+    """Which devices are at the ends of slow links. A rank that is slow with all others is named alone."""
+    # Both ends measure the same exchange.
+    rates = {
+        (one.rank, other): rate
+        for one in ranks
+        for other, rate in enumerate(one.pair_bandwidth)
+        if rate and one.rank < other
+    }
+    usual = max(rates.values())
+    (first, second), slowest = min(rates.items(), key=lambda item: item[1])
+    text = f"between two devices: {_rate(slowest, 'B/s')} at least, between ranks {first} and {second}"
+    if expected:
+        text += f", {slowest / expected:.2g} of the assumed {_rate(expected, 'B/s')}"
+    late = {pair: rate / usual for pair, rate in rates.items() if _is_late(rate, usual)}
+    by_rank = {one.rank: max(rate for rate in one.pair_bandwidth if rate) / usual for one in ranks}
+    alone = {rank: share for rank, share in by_rank.items() if len(ranks) > 2 and _is_late(share, 1)}
+    named = [f"rank {rank} reaches {share:.2g}" for rank, share in alone.items()]
+    named += [f"ranks {a} and {b} reach {share:.2g}" for (a, b), share in late.items() if not alone.keys() & {a, b}]
+    fix = "look at the link: `nvidia-smi topo -m`, `nvidia-smi nvlink -s`, `dmesg | tail`"
+    if named:
+        return warning("links.pairs", f"{text}; {listed(named)} of the fastest two, {_rate(usual, 'B/s')}", fix)
+    is_slow = bool(expected and _is_late(slowest, expected))
+    return warning("links.pairs", f"{text}: slower", fix) if is_slow else ok("links.pairs", text)
 
 
 def _step(plan: Plan, ranks: Sequence[DeviceRates], measured: MeasuredRates) -> Iterator[CheckResult]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import pytest
 from tests.cuda_on_host.build import FOLDER, build, cannot_build
 
 
-def environment(libraries: Path, devices: int = 8) -> dict[str, str]:
-    """Variables with which a Python program sees `devices` GPUs."""
+def environment(libraries: Path, devices: int = 8, faults: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """Variables with which a Python program sees `devices` GPUs.
+
+    faults: arguments of `plant` or `set_memory` (`order.h`).
+    """
     paths = [str(FOLDER / "site"), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "CUDA_ON_HOST": str(libraries),
         "CUDA_ON_HOST_DEVICES": str(devices),
+        "CUDA_ON_HOST_FAULTS": json.dumps(faults),
         "DS_ACCELERATOR": "cuda",
     }
 

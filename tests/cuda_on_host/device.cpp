@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -14,6 +15,7 @@
 #include <list>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace cuda_on_host {
 namespace {
@@ -28,6 +30,7 @@ using c10::Stream;
 using c10::StreamId;
 
 constexpr int kMostDevices = 64;
+constexpr int64_t kMemory = 80LL << 30;
 
 thread_local DeviceIndex device_of_thread = 0;
 thread_local std::array<StreamId, kMostDevices> stream_of_thread{};
@@ -36,12 +39,18 @@ thread_local std::array<StreamId, kMostDevices> stream_of_thread{};
 std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-std::array<int64_t, kMostDevices> in_use{}, most{};
+std::array<int64_t, kMostDevices> in_use{}, most{}, total{};
 int64_t pinned = 0;
 std::map<std::string, int64_t> host_wait_counts;
 bool waits_are_forbidden = false;
 std::set<int> devices_with_context;
 std::function<void()> finish_communication;
+
+struct Fault {
+  double seconds_per_byte;
+  bool is_wrong;
+};
+std::map<std::pair<int, std::string>, Fault> faults;  // by device and operation
 
 // ---- the order of operations
 
@@ -92,19 +101,36 @@ struct Event {
 
 // ---- memory
 
+thread_local std::string operation_of_thread = "an allocation";
+
 struct Block {  // what a storage on the device owns
   Storage bytes;
   int64_t size;
+  std::string made_by;
   Device device;
   int home;  // the stream it was allocated on; freed memory is given out again on this stream without any wait
   std::vector<Access> accesses;
   std::set<int> recorded;
 };
+std::set<Block*> blocks;
+
+// What is allocated on a device, by the operation that has made it.
+std::string listed(int device) {
+  std::map<std::pair<std::string, int64_t>, int64_t> counts;
+  for (const auto* block : blocks) if (block->device.index() == device) counts[{block->made_by, block->size}]++;
+  std::vector<std::pair<int64_t, std::string>> lines;
+  for (const auto& [what, count] : counts) lines.emplace_back(count * what.second, c10::str(count, " × ", what.second, " of ", what.first));
+  std::sort(lines.rbegin(), lines.rend());
+  std::string text;
+  for (const auto& [bytes, line] : lines) text += "\n  " + line;
+  return text;
+}
 
 void release(void* context) {
   auto* block = (Block*)context;
   Lock lock(mutex);
   in_use[block->device.index()] -= block->size;
+  blocks.erase(block);
   auto& home = streams[block->home];
   for (auto access : block->accesses) {
     if (access.step.stream == block->home || is_over(access.step, home.clock) || block->recorded.count(access.step.stream)) continue;
@@ -119,10 +145,13 @@ DataPtr own(Storage bytes, Device device) {
   make_context(device.index());
   const auto size = (int64_t)bytes.nbytes();
   auto& now = in_use[device.index()];
+  TORCH_CHECK_WITH(OutOfMemoryError, now + size <= memory(device.index()), "CUDA out of memory. Tried to allocate ", size, " bytes for ", operation_of_thread,
+                   ". ", device, " has ", memory(device.index()), ", of which are in use ", now, ":", listed(device.index()));
   now += size;
   most[device.index()] = std::max(most[device.index()], now);
   const int home = index_of(current_stream(device.index()));
-  auto* block = new Block{bytes, size, device, home, {}, {}};
+  auto* block = new Block{bytes, size, operation_of_thread, device, home, {}, {}};
+  blocks.insert(block);
   // What was launched on this stream before may still use the memory, which its earlier owner has given back.
   block->accesses.push_back({{home, at_stream(streams[home].clock, home)}, 0, size, true, "its allocation"});
   auto& freed = streams[home].of_freed;
@@ -464,6 +493,7 @@ void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const auto* first_alias = schema.returns().empty() ? nullptr : schema.returns()[0].alias_info();
   const bool is_view = first_alias && !first_alias->isWrite();
   const auto now = is_view ? Step{} : step(stream, name);
+  operation_of_thread = name;
   if (!is_view && !kReadNothing.count(name)) for (size_t i = 0; i < count; i++) {
     const auto* alias = schema.arguments()[i].alias_info();
     each_tensor(operands[i], [&](const Tensor& tensor) { use(tensor, alias && alias->isWrite(), now, name); });
@@ -505,8 +535,17 @@ void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     return made;
   };
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) (*stack)[i] = with_tensors((*stack)[i], up);
+  if (!schema.returns().empty() && stack->back().isTensor()) suffer(device.index(), name, stack->back().toTensor());
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+// Which kernel of attention a GPU takes (sdp_utils.cpp): Flash for half types without a mask; the memory-efficient one
+// for others, which does not share keys between heads; else the one that writes its probabilities. `torch_cuda.py` has them.
+int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor&, const std::optional<Tensor>& mask, double, bool, std::optional<double>, bool) {
+  if (!mask && query.scalar_type() != at::kFloat) return 1;
+  return query.size(1) == key.size(1) ? 2 : 0;
+}
+const bool is_chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_kernel), true);
 
 Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   static const std::string name = "aten::copy_";
@@ -573,6 +612,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_", set_nothing);
   m.impl("record_stream", record_stream);
+  // torch would compose these for a device without a kernel of its own, and keep tensors between the steps.
+  for (const auto* name : {"silu_backward", "mish_backward", "native_layer_norm"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
 }  // namespace
@@ -610,6 +651,7 @@ void use(const Tensor& tensor, bool writes, Step now, const std::string& operati
   Lock lock(mutex);
   auto* block = block_of(tensor.storage().data_ptr());
   if (!block) return;
+  if (writes && block->made_by.starts_with("aten::empty")) block->made_by = operation;
   int64_t low = tensor.storage_offset(), high = low + 1;
   for (int64_t i = 0; i < tensor.dim(); i++) high += (tensor.size(i) - 1) * tensor.stride(i);
   low *= tensor.itemsize(), high *= tensor.itemsize();
@@ -671,6 +713,8 @@ void resize_storage(const Tensor& tensor, int64_t bytes) {
 int64_t allocated(int device) { return in_use[device]; }
 int64_t peak(int device) { return most[device]; }
 void reset_peak(int device) { most[device] = in_use[device]; }
+void set_memory(int device, int64_t bytes) { total.at(device) = bytes; }
+int64_t memory(int device) { return total[device] ? total[device] : kMemory; }
 int64_t pinned_bytes() { return pinned; }
 std::map<std::string, int64_t> waits() {
   Lock lock(mutex);
@@ -686,5 +730,21 @@ void make_context(int device) {
   devices_with_context.insert(device);
 }
 at::Generator default_generator(int device) { return generator_of(device); }
+
+void plant(int device, const std::string& operation, double seconds_per_byte, bool is_wrong) {
+  Lock lock(mutex);
+  faults[{device, operation}] = {seconds_per_byte, is_wrong};
+}
+void suffer(int device, const std::string& operation, const Tensor& tensor) {
+  Fault fault;
+  {
+    Lock lock(mutex);
+    const auto found = faults.find({device, operation});
+    if (found == faults.end() || !tensor.defined() || !tensor.numel()) return;
+    fault = found->second;
+  }
+  std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds_per_byte * tensor.nbytes()));
+  if (fault.is_wrong) host(tensor).view({-1})[0].add_(1);
+}
 
 }  // namespace cuda_on_host

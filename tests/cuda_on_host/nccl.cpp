@@ -174,15 +174,7 @@ class Operation final : public c10d::Work {
   }
 
   bool is_done() const { return is_done_; }
-  void finish() {
-    std::lock_guard<std::mutex> lock(finishing_);
-    if (is_done_) return;
-    meet_all();
-    for (auto& work : works_) work->wait();
-    if (after_) after_();
-    is_done_ = true;
-    held_.clear();
-  }
+  void finish();
 
  private:
   void meet_all() {
@@ -234,6 +226,18 @@ class Operation final : public c10d::Work {
 
 std::mutex open_mutex;
 std::list<c10::intrusive_ptr<Operation>> open_operations;  // kept until they end, as NCCL's watchdog does
+
+void Operation::finish() {
+  std::lock_guard<std::mutex> lock(finishing_);
+  if (is_done_) return;
+  meet_all();
+  for (auto& work : works_) work->wait();
+  if (after_) after_();
+  is_done_ = true;
+  held_.clear();
+  std::lock_guard<std::mutex> open(open_mutex);  // results belong to who waits for them, and to nobody else
+  std::erase_if(open_operations, [this](const auto& operation) { return operation.get() == this; });
+}
 
 using W = c10::intrusive_ptr<c10d::Work>;
 
@@ -434,13 +438,13 @@ class HostNCCL final : public c10d::Backend {
     const auto now = step(stream, name);
     for (const auto& t : in) use(t, false, now, name);
     for (const auto& t : out) use(t, true, now, name);
+    for (const auto& t : in) suffer(device, "communication", t);
     Tensors held = in;
     held.insert(held.end(), out.begin(), out.end());
     auto made = c10::make_intrusive<Operation>(name, stores_, std::move(meetings), held, out, std::move(after), seen_by(stream), device, blocks_host);
     made->begin(start, async);
     std::lock_guard<std::mutex> lock(open_mutex);
-    std::erase_if(open_operations, [](const auto& operation) { return operation->is_done(); });
-    open_operations.push_back(made);
+    if (!made->is_done()) open_operations.push_back(made);
     return made;
   }
 
@@ -492,6 +496,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("allocated", &allocated);
   m.def("peak", &peak);
   m.def("reset_peak", &reset_peak);
+  m.def("set_memory", &set_memory, py::arg("device"), py::arg("bytes"));
+  m.def("memory", &memory);
+  m.def("plant", &plant, py::arg("device"), py::arg("operation"), py::arg("seconds_per_byte") = 0, py::arg("is_wrong") = false);
   m.def("pinned_bytes", &pinned_bytes);
   m.def("resize_storage", &resize_storage);
   m.def("default_generator", [](int device) { return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(device))); });

@@ -45,11 +45,18 @@ VISIBLE void resize_storage(const at::Tensor& tensor, int64_t bytes);
 VISIBLE int64_t allocated(int device);
 VISIBLE int64_t peak(int device);
 VISIBLE void reset_peak(int device);
+VISIBLE void set_memory(int device, int64_t bytes);  // more is out of memory; the error lists what is allocated
+VISIBLE int64_t memory(int device);
 VISIBLE int64_t pinned_bytes();
 VISIBLE std::map<std::string, int64_t> waits();
 VISIBLE void forbid_waits(bool forbidden);
 VISIBLE std::vector<int> contexts();
 VISIBLE void make_context(int device);
 VISIBLE at::Generator default_generator(int device);
+
+// A faulty device: an operation takes so many seconds more for each byte of its result, or one element of it is wrong.
+// Of communication, whose name is "communication", the bytes are those of what this rank gives.
+VISIBLE void plant(int device, const std::string& operation, double seconds_per_byte, bool is_wrong);
+VISIBLE void suffer(int device, const std::string& operation, const at::Tensor& tensor);
 
 }  // namespace cuda_on_host

@@ -160,6 +160,42 @@ def test_memory_is_counted_to_the_byte(gpus):
     assert gpus(1, memory) == [(4000, 16000, 8192)]
 
 
+def too_much(rank: int) -> list[str]:
+    """What is said of an allocation on a device that is too small for it, and of one that fits after all."""
+    from _cuda_on_host import set_memory
+
+    set_memory(rank, 10_000)
+    kept, said = torch.zeros(1000, device="cuda"), []
+    for size in (2000, 1000):
+        try:
+            torch.zeros(size, device="cuda")
+        except torch.OutOfMemoryError as error:
+            said.append(str(error))
+    assert torch.cuda.mem_get_info() == (10_000 - kept.nbytes, 10_000)
+    return said
+
+
+def test_a_full_device_says_what_it_holds(gpus):
+    ((said,),) = gpus(1, too_much)
+    assert "Tried to allocate 8000 bytes" in said
+    assert "1 × 4000 of aten::" in said
+
+
+def suffers(rank: int) -> list[bool]:
+    """Whether products are right, without a planted fault and with it."""
+    from _cuda_on_host import plant
+
+    ones, found = torch.ones(8, 8, device="cuda"), []
+    for is_wrong in (False, True):
+        plant(1, "aten::mm", is_wrong=is_wrong)
+        found.append(bool(((ones @ ones) == 8).all()))
+    return found
+
+
+def test_a_fault_is_planted_on_one_device(gpus):
+    assert gpus(2, suffers) == [[True, True], [True, False]]
+
+
 def draws(rank: int) -> list[bool]:
     torch.manual_seed(1)
     state, first = torch.cuda.get_rng_state(), torch.rand(5, device="cuda")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import types
@@ -23,7 +24,6 @@ GPUS = {
 technical specifications per compute capability)."""
 NAME = os.environ.get("CUDA_ON_HOST_NAME", "NVIDIA H100 80GB HBM3")
 CAPABILITY, MULTIPROCESSORS, SHARED_KIB = GPUS.get(NAME, GPUS["NVIDIA H100 80GB HBM3"])
-TOTAL = int(os.environ.get("CUDA_ON_HOST_MEMORY", 80 << 30))
 
 
 def replace(owner: Any, **values: Any) -> None:
@@ -150,7 +150,7 @@ def properties(given: Any = None) -> types.SimpleNamespace:
         name=NAME,
         major=CAPABILITY[0],
         minor=CAPABILITY[1],
-        total_memory=TOTAL,
+        total_memory=device.memory(index(given)),
         multi_processor_count=MULTIPROCESSORS,
         uuid=f"0000-{index(given)}",
         warp_size=32,
@@ -179,7 +179,8 @@ def memory_stats(given: Any = None) -> dict[str, int]:
 
 def mem_get_info(given: Any = None) -> tuple[int, int]:
     device.make_context(index(given))
-    return TOTAL - device.allocated(index(given)), TOTAL
+    total = device.memory(index(given))
+    return total - device.allocated(index(given)), total
 
 
 def install() -> None:
@@ -266,6 +267,8 @@ def install() -> None:
     _install_storage()
     _install_operations()
     _install_nccl()
+    for fault in json.loads(os.environ.get("CUDA_ON_HOST_FAULTS", "[]")):
+        (device.set_memory if "bytes" in fault else device.plant)(**fault)
 
 
 def _on(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
@@ -326,10 +329,54 @@ def _install_operations() -> None:
             0, edges.flatten(), inside.flatten()
         )
 
+    _install_attention(_library)
     _library.impl("addmm.dtype", addmm, "CUDA")
     _library.impl("addmm.dtype_out", lambda *a, out, **k: out.copy_(addmm(*a, **k)), "CUDA")
     _library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CUDA")
     _library.impl("histc", histc, "CUDA")
+
+
+def _install_attention(library: torch.library.Library) -> None:
+    """CUDA's fused kernels of attention, by that of CPUs, which keeps the same: output and log-sum-exp.
+
+    They are called with tensors of the host, so what they allocate themselves is not counted, as workspaces are not.
+    """
+    names = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+    cpu, backward = (getattr(torch.ops.aten, name) for name in names)
+
+    def shared(keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return keys.repeat_interleave(query.size(1) // keys.size(1), 1)
+
+    def summed(gradient: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return gradient.unflatten(1, (keys.size(1), -1)).sum(2)
+
+    def seeds() -> list[torch.Tensor]:
+        return [torch.empty((), dtype=torch.int64) for _ in range(2)]
+
+    def efficient(
+        q: Any, k: Any, v: Any, bias: Any, _: bool, dropout: Any = 0, causal: Any = False, **scale: Any
+    ) -> Any:
+        return *cpu(q, k, v, dropout, causal, attn_mask=bias, **scale), *seeds()
+
+    def efficient_backward(
+        gradient: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, sums: Any, *more: Any, **scale: Any
+    ) -> Any:
+        dropout, causal = more[2], more[4] if len(more) > 4 else False
+        mask = bias if bias is not None and bias.numel() else None
+        found = backward(gradient, q, k, v, out, sums, dropout, causal, attn_mask=mask, **scale)
+        return *found, torch.empty(0)
+
+    def flash(q: Any, k: Any, v: Any, dropout: Any = 0, causal: Any = False, _: bool = False, **scale: Any) -> Any:
+        found, nothing = cpu(q, shared(k, q), shared(v, q), dropout, causal, **scale), torch.empty(0, dtype=torch.int32)
+        return *found, nothing, nothing.clone(), q.size(2), k.size(2), *seeds(), torch.empty(0)
+
+    def flash_backward(gradient: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, *more: Any, **scale: Any) -> Any:
+        of_q, of_k, of_v = backward(gradient, q, shared(k, q), shared(v, q), out, sums, *more[4:6], **scale)
+        return of_q, summed(of_k, k), summed(of_v, v)
+
+    for name, kernels in {"efficient": (efficient, efficient_backward), "flash": (flash, flash_backward)}.items():
+        for suffix, kernel in zip(("", "_backward"), kernels, strict=True):
+            library.impl(f"_scaled_dot_product_{name}_attention{suffix}", kernel, "CPU")
 
 
 class Options:

@@ -38,6 +38,7 @@ def _rates(rank, **changed):
         "launch_s": assumed.launch_s,
         "host_bandwidth": assumed.host,
         "node_bandwidth": assumed.node,
+        "pair_bandwidth": tuple(None if other == rank else assumed.node for other in range(DEVICES)),
         "step_s": predict(PLAN).step_s,
         "allocated_bytes": memory_of(PLAN).allocated,
     }
@@ -51,7 +52,7 @@ def _found(*ranks):
 def test_a_machine_as_predicted_has_no_warning():
     found = _found(*(_rates(rank) for rank in range(DEVICES)))
     assert {one.level for one in found.values()} == {"ok"}
-    assert "1.00 of the assumed" in found["compute.bf16"].text
+    assert "1 of the assumed" in found["compute.bf16"].text
 
 
 def test_the_size_of_the_timed_model_follows_the_speed():
@@ -61,11 +62,11 @@ def test_the_size_of_the_timed_model_follows_the_speed():
 
 SLOW_PRODUCTS = dict.fromkeys(("fp32", "fp16", "bf16"), 1e13)
 PLANTED = {
-    "a slow link": ({"node_bandwidth": 5e9}, "links.node", "warning", "5 GB/s"),
-    "a slow host": ({"host_bandwidth": 5e9}, "links.host", "warning", "rank 2 slower than the median"),
-    "slow memory": ({"memory_bandwidth": 5e11}, "memory.bandwidth", "warning", "rank 2 slower than the median"),
-    "slow products": ({"matmul": SLOW_PRODUCTS}, "compute.bf16", "warning", "rank 2 slower than the median"),
-    "slow attention": ({"attention": SLOW_PRODUCTS}, "compute.attention_bf16", "warning", "rank 2 slower than"),
+    "a slow all-reduce": ({"node_bandwidth": 5e9}, "links.node", "warning", "5 GB/s, 0.01 of the assumed"),
+    "a slow host": ({"host_bandwidth": 5e9}, "links.host", "warning", "rank 2 reaches 0.098 of the median"),
+    "slow memory": ({"memory_bandwidth": 5e11}, "memory.bandwidth", "warning", "rank 2 reaches 0.19 of the median"),
+    "slow products": ({"matmul": SLOW_PRODUCTS}, "compute.bf16", "warning", "rank 2 reaches 0.016 of the median"),
+    "slow attention": ({"attention": SLOW_PRODUCTS}, "compute.attention_bf16", "warning", "rank 2 reaches 0.03"),
     "a wrong product": ({"wrong": ("bf16",)}, "compute.products", "fault", "rank 2 (NVIDIA H100 80GB HBM3) in bf16"),
     "less memory": ({"memory_bytes": 40 * 2**30}, "devices.memory", "warning", "rank 2 has 40.0 GiB"),
     "a slow step": ({"step_s": 9.0}, "step.time", "warning", "took 9.00 s"),
@@ -83,6 +84,25 @@ def test_a_fault_of_one_device_is_named(name):
     assert found[check].level == level
     assert text in found[check].text
     assert found[check].fix
+
+
+def _with_links(slow, share):
+    """All devices, of which the pairs in `slow` reach a share of the assumed rate."""
+    rate = ReachedRates.of(PLAN.cluster, "bf16", EAGER).node
+    for rank in range(DEVICES):
+        rates = [rate * (share if {rank, other} in slow else 1) for other in range(DEVICES)]
+        yield _rates(rank, pair_bandwidth=(*rates[:rank], None, *rates[rank + 1 :]))
+
+
+def test_a_slow_link_is_named_by_its_ends_and_a_device_with_slow_links_alone():
+    found = _found(*_with_links([{1, 3}], 0.25))["links.pairs"]
+    assert found.level == "warning"
+    assert "ranks 1 and 3 reach 0.25 of the fastest two, 360 GB/s" in found.text
+    found = _found(*_with_links([{1, 0}, {1, 2}, {1, 3}], 0.25))["links.pairs"]
+    assert "; rank 1 reaches 0.25 of the fastest two" in found.text
+    found = _found(*_with_links([{a, b} for a in range(DEVICES) for b in range(a)], 0.25))["links.pairs"]
+    assert found.level == "warning"
+    assert "90 GB/s at least, between ranks 0 and 1, 0.25 of the assumed 360 GB/s: slower" in found.text
 
 
 def test_a_rate_below_the_assumed_one_on_all_devices_is_a_warning():
