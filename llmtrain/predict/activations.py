@@ -51,7 +51,13 @@ class Activations:
     """Bytes on a rank, for all micro-batches in flight."""
 
     saved: int
+    """What is kept until the backward pass."""
+    working: int
+    """What the backward pass of a layer adds to that, when the tensors of the loss are gone."""
     logits: int
+    """Logits of finished micro-batches, and those of the last one with the tensors of its loss."""
+    gradient: int
+    """The logits' gradient, when the loss is done, and logits of finished micro-batches."""
     sent: int
     """Tensors between pipeline stages."""
 
@@ -76,11 +82,13 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     stream = widths.stream * plan.model.hidden_size * tokens
     flying = in_flight(plan, stage)
     if recipe.parallel.activation_checkpointing == "full":
-        # One layer is computed again; until the end of a forward pass, autocast holds the copies of all layers.
+        # Until the end of a forward pass, autocast holds the copies of all layers.
         copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
-        saved = flying * stream * len(layers) + max([*each, copies])
+        saved, working = flying * stream * len(layers) + copies, max([0, *(size - copies for size in each)])
     else:
-        saved = flying * sum(each)
+        saved, working = flying * sum(each), 0
+    # Gradients of the three products of a feed-forward layer, less the saved one that is used by then.
+    working += max((2 * widths.computed * _inner(plan, weights.layer(index)) * tokens for index in layers), default=0)
     is_last = stage == plan.parallel.pipeline - 1
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
@@ -89,9 +97,13 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
         saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     kept = passed(plan) if is_last else Passed(0, 0)
+    loss = _loss(plan, tokens) if is_last else 0
+    gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
     return Activations(
         saved=saved,
-        logits=(_loss(plan, tokens) if is_last else 0) + kept.logits,
+        working=working,
+        logits=loss + kept.logits,
+        gradient=min(loss, gradient) + kept.logits,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
         sent=kept.streams or ((flying + 1) * stream if plan.parallel.pipeline > 1 else 0),
     )
@@ -231,23 +243,33 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     return saved + 4 * heads  # log-sum-exp
 
 
-def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
-    """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
+def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
+    """Returns the elements per token of a product within a feed-forward layer; of experts, of all that it meets."""
     tensor, width = plan.parts("matrices"), plan.model.hidden_size
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
         inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
-        inner = inner or min(min(one.shape) for one in experts)
+        return (inner or min(min(one.shape) for one in experts)) * plan.model.experts_per_token
+    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
+    if fused:
+        return fused.elements // width // tensor
+    dense = (max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix)
+    return max(dense, default=4 * width) // tensor
+
+
+def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
+    """Returns the bytes of both projections, the activation and the product, for each expert of a token."""
+    width, inner = plan.model.hidden_size, _inner(plan, layer)
+    experts = [one for one in layer if one.is_expert and one.is_matrix]
+    if experts:
         met = plan.model.experts_per_token
         router = 3 * 4 * plan.model.experts
-        inputs = width + inner if any(one.trained for one in experts) else 0
-        return met * ((width + 3 * inner + inputs) * widths.computed + INDICES) + router
-    fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
-    if fused:  # gelu_new, written out: its input, half of it, tanh, one more than that; and the product
+        inputs = met * width + inner if any(one.trained for one in experts) else 0
+        return (met * width + 3 * inner + inputs) * widths.computed + met * INDICES + router
+    if any("c_fc" in one.name for one in layer):  # gelu_new: its input, half of it, tanh, one more; the product
         kept = 4 + any(one.trained and one.name.startswith("mlp.c_proj") and one.is_matrix for one in layer)
-        return kept * widths.computed * fused.elements // width // tensor
-    inner = max((max(one.shape) for one in layer if "attn" not in one.name and one.is_matrix), default=4 * width)
-    return (3 + _readers(plan, layer, "down_proj")) * widths.computed * inner // tensor
+        return kept * widths.computed * inner
+    return (3 + _readers(plan, layer, "down_proj")) * widths.computed * inner
 
 
 def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:

@@ -26,7 +26,7 @@ class StageMemory(Part):
     """While the engine is created, if that takes more than it holds afterwards."""
     forward: Parts
     """At the beginning of the last micro-batch's backward pass: all activations, and the gradients of earlier
-    micro-batches."""
+    micro-batches. With the tensors of the loss, or with what comes when these are gone, whichever is more."""
     backward: Parts
     """At its end: all gradients, no activations."""
     update: Parts
@@ -151,10 +151,16 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
         state = state_of(plan, weights, stage)
         activations = activations_of(plan, weights, stage, traced)
         fixed = {"communication": activations.sent, "framework": framework}
+        saved, begun = activations.saved, state.forward + state.late
+        candidates = (
+            state.forward.plus(activations=saved, logits=activations.logits),
+            begun.plus(activations=saved, logits=activations.gradient),
+            begun.plus(activations=saved + activations.working),
+        )
         stages.append(
             StageMemory(
                 start=state.start.plus(framework=framework),
-                forward=state.forward.plus(activations=activations.saved, logits=activations.logits, **fixed),
+                forward=max(candidates, key=lambda parts: parts.total).plus(**fixed),
                 backward=state.backward.plus(**fixed),
                 update=state.update.plus(framework=framework),
                 host=state.host,

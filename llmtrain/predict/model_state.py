@@ -106,10 +106,12 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and exist from its first pass on.
     gradients = 4 * elements
     early = gradients if _accumulates(plan) or strategy == "ddp" else 0
+    # Those of earlier micro-batches are its own tensors (`no_sync`), which become views of the buckets one by one.
+    bound = gradients if _accumulates(plan) and strategy == "ddp" else 0
     # The lower gradients of one micro-batch are kept until the pass ends, then added to those of the masters.
     backward = kept.plus(gradients=gradients + (weight_bytes(plan) * elements if lower else 0))
     return State(
-        forward=kept.plus(gradients=early),
+        forward=kept.plus(gradients=early, buckets=bound),
         backward=backward.plus(communication=sent if plan.holders > 1 else 0),
         update=kept.plus(gradients=gradients),
     )
@@ -141,10 +143,14 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     else:
         kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition)
     whole = summed * elements if stage == 1 else reduced
-    is_pipeline = plan.parallel.pipeline > 1  # reduces after the last backward pass, and creates its bucket then
+    # The bucket is created with the first gradient (`setup_buckets`). Stage 2 gives it back after each pass, stage 1
+    # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
+    is_pipeline = plan.parallel.pipeline > 1
+    is_kept = stage == 1 and _accumulates(plan)
     return State(
-        forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=0 if is_pipeline else bucket),
-        backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket),
+        forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
+        late=Parts(buckets=0 if is_kept else bucket),
+        backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket * (2 if is_pipeline else 1)),
         # Of one group after the other, the sums as one flat fp32 tensor. A bucket that sums were staged in stays.
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
@@ -217,14 +223,16 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     layer = max(plan.model.layer_parameters, default=0)
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
-    live = elements if plan.parallel.zero_stage == 2 else min(elements, 2 * layer + outside)
+    live = elements if plan.parallel.zero_stage == 2 else outside
     kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * of_trained, live_parameters=computed * live)
+    layers = Parts(live_parameters=computed * min(elements - live, 2 * layer))
     # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
     whole = 4 * trained if _accumulates(plan) else 0
     return State(
         start=Parts(parameters=4 * (elements + shards)),
         forward=kept.plus(gradients=whole),
-        backward=kept.plus(gradients=4 * of_trained, buckets=4 * layer),
+        late=layers,
+        backward=(kept + layers).plus(gradients=4 * of_trained, buckets=4 * layer),
         update=kept.plus(gradients=4 * of_trained),
     )
 

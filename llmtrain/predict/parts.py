@@ -47,6 +47,9 @@ class Parts(Part):
         """Returns a copy with bytes added to some parts."""
         return self.model_copy(update={name: getattr(self, name) + value for name, value in more.items()})
 
+    def __add__(self, other: Parts) -> Parts:
+        return self.plus(**other.by_part())
+
 
 class State(Part):
     """Memory of a rank without activations: at the start, at both ends of a backward pass, and in the update."""
@@ -55,6 +58,8 @@ class State(Part):
     """While the engine is created, if that takes more than it holds afterwards."""
     forward: Parts
     """At the beginning of the last micro-batch's backward pass."""
+    late: Parts = Parts()
+    """What comes with the first gradients of that pass, when the tensors of the loss are gone."""
     backward: Parts
     """At its end, while the reduction still holds its bucket."""
     update: Parts

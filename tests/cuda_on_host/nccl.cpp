@@ -232,6 +232,9 @@ void Operation::finish() {
   if (is_done_) return;
   meet_all();
   for (auto& work : works_) work->wait();
+  // A thread of gloo's holds the tensors for a moment more, or for long on a busy machine.
+  for (auto& work : works_) for (int i = 0; i < 10000 && work.use_count() > 1; i++) std::this_thread::sleep_for(100us);
+  works_.clear();
   if (after_) after_();
   is_done_ = true;
   held_.clear();

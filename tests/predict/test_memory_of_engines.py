@@ -32,6 +32,8 @@ def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:
         return parts.total - parts.live_parameters - parts.communication + state.host
 
     first, last = held(state.forward), held(state.backward)
+    if plan.recipe.parallel.strategy == "ddp":
+        first -= state.forward.buckets  # which no tensor of Python is
     if plan.recipe.parallel.strategy == "fsdp2":
         last -= state.backward.buckets  # of the reduction, which is over
         if plan.batch.gradient_accumulation_steps == 1:
@@ -42,7 +44,6 @@ def predicted(plan: Plan, stage: int = 0) -> tuple[int, int]:
         stages_sums = plan.parallel.zero_stage == 1 and weight_bytes(plan) != sum_bytes(plan)
         bucket = bucket_elements(plan) * (sum_bytes(plan) if plan.parallel.zero_stage == 1 else weight_bytes(plan))
         # Given back when a pass of stage 2 ends, or the step's last pass of stage 1; what has sums in it stays.
-        first -= bucket if plan.parallel.zero_stage == 2 or plan.batch.gradient_accumulation_steps == 1 else 0
         last -= 0 if stages_sums and plan.cluster.world_size > 1 else bucket
     if plan.batch.gradient_accumulation_steps == 1:
         first = last

@@ -1,0 +1,169 @@
+"""The peak of a rank's allocated memory over three steps, as the device counts it, against what a plan predicts.
+
+Tests of the state alone (`tests/predict/test_memory_of_engines.py`) count live tensors between passes. Here everything
+counts that torch allocates: activations, what a kernel returns, buffers of the engine, at the moment of the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llmtrain.cluster import Cluster
+from llmtrain.ds_config import render
+from llmtrain.engines import build_engine
+from llmtrain.models import build_model
+from llmtrain.plan import Plan
+from llmtrain.predict import memory_of
+from llmtrain.predict.memory import MOMENTS
+from llmtrain.rules import resolve
+from tests.helpers.batches import step_batch, tiny_recipe, with_pairs
+
+CLOSE = 0.03
+"""Relative difference that is allowed between the peak and its prediction."""
+LENGTH, VOCAB = 256, 2048
+STEPS = 3
+MODEL = {
+    "model.config.vocab_size": VOCAB,
+    "model.config.hidden_size": 128,
+    "model.config.intermediate_size": 384,
+    "model.config.num_hidden_layers": 4,
+    "model.config.max_position_embeddings": LENGTH,
+    "model.config.tie_word_embeddings": False,
+    "data.sequence_length": LENGTH,
+    "batch.micro_batch_size": 2,
+}
+"""Large enough that weights, activations and logits all count, and positions or norms do not."""
+EXPERTS = {
+    "model.architecture": "mixtral",
+    "model.config.num_local_experts": 4,
+    "model.config.intermediate_size": 128,
+    "parallel.expert": 2,
+}
+ACCELERATE = {"parallel.backend": "accelerate"}
+FSDP2 = {**ACCELERATE, "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
+FULL = {"parallel.activation_checkpointing": "full"}
+LORA = {"model.adapter": {"rank": 8}}
+CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 8, "batch.global_batch_size": 32}
+CAUSAL = {"data.mask_documents": False}
+
+
+def zero(stage: int, precision: str = "fp32", **fields: Any) -> dict[str, Any]:
+    return {"parallel.zero_stage": stage, "parallel.precision": precision, **fields}
+
+
+def over(**axes: int) -> dict[str, int]:
+    return {f"parallel.{name}": degree for name, degree in axes.items()}
+
+
+TWO = {
+    "ZeRO-0": zero(0),
+    "ZeRO-0, autocast": zero(0, "autocast_bf16"),
+    "ZeRO-1": zero(1),
+    "ZeRO-1, bf16": zero(1, "bf16"),
+    "ZeRO-2": zero(2),
+    "ZeRO-2, bf16": zero(2, "bf16"),
+    "ZeRO-2, fp16": zero(2, "fp16"),
+    "ZeRO-3": zero(3),
+    "ZeRO-3, bf16": zero(3, "bf16"),
+    "ZeRO-1, bf16, recomputed": zero(1, "bf16", **FULL),
+    "ZeRO-3, recomputed": zero(3, **FULL),
+    "ZeRO-2, bf16, causal": zero(2, "bf16", **CAUSAL),
+    "ZeRO-1, bf16, offload": zero(1, "bf16", **{"parallel.offload_optimizer": "cpu"}),
+    "ZeRO-2, offload": zero(2, **{"parallel.offload_optimizer": "cpu"}),
+    "ZeRO-3, bf16, offload all": zero(
+        3, "bf16", **{"parallel.offload_optimizer": "cpu", "parallel.offload_param": "cpu"}
+    ),
+    "ZeRO-2, one micro-batch": zero(2, **{"batch.micro_batch_size": 4}),
+    "DDP": ACCELERATE,
+    "DDP, autocast": {**ACCELERATE, "parallel.precision": "autocast_bf16"},
+    "FSDP2": FSDP2,
+    "FSDP2, bf16": {**FSDP2, "parallel.precision": "bf16"},
+    "pipeline": zero(1, **over(pipeline=2)),
+    "pipeline, bf16, recomputed": zero(1, "bf16", **over(pipeline=2), **FULL),
+    "tensor": zero(1, **over(tensor=2)),
+    "tensor, bf16": zero(1, "bf16", **over(tensor=2)),
+    "sequence": zero(1, **over(sequence=2)),
+    "sequence, bf16": zero(2, "bf16", **over(sequence=2)),
+    "experts": zero(1, **EXPERTS),
+    "LoRA": zero(2, "bf16", **LORA),
+    "LoRA, ZeRO-3": zero(3, "bf16", **LORA),
+    "LoRA in 4 bit": zero(2, "bf16", **LORA, **{"model.quantize": "nf4"}),
+    "loss in chunks": zero(2, "bf16", **CHUNKED),
+    "loss in chunks, ZeRO-3": zero(3, **CHUNKED),
+    "DPO": zero(2, "bf16", **{"objective.name": "dpo"}),
+}
+FOUR = {
+    "pipeline and tensor": zero(1, **over(pipeline=2, tensor=2)),
+    "pipeline and sequence": zero(1, **over(pipeline=2, sequence=2)),
+    "tensor and ZeRO-3": zero(3, "bf16", **over(tensor=2)),
+    "experts and tensor": zero(1, **EXPERTS, **over(tensor=2)),
+}
+FEW = ("ZeRO-2, bf16", "pipeline")
+"""Those that are always tested."""
+
+
+def plan_of(name: str, folder: str) -> Plan:
+    fields = MODEL | (TWO | FOUR)[name]
+    if "model.quantize" in fields:  # the weights of a stored model
+        fields = {key: value for key, value in fields.items() if not key.startswith("model.config")}
+        fields |= {"model.architecture": None, "model.config": {}, "model.pretrained": folder}
+    return resolve(tiny_recipe(**fields), Cluster(devices_per_node=2 if name in TWO else 4, device="gpu"))
+
+
+def batch_of(plan: Plan, step: int, replica: int) -> Any:
+    shape = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
+    replicas, samples = plan.data_parallel_size, plan.batch.global_batch_size
+    made = step_batch(step, *shape, replica, replicas, samples, length=LENGTH, vocab=VOCAB)
+    if not plan.recipe.data.keeps_apart:
+        whole = torch.arange(LENGTH).expand(plan.batch.micro_batch_size, LENGTH)
+        made = replace(made, micro_batches=[replace(one, position_ids=whole) for one in made.micro_batches])
+    return with_pairs(made) if plan.recipe.objective.of_completions else made
+
+
+def peak(rank: int, plan: Plan, most: int | None) -> int:
+    """Bytes. most: of the device; by default no run comes near."""
+    import _cuda_on_host as device
+
+    if most:
+        device.set_memory(rank, most)
+    engine = build_engine(plan, render(plan), torch.device("cuda", rank))
+    for step in range(STEPS):
+        engine.train_step(batch_of(plan, step, engine.data_parallel_rank))
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """A model to fine-tune, which is stored."""
+    folder = tmp_path_factory.mktemp("base")
+    build_model(tiny_recipe(**MODEL), torch.float32, torch.device("cpu")).save_pretrained(folder)
+    return str(folder)
+
+
+def compare(gpus, plan: Plan) -> None:
+    ranks = plan.cluster.world_size
+    peaks = gpus(ranks, peak, plan, None)
+    memory, stages = memory_of(plan), plan.parallel.pipeline
+    assert memory
+    for number, stage in enumerate(memory.stages):
+        parts = max((getattr(stage, name) for name in MOMENTS), key=lambda one: one.total - one.framework)
+        expected = parts.total - parts.framework
+        found = max(peaks[number * ranks // stages : (number + 1) * ranks // stages])
+        shown = {name: size for name, size in parts.by_part().items() if size}
+        assert found == pytest.approx(expected, rel=CLOSE), f"{expected / found:.3f} of {found:,}: {shown}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+def test_some_peaks_are_predicted(gpus, base, name):
+    compare(gpus, plan_of(name, base))
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", [name for name in (*TWO, *FOUR) if name not in FEW])
+def test_peaks_are_predicted(gpus, base, name):
+    compare(gpus, plan_of(name, base))
