@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from llmtrain.checkpoint.folder import step_folder
 from tests.cuda_on_host.conftest import environment
 from tests.helpers.commands import llmtrain, losses, metrics
 
@@ -45,7 +46,11 @@ def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, t
     assert second.returncode == 0, second.stderr + second.stdout
     assert (run_dir / "export" / "model.safetensors").exists()
     assert "import" in second.stdout
-    assert "h100" in (run_dir / "plan.json").read_text()
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert plan["cluster"]["device"] == "h100"
+    assert plan["recipe"]["checkpoint"]["background"]
+    assert step_folder(run_dir / "checkpoints", 8).exists()
+    assert [line["step"] for line in metrics(run_dir) if "eval_loss" in line] == [6, 12]
 
     on_cpus = llmtrain(*command, tmp_path / "cpu", DS_ACCELERATOR="cpu")
     assert on_cpus.returncode == 0, on_cpus.stderr

@@ -75,7 +75,7 @@ def test_one_change_is_enough_where_one_is():
     recipe = load_recipe("recipes/llama_1b.py", [])[0].with_(**fields)
     first, second, third = refusal(recipe, Cluster(device="a100")).nearest
     assert first == "--set batch.micro_batch_size=8"
-    assert second == "--set batch.micro_batch_size=4"
+    assert second == "--set parallel.zero_stage=2 --set parallel.activation_checkpointing=full"
     assert third == "--set parallel.activation_checkpointing=full --set parallel.offload_optimizer=cpu"
 
 
