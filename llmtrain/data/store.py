@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -132,6 +133,8 @@ def token_store(corpus: Corpus, field: str, reading: Reading, cache: Cache) -> T
     """
 
     def build(folder: Path) -> dict[str, Any]:
+        gc.collect()
+        gc.freeze()  # the rows of a corpus start many collections, and each would scan the objects of all libraries
         with cache.progress.task(f"Tokenizing {corpus.name}") as task:
             if isinstance(corpus, ConversationCorpus):
                 meta = _tokenize_conversations(folder, corpus, field, reading, task)

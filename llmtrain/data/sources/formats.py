@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1000
 BYTE_ORDER_MARK = "\ufeff"
+_AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 class Document(NamedTuple):
@@ -215,7 +216,7 @@ def _document(
     if value is None:
         return
     if column is None:
-        value = json.dumps(value, ensure_ascii=False, default=str)
+        value = _AS_JSON.encode(value)
     if not isinstance(value, str):
         message = f"column '{column}' contains a {type(value).__name__}, not text"
         raise DataError(Problem("data.column", place, message, "set text_column of the source to a column of text"))
