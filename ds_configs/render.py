@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmtrain.ds_config import render
-from llmtrain.plan.load import cluster_of, import_recipe, recipe_of, variants_of
+from llmtrain.plan.load import PythonRecipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.rules import resolve
 
@@ -24,13 +24,13 @@ RECIPES = HERE.parent / "recipes"
 def rendered() -> Iterator[tuple[str, str]]:
     """Yields the file name and text of every configuration, each for the cluster that its recipe names."""
     for path in sorted(RECIPES.glob("*.py")):
-        module = import_recipe(path)
+        file = PythonRecipe(path)
         # Published weights are planned from their architecture, so that rendering does not need the hub.
-        facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
-        for variant in ("", *variants_of(module)):
-            cluster = cluster_of(module, variant)
+        facts = model_facts(file.module.architecture(), None) if hasattr(file.module, "architecture") else None
+        for variant in ("", *file.variants()):
+            cluster = file.cluster(variant)
             assert cluster is not None, f"{path} names no cluster"
-            config = render(resolve(recipe_of(module, variant), cluster, facts))
+            config = render(resolve(file.recipe(variant), cluster, facts))
             name = f"{path.stem}-{variant}" if variant else path.stem
             yield f"{name}.json", json.dumps(config, indent=2) + "\n"
 

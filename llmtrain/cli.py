@@ -109,6 +109,8 @@ def _drop_output() -> None:
 
 def refuse(error: UserError) -> NoReturn:
     """Prints what is wrong and exits with the error's exit code."""
+    if loading := sys.modules.get("llmtrain.plan.load"):
+        error = loading.with_lines(error)
     print(error.report(), file=sys.stderr)
     sys.exit(error.exit_code)
 

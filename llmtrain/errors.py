@@ -67,7 +67,10 @@ class UserError(Exception):
         if isinstance(problems, str):
             problems = Problem(rule="", field="", message=problems)
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(self._line(problem) for problem in self.problems))
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(self._line(problem) for problem in self.problems)
 
     def report(self) -> str:
         """Returns the message for the user: the problems, and the nearest legal plans if there are any."""

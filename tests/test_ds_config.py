@@ -10,7 +10,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.lint.schema import schema
 from llmtrain.plan import Plan
-from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
+from llmtrain.plan.load import PythonRecipe, load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.predict.flat import bucket_elements
 from llmtrain.rules import resolve
@@ -22,10 +22,10 @@ DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.floa
 def every_plan() -> dict[str, Plan]:
     plans = {}
     for path in sorted((ROOT / "recipes").glob("*.py")):
-        module = import_recipe(path)
-        facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
-        for variant in ("", *variants_of(module)):
-            plans[f"{path.stem}:{variant}"] = resolve(recipe_of(module, variant), cluster_of(module, variant), facts)
+        file = PythonRecipe(path)
+        facts = model_facts(file.module.architecture(), None) if hasattr(file.module, "architecture") else None
+        for variant in ("", *file.variants()):
+            plans[f"{path.stem}:{variant}"] = resolve(file.recipe(variant), file.cluster(variant), facts)
     return plans
 
 

@@ -170,9 +170,10 @@ def trl(folder: Path, packed: bool, lora: bool, steps: int) -> dict[str, float]:
 
 
 def _model() -> dict[str, Any]:
-    from llmtrain.plan.load import import_recipe
+    from llmtrain.plan.load import PythonRecipe
 
-    model: dict[str, Any] = import_recipe(Path(RECIPE)).architecture().model_dump(include={"architecture", "config"})
+    architecture = PythonRecipe(Path(RECIPE)).module.architecture()
+    model: dict[str, Any] = architecture.model_dump(include={"architecture", "config"})
     return model
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 1024
 """The largest number of workers on one machine."""
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py.")]
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py or NAME.yaml.")
+]
 SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable."),

@@ -116,10 +116,14 @@ class TrainRequest:
         return self.recipe.partition(":")[2] or None
 
     @property
+    def absolute_path(self) -> str:
+        """The absolute path of the recipe's file, for use in another working directory."""
+        return str(Path(self.path).absolute())
+
+    @property
     def absolute(self) -> str:
-        """The recipe argument with an absolute path, for use in another working directory."""
-        _, colon, variant = self.recipe.partition(":")
-        return f"{Path(self.path).absolute()}{colon}{variant}"
+        """The recipe argument with an absolute path."""
+        return f"{self.absolute_path}{self.recipe.removeprefix(self.path)}"
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -132,11 +136,17 @@ class TrainRequest:
         steps = ("--max-steps", str(self.max_steps)) if self.max_steps else ()
         return (*self.sets, "--resume", self.resume, *steps)
 
-    @property
-    def script(self) -> tuple[str, ...]:
-        """The recipe's file and the options of a worker that a launcher starts, without the run directory."""
+    def script(self, path: str) -> tuple[str, ...]:
+        """Returns what a launcher's Python runs as a worker, without the run directory.
+
+        path: of the recipe's file where the worker is. A Python file is itself the script.
+        """
+        from llmtrain.plan.load import is_yaml
+
+        if is_yaml(path):
+            return ("-m", "llmtrain", "train", f"{path}{self.recipe.removeprefix(self.path)}", *self.arguments)
         named = ("--variant", self.variant) if self.variant else ()
-        return (str(Path(self.path).absolute()), *named, *self.arguments)
+        return (path, *named, *self.arguments)
 
     def load(self) -> tuple[Recipe, Cluster | None]:
         """Loads the recipe and the cluster that it names, if any. Raises RecipeError as `load_recipe` does."""

@@ -34,7 +34,7 @@ def print_lines(tool: Tool, request: TrainRequest) -> None:
     plan = startable(declared, machine, RunDir(folder), request.resume, machine.world_size)
     check_tool(tool, plan)
     print_plan(plan, Console(stderr=True), memory_of(plan))
-    script = (*request.script, "--run-dir", str(folder))
+    script = (*request.script(request.absolute_path), "--run-dir", str(folder))
     named = ("--nodes", str(machine.nodes), "--gpus-per-node", str(machine.devices_per_node))
     planned = ("plan", request.absolute, *request.sets, *named, "--device", machine.device)
     beside = folder.with_name(f"{folder.name}-plan")
@@ -125,9 +125,8 @@ def print_manifest(request: TrainRequest) -> None:
     plan = runnable_plan(declared, cluster, cluster.world_size)
     name = "-".join(part for part in (declared.name, request.variant) if part)
     run_dir = PurePosixPath(request.run_dir or f"{options.mount}/runs/{name}")
-    _, *arguments = request.script
     # The recipe's path is kept as given: it is a path inside the image.
-    script = (request.path, *arguments, "--run-dir", str(run_dir))
+    script = (*request.script(request.path), "--run-dir", str(run_dir))
     manifest = render_manifest(JobSet(declared.name, cluster, script, run_dir, options))
     print_plan(plan, Console(stderr=True), memory_of(plan))
     print(manifest, end="")
@@ -163,8 +162,8 @@ def train_on_hosts(request: TrainRequest) -> None:
     print_plan(plan, console, memory_of(plan))
     console.print(f"hosts    {described(hosts)}", highlight=False, soft_wrap=True)
     clear_failures(folder)
-    argv = (*request.script, "--run-dir", str(folder.path.absolute()))
-    job = HostsJob(tuple(hosts), Path(argv[0]), argv, folder, request.runner or "pdsh")
+    argv = (*request.script(request.absolute_path), "--run-dir", str(folder.path.absolute()))
+    job = HostsJob(tuple(hosts), Path(request.absolute_path), argv, folder, request.runner or "pdsh")
     with caught_signals():
         leave(run_on_hosts(job))
 

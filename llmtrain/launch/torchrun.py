@@ -18,11 +18,14 @@ OWN_MISTAKE = (Exit.USAGE, Exit.DATA, Exit.CHECKPOINT)
 """Exit codes of mistakes that another attempt would repeat."""
 
 
+MODULE = ["-m", "llmtrain"]
+
+
 def main() -> None:
     """Runs torchrun. Exits with 0, 75 if stopped and saved, 2, 3 or 4 for a user's mistake, else 5."""
     options, script = split(sys.argv[1:])
     if not script:
-        print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] RECIPE.py [ARGUMENTS]", file=sys.stderr)
+        print("usage: python -m llmtrain.launch.torchrun [OPTIONS OF TORCHRUN] SCRIPT [ARGUMENTS]", file=sys.stderr)
         sys.exit(Exit.USAGE)
     with tempfile.TemporaryDirectory(prefix="llmtrain-") as name:
         folder = Path(name)
@@ -35,8 +38,12 @@ def main() -> None:
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits torchrun's options from the script with its arguments, which begins at the first word ending in `.py`."""
-    at = next((index for index, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    """Splits torchrun's options from the script with its arguments.
+
+    The script is the first word that ends in `.py`, or `-m llmtrain`, which trains a recipe in YAML.
+    """
+    starts = (at for at, word in enumerate(arguments) if word.endswith(".py") or arguments[at : at + 2] == MODULE)
+    at = next(starts, len(arguments))
     return arguments[:at], arguments[at:]
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llmtrain.errors import printable
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.schema import Where
 from llmtrain.system.untrusted import read_bytes, why
@@ -96,54 +95,17 @@ def read_yaml(text: str) -> Configuration:
     """
     import yaml
 
-    places: dict[Where, list[tuple[int, int]]] = {}
+    from llmtrain.system.yaml_text import YamlError, parse_yaml
+
     try:
-        depth = 0
-        for event in yaml.parse(text, yaml.SafeLoader):  # lazily, since PyYAML's time is quadratic in the depth
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise Unreadable(f"is nested deeper than {DEEPEST} levels")
-            if isinstance(event, yaml.AliasEvent):
-                raise Unreadable("uses YAML aliases")
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        values = _of_yaml(node, (), places, loader)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-        raise Unreadable(
-            f"is not YAML: {getattr(error, 'problem', None) or 'a value is out of range'}", line, column
-        ) from None
+        values, places = parse_yaml(text, yaml.SafeLoader, _object)
+    except YamlError as fault:
+        raise Unreadable(str(fault), fault.line, fault.column) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no YAML mapping")
     if "distributed_type" in values:
         raise NotOurs("skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file")
     return Configuration(values, places, tuple(_repeated(values)))
-
-
-_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-
-
-def _of_yaml(node: Any, where: Where, places: dict[Where, list[tuple[int, int]]], loader: Any) -> Any:
-    import yaml
-
-    if isinstance(node, yaml.CollectionNode) and node.tag not in _PLAIN_TAGS:
-        mark = node.start_mark
-        raise Unreadable(f"uses the YAML tag {printable(node.tag)[:80]}", mark.line + 1, mark.column + 1)
-    if isinstance(node, yaml.MappingNode):
-        pairs = []
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                mark = key.start_mark
-                raise Unreadable("has a key that is no text", mark.line + 1, mark.column + 1)
-            name = str(key.value)
-            inner = (*where, name)
-            places.setdefault(inner, []).append((key.start_mark.line + 1, key.start_mark.column + 1))
-            pairs.append((name, _of_yaml(value, inner, places, loader)))
-        return _object(pairs)
-    if isinstance(node, yaml.SequenceNode):
-        return [_of_yaml(one, (*where, ""), places, loader) for one in node.value]
-    return loader.construct_object(node, deep=True) if node is not None else None
 
 
 class _Object(dict[str, Any]):

@@ -12,7 +12,7 @@ import pytest
 
 from llmtrain import cli, script
 from llmtrain.errors import RecipeError
-from llmtrain.plan.load import import_recipe, load_recipe
+from llmtrain.plan.load import PythonRecipe, load_recipe
 from tests.helpers.commands import run
 
 TINY = Path("recipes/tiny.py").resolve()
@@ -183,7 +183,7 @@ def test_main_without_its_guard_is_named(guardless, tmp_path, capfd):
 def test_main_trains_the_function_that_it_is_given(guardless, tmp_path, monkeypatch, capfd):
     file = tmp_path / "mine.py"
     file.write_text(guardless + "def my(): return recipe()\n")
-    module = import_recipe(file)
+    module = PythonRecipe(file).module
     assert script._arguments(module.recipe, ["--nproc", "2"]) == ["train", str(file), "--nproc", "2"]
     assert script._arguments(module.recipe_zero3, []) == ["train", f"{file}:zero3"]
     assert script._arguments(module.recipe, ["--variant", "bf16", "-x"]) == ["train", f"{file}:bf16", "-x"]

@@ -4,7 +4,7 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.other_names import OURS, THEIR_NAMES
-from llmtrain.plan.load import import_recipe, load_recipe, variants_of, with_variant
+from llmtrain.plan.load import PythonRecipe, load_recipe, with_variant
 from llmtrain.recipe import OptimConfig, Recipe
 
 TINY = Path(__file__).parents[2] / "recipes/tiny.py"
@@ -22,7 +22,7 @@ def test_base_variant_and_assignments():
     assert (base.name, cluster.world_size) == ("tiny", 1)
     variant, _ = load_recipe(f"{TINY}:zero3", ["optim.lr=1e-4", "data.packing=concat"])
     assert (variant.parallel.zero_stage, variant.optim.lr, variant.data.packing) == (3, 1e-4, "concat")
-    assert variants_of(import_recipe(TINY)) == ["zero3", "bf16", "verify", "moe"]
+    assert PythonRecipe(TINY).variants() == ["zero3", "bf16", "verify", "moe"]
 
 
 def test_a_variant_of_a_spec_that_names_none(tmp_path):
@@ -43,7 +43,7 @@ def test_file_that_does_not_exist(tmp_path):
     assert "no folder" in refusal(tmp_path / "gone/tiny.py")[0].message
     assert "is a folder" in refusal(TINY.parent)[0].message
     (tmp_path / "recipe.json").write_text("{}")
-    assert "not a Python file" in refusal(tmp_path / "recipe.json")[0].message
+    assert "neither a Python file" in refusal(tmp_path / "recipe.json")[0].message
 
 
 def test_variant_that_does_not_exist():

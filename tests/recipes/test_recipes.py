@@ -9,7 +9,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.plan.axes import model_parallel_size
-from llmtrain.plan.load import cluster_of, import_recipe, load_recipe, recipe_of, variants_of
+from llmtrain.plan.load import PythonRecipe, load_recipe
 from llmtrain.plan.model_facts import model_facts
 from llmtrain.rules import resolve
 
@@ -29,10 +29,10 @@ PARAMETERS = {
 
 
 def module_plans(path: Path):
-    module = import_recipe(path)
-    facts = model_facts(module.architecture(), None) if hasattr(module, "architecture") else None
-    for variant in ("", *variants_of(module)):
-        yield variant, resolve(recipe_of(module, variant), cluster_of(module, variant), facts)
+    file = PythonRecipe(path)
+    facts = model_facts(file.module.architecture(), None) if hasattr(file.module, "architecture") else None
+    for variant in ("", *file.variants()):
+        yield variant, resolve(file.recipe(variant), file.cluster(variant), facts)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -52,8 +52,8 @@ def test_every_recipe_is_a_program_that_says_what_it_trains(path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith('"""')
     assert text.rstrip().endswith('if __name__ == "__main__":\n    main(recipe)')
-    module = import_recipe(path)
-    assert all(getattr(module, f"recipe_{variant}").__doc__ for variant in variants_of(module))
+    file = PythonRecipe(path)
+    assert all(getattr(file.module, f"recipe_{variant}").__doc__ for variant in file.variants())
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -1,0 +1,100 @@
+"""Loads recipes by path: `FILE` or `FILE:VARIANT`, where the file is Python or YAML."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.plan.load.file import RecipeFile, check_file
+from llmtrain.plan.load.python_file import PythonRecipe, is_running
+from llmtrain.plan.vocabulary import grown
+from llmtrain.recipe import Recipe, parse_assignments
+
+__all__ = [
+    "PythonRecipe",
+    "RecipeFile",
+    "is_running",
+    "is_yaml",
+    "load_recipe",
+    "open_recipe",
+    "with_lines",
+    "with_variant",
+]
+
+
+_lines: dict[str, str] = {}
+"""File and line of each field that a file gives, of the recipe that was loaded last."""
+
+
+def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | None]:
+    """Returns the recipe of `FILE[:VARIANT]` with `--set` assignments applied, and the cluster that it was written for.
+
+    Raises RecipeError for a wrong file, variant, recipe or assignment, and as `grown` does.
+    """
+    path, _, variant = spec.partition(":")
+    file = open_recipe(Path(path))
+    recipe, cluster = file.recipe(variant), file.cluster(variant)
+    fields = parse_assignments(assignments)
+    _lines.clear()
+    _lines.update({name: line for name, line in file.lines(variant).items() if name not in fields})
+    recipe = recipe.with_(**fields) if fields else recipe
+    _check_length(recipe)
+    return grown(recipe), cluster
+
+
+def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:
+    """Reads a recipe file. extending: the files that extend it. Raises RecipeError."""
+    check_file(path)
+    if not is_yaml(str(path)):
+        return PythonRecipe(path)
+    from llmtrain.plan.load.yaml_file import YamlRecipe  # loads PyYAML
+
+    return YamlRecipe(path, open_recipe, extending)
+
+
+def with_lines(error: UserError) -> UserError:
+    """Returns an error whose problems name the lines of their fields in a YAML recipe, where these are known."""
+    error.problems = tuple(
+        replace(one, field=f"{_lines[one.field]}: {one.field}") if one.field in _lines else one
+        for one in error.problems
+    )
+    return error
+
+
+def is_yaml(path: str) -> bool:
+    """Whether a recipe file is YAML, by its name."""
+    return path.endswith((".yaml", ".yml"))
+
+
+def with_variant(spec: str, variant: str) -> str:
+    """Returns `FILE:variant` if a spec names no variant and its file has that one; otherwise the spec unchanged.
+
+    Raises RecipeError for an unreadable file.
+    """
+    path, colon, _ = spec.partition(":")
+    if not colon and variant in open_recipe(Path(path)).variants():
+        return f"{path}:{variant}"
+    return spec
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Raises RecipeError for two lengths, or shares of sources beside epochs.
+
+    Checked here, since the recipe of a started run has the steps that its epochs take.
+    """
+    if recipe.train.epochs is None:
+        return
+    problems = []
+    if recipe.train.max_steps is not None:
+        message = f"{recipe.train.max_steps} is not possible beside epochs={recipe.train.epochs}, which decides it"
+        fix = "--set train.max_steps=null, or --set train.epochs=null"
+        problems.append(Problem("recipe.length", "train.max_steps", message, fix))
+    for number, source in enumerate(recipe.data.sources):
+        if source.weight != 1:
+            message = f"{source.weight} has no effect, since an epoch reads every sequence of '{source.name}' once"
+            fix = f"--set data.sources.{number}.weight=1, or train.max_steps instead of train.epochs"
+            problems.append(Problem("recipe.length", f"data.sources.{number}.weight", message, fix))
+    if problems:
+        raise RecipeError(problems)

@@ -1,0 +1,70 @@
+"""What every kind of recipe file offers, and the faults that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError, nearest, reason, short
+from llmtrain.recipe import Recipe
+
+SUFFIXES = (".py", ".yaml", ".yml")
+
+
+class RecipeFile(Protocol):
+    """A file that declares a recipe, and variants of it."""
+
+    def variants(self) -> list[str]:
+        """Returns the names of the variants, in the order of the file."""
+
+    def recipe(self, variant: str = "") -> Recipe:
+        """Returns the recipe, or a variant of it. Raises RecipeError for an invalid one, or if there is none."""
+
+    def cluster(self, variant: str = "") -> Cluster | None:
+        """Returns the cluster for which it was written. Raises RecipeError for an invalid one."""
+
+    def lines(self, variant: str = "") -> dict[str, str]:
+        """Returns the file and line of each field, by its dotted name, as far as they are known."""
+
+
+def check_file(path: Path) -> None:
+    """Raises RecipeError unless the path is that of a regular file."""
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, a folder without permission
+        raise RecipeError(Problem("recipe.file", short(str(path)), f"cannot be read: {reason(error)}")) from None
+    if not is_file:
+        raise RecipeError(_no_such_file(path))
+    if path.suffix not in SUFFIXES:
+        message = "is neither a Python file with a function recipe() nor a YAML file"
+        raise RecipeError(Problem("recipe.file", str(path), message))
+
+
+def check_variant(path: Path, variant: str, known: list[str]) -> None:
+    """Raises RecipeError if the file has variants, but not this one."""
+    if variant not in known:
+        listing = f"variants: {', '.join(known)}" if known else "it has none"
+        message = f"has no variant '{variant}'{nearest(variant, known)}"
+        raise RecipeError(Problem("recipe.variant", str(path), message, listing))
+
+
+def _no_such_file(path: Path) -> Problem:
+    if path.is_dir():
+        return Problem("recipe.file", str(path), "is a folder, not a recipe", _listing(path))
+    if path.exists():
+        return Problem("recipe.file", str(path), "is a device, a pipe or a socket, not a regular file")
+    folder = path.parent
+    if not folder.is_dir():
+        return Problem("recipe.file", str(path), f"does not exist: there is no folder '{folder}'")
+    known = [file.name for file in _recipes_in(folder)]
+    return Problem("recipe.file", str(path), f"does not exist{nearest(path.name, known)}", _listing(folder))
+
+
+def _recipes_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if file.suffix in SUFFIXES)
+
+
+def _listing(folder: Path) -> str:
+    known = [file.stem for file in _recipes_in(folder)][:20]
+    return f"recipes in {folder}: {', '.join(known)}" if known else ""

@@ -1,0 +1,153 @@
+"""A recipe that is a YAML file: the fields of `Recipe`, with `extends`, `variants` and `cluster`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.load.file import RecipeFile, check_variant
+from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
+from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
+from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
+
+OWN_KEYS = ("extends", "variants", "cluster")
+"""Keys of a file beside the fields of a recipe."""
+LARGEST_FILE = 2**20
+"""Bytes; recipes have a few hundred."""
+
+
+class CoreLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads plain values as YAML 1.2 does: `2e-3` is a number, and `on` is a text. PyYAML itself reads YAML 1.1."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (as the class declares it)
+
+
+def _add(tag: str, pattern: str, first: str, convert: Callable[[str], Any]) -> None:
+    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), list(first))
+    CoreLoader.add_constructor(f"tag:yaml.org,2002:{tag}", lambda _, node: convert(node.value))
+
+
+_add("null", "~|null|Null|NULL|", "~nN", lambda _: None)
+CoreLoader.yaml_implicit_resolvers.setdefault("", []).append(("tag:yaml.org,2002:null", re.compile("$")))
+_add("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true")
+_add("int", "[-+]?[0-9]+", "-+0123456789", int)
+_add("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float)
+
+
+class YamlRecipe:
+    """A YAML file, and what it extends."""
+
+    def __init__(
+        self, path: Path, opened: Callable[[Path, tuple[Path, ...]], RecipeFile], extending: tuple[Path, ...]
+    ) -> None:
+        """opened: reads the file that this one extends. extending: the files that extend this one."""
+        self.path = path
+        self._values, self._places = _read(path)
+        self._base, self._base_variant = self._extended(opened, (*extending, path.resolve()))
+
+    def variants(self) -> list[str]:
+        """Returns the names of the variants, in the order of the file."""
+        return list(self._own("variants"))
+
+    def recipe(self, variant: str = "") -> Recipe:
+        """Returns the recipe: what the file extends, with the fields of the file and those of the variant."""
+        values = self._base.recipe(self._base_variant).model_dump(mode="json") if self._base else {}
+        fields = {key: value for key, value in self._values.items() if key not in OWN_KEYS}
+        values = _merged(values, fields)
+        if variant:
+            check_variant(self.path, variant, self.variants())
+            changed = self._own("variants")[variant]
+            if not isinstance(changed, dict):
+                message = "is not a mapping of the fields that it changes"
+                raise RecipeError(Problem("recipe.value", self._place(f"variants.{variant}"), message))
+            values = _merged(values, changed)
+        try:
+            return parse_recipe(values)
+        except RecipeError as error:
+            raise self._located(error.problems, variant=variant) from None
+
+    def cluster(self, variant: str = "") -> Cluster | None:
+        """Returns the cluster of the file, else of what it extends."""
+        if "cluster" not in self._values:
+            return self._base.cluster(self._base_variant) if self._base else None
+        try:
+            return Cluster.model_validate_json(json.dumps(self._own("cluster")))
+        except ValidationError as error:
+            raise self._located(recipe_problems(error), "cluster.") from None
+
+    def lines(self, variant: str = "") -> dict[str, str]:
+        """Returns the file and line of each field that the file gives, by its dotted name."""
+        lines = {".".join(where): f"{self.path}:{line}" for where, ((line, _), *_) in self._places.items()}
+        own = f"variants.{variant}."
+        return lines | {name.removeprefix(own): line for name, line in lines.items() if name.startswith(own)}
+
+    def _own(self, key: str) -> dict[str, Any]:
+        """Returns the mapping under a key of the file; empty if it has none."""
+        value = self._values.get(key) or {}
+        if not isinstance(value, dict):
+            raise RecipeError(Problem("recipe.value", self._place(key), "is not a mapping"))
+        return value
+
+    def _extended(
+        self, opened: Callable[[Path, tuple[Path, ...]], RecipeFile], extending: tuple[Path, ...]
+    ) -> tuple[RecipeFile | None, str]:
+        spec = self._values.get("extends")
+        if spec is None:
+            return None, ""
+        place = self._place("extends")
+        if not isinstance(spec, str):
+            raise RecipeError(Problem("recipe.value", place, "is not the path of a recipe", "extends: tiny.py:zero3"))
+        name, _, variant = spec.partition(":")
+        path = self.path.parent / name
+        if path.resolve() in extending:
+            raise RecipeError(Problem("recipe.extends", place, f"'{spec}' extends this file in turn"))
+        return opened(path, extending), variant
+
+    def _located(self, problems: Iterable[Problem], prefix: str = "", variant: str = "") -> RecipeError:
+        """Returns the error of problems, each with the line of its field, or of the nearest one around it."""
+        return RecipeError(
+            Problem(one.rule, self._place(prefix + one.field, variant), one.message, one.fix) for one in problems
+        )
+
+    def _place(self, field: str, variant: str = "") -> str:
+        lines, around = self.lines(variant), field
+        while around and around not in lines:
+            around = around.rpartition(".")[0]
+        return f"{lines.get(around, self.path)}: {field}"
+
+
+def _merged(values: Any, given: Any) -> Any:
+    """Returns values with those that are given: objects are merged, and everything else is replaced."""
+    if not (isinstance(values, dict) and isinstance(given, dict) and given):
+        return given
+    return values | {key: _merged(values.get(key), value) for key, value in given.items()}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Places]:
+    try:
+        values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
+    except YamlError as error:
+        at = f":{error.line}:{error.column}" if error.line else ""
+        raise RecipeError(Problem("recipe.yaml", f"{path}{at}", str(error))) from None
+    except UNREADABLE as error:
+        raise RecipeError(Problem("recipe.file", str(path), f"cannot be read: {why(error)}")) from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise RecipeError(Problem("recipe.yaml", str(path), "is not a mapping of the fields of a recipe"))
+    if repeated := [(where, lines) for where, lines in places.items() if len(lines) > 1]:
+        raise RecipeError(
+            Problem("recipe.yaml", f"{path}:{lines[1][0]}: {'.'.join(where)}", f"was given in line {lines[0][0]}, too")
+            for where, lines in repeated
+        )
+    if fault := json_fault(values):
+        raise RecipeError(Problem("recipe.yaml", str(path), fault))
+    return values, places
