@@ -18,8 +18,10 @@ from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
 from llmtrain.commands.generate import GenerateRequest, generate_text
+from llmtrain.commands.init import InitRequest, write_recipe
 from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
+from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import limit_spinning
@@ -34,6 +36,24 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(recipe_app, name="recipe")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from llmtrain import __version__
+
+        print(f"llmtrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Has the options that belong to no command."""
 
 
 def command(run: Callable[[Any], None]) -> Callable[..., None]:
@@ -113,6 +133,12 @@ def refuse(error: UserError) -> NoReturn:
         error = loading.with_lines(error)
     print(error.report(), file=sys.stderr)
     sys.exit(error.exit_code)
+
+
+@command
+def init(request: InitRequest) -> None:
+    """Write a recipe for your data, as a Python file or as YAML, from a few options or answers."""
+    write_recipe(request)
 
 
 @command

@@ -670,9 +670,9 @@ _PLACES = {"Source": "data.sources", "TrainedTokenizer": "data.tokenizer", "Lora
 def recipe_problems(error: ValidationError) -> list[Problem]:
     """Converts a pydantic error to problems, with the closest name for a field that does not exist."""
     places = _PLACES | {
-        _part_in(field.annotation).__name__: name
+        part_in(field.annotation).__name__: name
         for name, field in Recipe.model_fields.items()
-        if _part_in(field.annotation)
+        if part_in(field.annotation)
     }
     errors = error.errors(include_url=False)
     # For `str | TrainedTokenizer`, an object is meant as the latter; that it is not a string is no useful message.
@@ -723,15 +723,15 @@ def _fields_of(path: str) -> list[str]:
         if name.isdigit():
             continue
         annotation = part.model_fields[name].annotation if name in getattr(part, "model_fields", {}) else None
-        part = _part_in(annotation)
+        part = part_in(annotation)
     return list(getattr(part, "model_fields", {}))
 
 
-def _part_in(annotation: Any) -> Any:
+def part_in(annotation: Any) -> Any:
     """Returns the `Part` within an annotation such as `Sequence[Source]` or `str | TrainedTokenizer`."""
     if isinstance(annotation, type) and issubclass(annotation, Part):
         return annotation
-    return next((found for argument in getattr(annotation, "__args__", ()) if (found := _part_in(argument))), None)
+    return next((found for argument in getattr(annotation, "__args__", ()) if (found := part_in(argument))), None)
 
 
 def _plain(value: Any) -> Any:

@@ -93,6 +93,23 @@ def test_values_are_those_of_yaml_1_2(written):
     assert [config[name] for name in "abcdef"] == ["1:30", "2024-01-01", ".inf", "0x10", "1", "no"]
 
 
+def test_the_recipes_of_the_guide(tmp_path, monkeypatch, capsys):
+    guide = (TINY.parents[1] / "docs/guides/recipes.md").read_text()
+    in_yaml, in_python = (guide.split(f"```{kind}\n")[1].split("```")[0] for kind in ("yaml", "python"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    for folder in (".", "recipes"):
+        (tmp_path / folder / "tiny.py").write_text(TINY.read_text())
+    Path("mine.py").write_text(in_python)
+    assert load_recipe("mine.py:long", [])[0].train.max_steps == 10_000
+    Path("mine.yaml").write_text(in_yaml.replace("zero_stage: 1", "zero_stage: 2"))
+    assert load_recipe("mine.yaml", [])[0].optim.lr == load_recipe("mine.py", [])[0].optim.lr
+    with pytest.raises(SystemExit):
+        main(["plan", "mine.yaml:two_stages"])
+    shown = guide.split("```text\n")[1].split("```")[0]
+    assert capsys.readouterr().err.startswith(shown)
+
+
 def test_every_fault_has_its_line(written):
     path = written(
         WHOLE.replace("lr: 2e-3", "lrr: 2e-3").replace("weight: 0.5", "weight: x").replace("train:", "trian:")

@@ -151,3 +151,44 @@ def _read(path: Path) -> tuple[dict[str, Any], Places]:
     if fault := json_fault(values):
         raise RecipeError(Problem("recipe.yaml", str(path), fault))
     return values, places
+
+
+class CoreDumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Quotes the texts that `CoreLoader` would read as something else."""
+
+    yaml_implicit_resolvers = CoreLoader.yaml_implicit_resolvers
+
+
+def as_yaml(recipe: Recipe, cluster: Cluster | None, with_defaults: bool = False) -> str:
+    """Returns the text of a YAML file that declares a recipe and its cluster, without fields that have their default.
+
+    with_defaults: with all fields.
+    """
+    values = recipe.model_dump(mode="json", exclude_defaults=not with_defaults)
+    if cluster:
+        values["cluster"] = cluster.model_dump(mode="json", exclude_unset=not with_defaults)
+    text: str = yaml.dump(values, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def schema() -> dict[str, Any]:
+    """Returns the JSON schema of YAML recipes, for editors.
+
+    No field is required in it, since what a file extends may have it; loading a recipe reports what is missing.
+    """
+    described = Recipe.model_json_schema()
+    machine = Cluster.model_json_schema()
+    parts = described.pop("$defs") | machine.pop("$defs")
+    for part in (described, machine, *parts.values()):
+        part.pop("required", None)
+    fields = dict(described["properties"])
+    described["properties"] |= {
+        "extends": {"type": "string", "description": "A recipe whose fields this file changes: FILE[:VARIANT]."},
+        "cluster": machine,
+        "variants": {
+            "type": "object",
+            "description": "Variants by name, with the fields that each changes.",
+            "additionalProperties": {"type": "object", "properties": fields, "additionalProperties": False},
+        },
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | described | {"$defs": parts}

@@ -1,0 +1,178 @@
+"""`llmtrain init`: writes a recipe for given data, as a Python file or as YAML."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from llmtrain.errors import DataError, Problem, RecipeError, reason, shown
+from llmtrain.recipe import ModelConfig, Part, Recipe, part_in
+from llmtrain.system.untrusted import json_fault
+
+Kind = Literal["text", "conversations", "preferences"]
+LLAMA = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+"""A new model that trains in minutes on CPUs."""
+VOCABULARY = 4096
+SHORT, LONG = 256, 2048
+"""Sequence length of a new model, and the longest one of pretrained weights: memory grows with it."""
+WIDTH = 100
+"""Characters of the longest call that is written on one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitRequest:
+    """The options of the command line."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.py, or NAME.yaml.")]
+    data: Annotated[
+        str | None, typer.Option(help="What to train on: a file, folder, pattern, or dataset of the hub.")
+    ] = None
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of pretrained weights; default: a new, small Llama.")
+    ] = None
+    lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter instead of the weights.")] = False
+    kind: Annotated[
+        Kind | None, typer.Option(help="What the data hold; default: what the columns of a local file show, else text.")
+    ] = None
+
+
+def write_recipe(request: InitRequest) -> None:
+    """Writes the file and says what to do next. Asks on a terminal for what is not given."""
+    if request.data is None:
+        request = _asked(request)
+    assert request.data is not None
+    if problems := _problems(request):
+        raise RecipeError(problems)
+    kind = request.kind or _kind_of(request.data)
+    recipe = _recipe(request.file.stem, request.data, request.model, request.lora, kind)
+    text = _yaml(recipe) if request.file.suffix != ".py" else _python(recipe)
+    try:
+        with request.file.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise RecipeError(Problem("init.file", str(request.file), f"cannot be written: {reason(error)}")) from None
+    print(f"wrote {request.file}: {kind} from {request.data}")
+    look = " --show 1" if kind != "text" else ""
+    print(f"look at the data:  llmtrain data {request.file}{look}\ntrain:             llmtrain train {request.file}")
+
+
+def _asked(request: InitRequest) -> InitRequest:
+    if not sys.stdin.isatty():
+        raise RecipeError(Problem("init.data", "--data", "is required", "--data FILE, FOLDER or NAME of a hub dataset"))
+    data = typer.prompt("What to train on (a file, a folder, a pattern, or a dataset of the hub)")
+    model = (
+        request.model or typer.prompt("Pretrained weights (a folder or hub name; empty for a new model)", "") or None
+    )
+    lora = request.lora or (model is not None and typer.confirm("Train a LoRA adapter instead of all weights?"))
+    return InitRequest(file=request.file, data=data, model=model, lora=lora, kind=request.kind)
+
+
+def _problems(request: InitRequest) -> list[Problem]:
+    from llmtrain.plan.load.file import SUFFIXES
+
+    problems = []
+    for option, text in (("--data", request.data), ("--model", request.model)):
+        if text and (fault := json_fault(text)):
+            problems.append(Problem("init.text", option, f"{shown(text)} was given: {fault}"))
+    if request.file.suffix not in SUFFIXES:
+        problems.append(Problem("init.file", str(request.file), f"must end in {', '.join(SUFFIXES)}"))
+    if request.file.exists():
+        problems.append(Problem("init.file", str(request.file), "exists", "choose another name"))
+    if request.lora and request.model is None:
+        message = "adapts pretrained weights, and a new model has none"
+        problems.append(Problem("init.lora", "--lora", message, "--model FOLDER or hub name"))
+    if request.kind == "preferences" and request.model is None:
+        message = "compare completions with those of pretrained weights, and a new model has none"
+        problems.append(Problem("init.model", "preferences", message, "--model FOLDER or hub name"))
+    return problems
+
+
+def _kind_of(data: str) -> Kind:
+    """Returns what data hold. Raises DataError for local files that hold neither."""
+    from llmtrain.data.chat.conversation import find_layout
+    from llmtrain.data.sources.files import find_files
+    from llmtrain.data.sources.formats import READERS, kind_of, read_text
+
+    files = find_files(data, "train", "--data")
+    reader = READERS[kind_of(files[0]) or ".txt"] if files else read_text
+    if reader is read_text:
+        return "text"
+    first = next(reader(files[0], None), None)
+    columns = list(json.loads(first.text)) if first else []
+    if "text" in columns:
+        return "text"
+    for kind, format in (("preferences", "preference"), ("conversations", None)):
+        try:
+            find_layout(columns, "--data", format=format, named={})  # type: ignore[arg-type]
+        except DataError:
+            continue
+        return kind  # type: ignore[return-value]
+    message = f"{files[0]} has neither a column 'text' nor those of conversations or preferences: {', '.join(columns)}"
+    fix = "rename a column, or name it in the recipe: text_column, or columns={...} of a Source"
+    raise DataError(Problem("init.data", "--data", message, fix))
+
+
+def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind) -> dict[str, Any]:
+    """Returns the fields of the recipe."""
+    from llmtrain.plan.model_facts import pretrained_config
+    from llmtrain.plan.vocabulary import read_template
+
+    source = {"name": data}
+    fields: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "run"}
+    if model is None:
+        fields["model"] = {"architecture": "llama", "config": LLAMA}
+        fields["data"] = {"sources": [source], "tokenizer": {"vocab_size": VOCABULARY}, "sequence_length": SHORT}
+    else:
+        longest = pretrained_config(ModelConfig(pretrained=model))[1].get("max_position_embeddings")
+        fields["model"] = {"pretrained": model} | ({"adapter": {"rank": 16}} if lora else {})
+        length = min(LONG, longest) if isinstance(longest, int) else LONG
+        fields["data"] = {"sources": [source], "tokenizer": model, "sequence_length": length}
+    if kind != "text" and (model is None or read_template(None, model) is None):
+        fields["data"]["chat_template"] = "plain"
+    if kind == "preferences":
+        fields["objective"] = {"name": "dpo"}
+    rate = 2e-3 if model is None else 1e-4 if lora else 1e-5
+    fields["optim"] = {"lr": rate / 10 if kind == "preferences" else rate, "warmup_steps": 10}
+    fields["batch"] = {"global_batch_size": 8, "micro_batch_size": 1 if model else 2}
+    fields["train"] = {"max_steps": 200} if kind == "text" else {"epochs": 1}
+    return fields
+
+
+def _yaml(fields: dict[str, Any]) -> str:
+    import yaml
+
+    from llmtrain.plan.load.yaml_file import CoreDumper
+
+    text = yaml.dump(fields, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
+    return f"# `llmtrain recipe show FILE --all` prints every field.\n{text}"
+
+
+def _python(fields: dict[str, Any]) -> str:
+    return (
+        '"""Fields and their defaults: `llmtrain recipe show FILE --all`."""\n\nimport llmtrain as lt\n\n\n'
+        f"def recipe() -> lt.Recipe:\n    return {_call(Recipe, fields, 4)}\n\n\n"
+        'if __name__ == "__main__":\n    lt.main(recipe)\n'
+    )
+
+
+def _call(part: type[Part], fields: dict[str, Any], indent: int) -> str:
+    """Returns the call that makes a part of a recipe."""
+    arguments = []
+    for name, value in fields.items():
+        inner, deeper = part_in(part.model_fields[name].annotation), indent + 4
+        if inner and isinstance(value, dict):
+            arguments.append(f"{name}={_call(inner, value, deeper)}")
+        elif inner and isinstance(value, list):
+            arguments.append(f"{name}=[{', '.join(_call(inner, one, deeper) for one in value)}]")
+        else:
+            arguments.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
+    line = f"lt.{part.__name__}({', '.join(arguments)})"
+    if len(line) + indent <= WIDTH and part is not Recipe:
+        return line
+    return f"lt.{part.__name__}(" + "".join(f"\n{' ' * (indent + 4)}{one}," for one in arguments) + f"\n{' ' * indent})"

@@ -1,0 +1,38 @@
+"""`llmtrain recipe`: shows what a recipe resolves to; prints the schema of YAML recipes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from llmtrain.commands.plan import JsonOption, RecipeArgument, SetOption
+
+app = typer.Typer(help="Show a recipe, or the schema of recipes.", no_args_is_help=True)
+
+
+@app.command("show")
+def show_recipe(
+    recipe: RecipeArgument,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    with_defaults: Annotated[bool, typer.Option("--all", help="Also show fields that have their default.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a recipe as YAML, with all that it extends and its cluster. A file with this text is a recipe, too."""
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.load.yaml_file import as_yaml
+
+    declared, cluster = load_recipe(recipe, assignments)
+    if as_json:
+        print(declared.model_dump_json(indent=2, exclude_defaults=not with_defaults))
+    else:
+        print(as_yaml(declared, cluster, with_defaults), end="")
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON schema of YAML recipes, with which editors complete and check fields."""
+    from llmtrain.plan.load.yaml_file import schema
+
+    print(json.dumps(schema(), indent=2, ensure_ascii=False))

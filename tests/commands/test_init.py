@@ -1,0 +1,136 @@
+"""`llmtrain init` writes a recipe that can be planned and trained; `llmtrain recipe` shows recipes."""
+
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from llmtrain.cli import app, main
+from llmtrain.errors import UserError
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.load.yaml_file import as_yaml, schema
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.py"))
+CHAT = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, row in (("chats", CHAT), ("pairs", PAIR), ("texts", {"text": "some text"}), ("others", {"a": 1})):
+        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    Path("weights").mkdir()
+    Path("weights/config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 256, "max_position_embeddings": 512})
+    )
+    return tmp_path
+
+
+def refused(*words: str) -> tuple[int, str]:
+    with pytest.raises(UserError) as error:
+        _init(*words)
+    return int(error.value.exit_code), str(error.value)
+
+
+def _init(*words: str) -> None:
+    app(["init", *words], standalone_mode=False)
+
+
+@pytest.mark.parametrize("suffix", ["py", "yaml"])
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (["--data", "texts.jsonl"], {"train.max_steps": 200, "data.sequence_length": 256, "optim.lr": 2e-3}),
+        (["--data", "chats.jsonl"], {"train.epochs": 1, "data.chat_template": "plain"}),
+        (
+            ["--data", "pairs.jsonl", "--model", "weights", "--lora"],
+            {"objective.name": "dpo", "model.adapter.rank": 16, "data.sequence_length": 512, "optim.lr": 1e-5},
+        ),
+        (["--data", "owner/name", "--kind", "conversations", "--model", "weights"], {"data.tokenizer": "weights"}),
+        (["--data", 'a "b" *.txt', "--kind", "text"], {"data.sources.0.name": 'a "b" *.txt'}),
+    ],
+)
+def test_it_writes_a_recipe_for_what_the_data_hold(folder, capsys, suffix, options, fields):
+    _init(f"my recipe.{suffix}", *options)
+    assert f"llmtrain train my recipe.{suffix}" in capsys.readouterr().out
+    recipe, _ = load_recipe(f"my recipe.{suffix}", [])
+    assert {name: recipe.dotted()[name] for name in fields} == fields
+    assert recipe.name == "my-recipe"
+
+
+def test_both_kinds_of_file_are_the_same_recipe(folder):
+    for file in ("mine.py", "mine.yaml"):
+        _init(file, "--data", "pairs.jsonl", "--model", "weights")
+    assert load_recipe("mine.py", []) == load_recipe("mine.yaml", [])
+
+
+def test_faults_are_reported_together_and_nothing_is_written(folder):
+    assert refused("mine.py")[1].startswith("--data: is required")
+    code, said = refused("mine.toml", "--data", "pairs.jsonl", "--lora", "--kind", "preferences")
+    assert (code, said.count("[init.")) == (2, 3)
+    code, said = refused("mine.py", "--data", "others.jsonl")
+    assert (code, "neither a column 'text'" in said) == (3, True)
+    assert "is not valid Unicode" in refused("mine.py", "--data", "a\udcff.txt")[1]
+    assert "cannot be written" in refused("gone/mine.py", "--data", "texts.jsonl")[1]
+    Path("mine.py").write_text("mine")
+    assert "exists" in refused("mine.py", "--data", "texts.jsonl")[1]
+    assert Path("mine.py").read_text() == "mine"
+    assert sorted(path.name for path in folder.iterdir() if path.suffix in (".py", ".toml")) == ["mine.py"]
+
+
+def test_it_asks_on_a_terminal(folder):
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "llmtrain", "init", "mine.py"])
+    for answer in ("pairs.jsonl", "weights", "y"):
+        os.write(terminal, f"{answer}\n".encode())
+    said = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the terminal was closed
+            break
+        said += part
+        if not part:
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, said
+    recipe, _ = load_recipe("mine.py", [])
+    assert (recipe.model.pretrained, recipe.objective.name) == ("weights", "dpo")
+    assert recipe.model.adapter is not None
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_is_shown_is_the_recipe(path, tmp_path):
+    recipe, cluster = load_recipe(str(path), [])
+    recipe = recipe.with_(name="1e3")
+    for with_defaults in (False, True):
+        (tmp_path / "shown.yaml").write_text(as_yaml(recipe, cluster, with_defaults))
+        assert load_recipe(str(tmp_path / "shown.yaml"), []) == (recipe, cluster)
+
+
+def test_the_schema_accepts_recipes_and_finds_typing_errors(capsys):
+    main_schema = schema()
+    jsonschema.Draft202012Validator.check_schema(main_schema)
+    check = jsonschema.Draft202012Validator(main_schema)
+    for path in RECIPES:
+        recipe, cluster = load_recipe(str(path), [])
+        values = recipe.model_dump(mode="json") | {"cluster": cluster.model_dump(mode="json") if cluster else {}}
+        assert not list(check.iter_errors(values | {"extends": "x.py", "variants": {"a": {"optim": {"lr": 1.0}}}}))
+    for wrong in ({"optim": {"lrr": 1}}, {"trian": {}}, {"variants": {"a": {"trian": {}}}}, {"optim": {"lr": "x"}}):
+        assert list(check.iter_errors(wrong))
+    with pytest.raises(SystemExit) as ended:
+        main(["recipe", "schema"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out) == main_schema
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("llmtrain 0.")
