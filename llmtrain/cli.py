@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import typer
 
+from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
@@ -80,6 +81,7 @@ def _default(field: Field[Any]) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command; a user's mistake becomes a message and an exit code."""
     take_any_text()
+    completion.prepare()
     limit_spinning(os.environ)
     try:
         _check_surroundings()
@@ -320,6 +322,17 @@ def export(
 def generate(request: GenerateRequest) -> None:
     """Continue a text with an exported model, or with the export in a run directory; or talk to it (--chat)."""
     generate_text(request)
+
+
+@app.command("completion")
+def print_completion(
+    shell: Annotated[completion.Shell, typer.Argument(help="Shell that you use.")],
+) -> None:
+    """Print the script that makes a shell complete commands, recipes, fields and values.
+
+    source <(llmtrain completion bash) loads it in bash and zsh, llmtrain completion fish | source in fish.
+    """
+    print(completion.SCRIPTS[shell], end="")
 
 
 @command

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmtrain.commands import completion
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 
 if TYPE_CHECKING:
@@ -22,11 +23,19 @@ if TYPE_CHECKING:
 MOST_WORKERS = 1024
 """The largest number of workers on one machine."""
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py or NAME.yaml.")
+    str,
+    typer.Argument(
+        metavar="RECIPE[:VARIANT]", help="Recipe file, recipes/NAME.py or NAME.yaml.", autocompletion=completion.recipes
+    ),
 ]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set a field of the recipe, as in optim.lr=3e-4. Repeatable.",
+        autocompletion=completion.assignments,
+    ),
 ]
 NodesOption = Annotated[int | None, typer.Option(help="Number of machines; default: as in the recipe.", min=1)]
 PerNodeOption = Annotated[int | None, typer.Option(help="Number of devices per machine.", min=1)]

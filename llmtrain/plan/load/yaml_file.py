@@ -50,7 +50,7 @@ class YamlRecipe:
     ) -> None:
         """opened: reads the file that this one extends. extending: the files that extend this one."""
         self.path = path
-        self._values, self._places = _read(path)
+        self._values, self._places = read_yaml(path)
         self._base, self._base_variant = self._extended(opened, (*extending, path.resolve()))
 
     def variants(self) -> list[str]:
@@ -131,7 +131,8 @@ def _merged(values: Any, given: Any) -> Any:
     return values | {key: _merged(values.get(key), value) for key, value in given.items()}
 
 
-def _read(path: Path) -> tuple[dict[str, Any], Places]:
+def read_yaml(path: Path) -> tuple[dict[str, Any], Places]:
+    """Returns the content of a file, and where its keys are. Raises RecipeError."""
     try:
         values, places = parse_yaml(read_text(path, LARGEST_FILE), CoreLoader, dict)
     except YamlError as error:
