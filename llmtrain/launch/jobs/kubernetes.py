@@ -19,6 +19,8 @@ from llmtrain.recipe import Part
 from llmtrain.run_dir import SECRET
 
 RULE = "kubernetes.option"
+USER = 10001
+"""The user of the image (`Dockerfile`)."""
 LONGEST_NAME = 40
 """Longest name of a job: pods and their host names append to it, and have at most 63 characters."""
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
@@ -135,6 +137,7 @@ def render_manifest(manifest: JobSet) -> str:
         name=name,
         options=options,
         nodes=cluster.nodes,
+        user=USER,
         summary=f"{manifest.name}: {cluster.nodes} pods of {cluster.devices_per_node} {cluster.device}",
         port=PORT,
         resources=_resources(options, cluster),
