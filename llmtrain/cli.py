@@ -255,6 +255,19 @@ def verify(
 
 
 @app.command()
+def profile(
+    run: Annotated[Path, typer.Argument(help="Run directory of a job that is running.")],
+    steps: Annotated[int, typer.Option(help="Number of steps to record.", min=1)] = 3,
+    ranks: Annotated[str, typer.Option(help="Ranks to record, separated by commas.")] = "0",
+    memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
+) -> None:
+    """Ask a running job to record its next steps with torch's profiler, from its next logged step on."""
+    from llmtrain.commands.profile import request_profile
+
+    request_profile(run, steps, ranks, memory)
+
+
+@app.command()
 def tune(
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)

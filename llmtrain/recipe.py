@@ -533,6 +533,19 @@ class WatchdogConfig(Part):
     """A rank whose own work takes this many times as long as that of the median rank is reported. 0: never."""
 
 
+class ProfileConfig(Part):
+    """A window of steps that torch's profiler records, to `profile/` of the run directory."""
+
+    steps: NonNegativeInt = 0
+    """Number of steps to record. 0: none."""
+    after_step: NonNegativeInt = 10
+    """The window begins with the step after this one; the first steps of a run compile and allocate."""
+    ranks: Many[NonNegativeInt] = (0,)
+    """Ranks that are recorded."""
+    memory: bool = False
+    """Also write a snapshot of a GPU's memory, for https://pytorch.org/memory_viz."""
+
+
 class ExportConfig(Part):
     """What a finished run produces besides its last checkpoint."""
 
@@ -562,6 +575,7 @@ class Recipe(Part):
     kernels: KernelsConfig = KernelsConfig()
     logging: LoggingConfig = LoggingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    profile: ProfileConfig = ProfileConfig()
     export: ExportConfig = ExportConfig()
 
     @model_validator(mode="after")

@@ -37,7 +37,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|offload_optimizer|offload_param|nvme_path)"
-    r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|export)\..*"
+    r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|profile|export)\..*"
 )
 
 PACKAGES = (
@@ -155,6 +155,16 @@ class RunDir:
     def export(self) -> Path:
         """The Hugging Face folder of the finished model."""
         return self.path / "export"
+
+    @property
+    def profile(self) -> Path:
+        """Recorded windows of steps."""
+        return self.path / "profile"
+
+    @property
+    def profile_request(self) -> Path:
+        """What `llmtrain profile` asks the ranks of a running job to record: a `ProfileConfig`."""
+        return self.profile / "request.json"
 
     @property
     def logs(self) -> Path:

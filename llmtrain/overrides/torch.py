@@ -206,3 +206,14 @@ def missing_for_compiler(on_cpu: bool) -> tuple[str, str]:
     if not (headers / "Python.h").is_file():
         return f"{headers} has no Python.h, which what is compiled includes", "install python3-dev"
     return "", ""
+
+
+def record_memory() -> None:
+    """Lets torch remember each allocation on the GPU with the calls that led to it."""
+    torch.cuda.memory._record_memory_history()
+
+
+def write_memory(file: Path) -> None:
+    """Writes what was remembered, for https://pytorch.org/memory_viz, and ends it."""
+    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
+    torch.cuda.memory._record_memory_history(enabled=None)

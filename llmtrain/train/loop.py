@@ -20,6 +20,7 @@ from llmtrain.metrics import BusyCores, Meter, MetricsLogger, StepMetrics, Train
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
+from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.signals import Agreement
 
 
@@ -43,6 +44,7 @@ class Run:
     heart: Heartbeat = field(default_factory=Heartbeat)
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
+    profiler: StepProfiler | None = None
 
 
 class TooManySkippedError(Exception):
@@ -70,6 +72,8 @@ def fit(run: Run) -> None:
             asked = time.perf_counter()
             batch = next(batches)
             waited = time.perf_counter() - asked
+            if run.profiler:
+                run.profiler.begin(state.step + 1)
             result = run.engine.train_step(batch)
             run.heart.end_step(waited)
             state.step += 1
@@ -77,10 +81,14 @@ def fit(run: Run) -> None:
             state.tokens += batch.target_tokens
             meter.add(batch.target_tokens, waited)
             run.progress.advance(state.step)
+            if run.profiler:
+                run.profiler.end(state.step)
             # A run that stops early logs and evaluates as an uninterrupted run does, so that it can be continued.
             at_end = state.step == recipe.train.steps
             if at_end or _due(recipe.logging.every_steps, state.step):
                 _log(run, result, meter, batch)
+                if run.profiler:
+                    run.profiler.look(state.step)
             # Separate from logging, because results must not depend on what is logged.
             if at_end or recipe.guard.looks_after(state.step):
                 _check_skipped(run)

@@ -233,6 +233,7 @@ class _Worker:
         from llmtrain.metrics import MetricsLogger, TrainingProgress
         from llmtrain.runtime.distributed import barrier
         from llmtrain.train.loop import Run, fit
+        from llmtrain.train.profiling import StepProfiler
         from llmtrain.train.signals import Agreement
 
         if state.step:
@@ -245,7 +246,10 @@ class _Worker:
                 stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)
                 skipped = engine.guard.read().total
                 cores = self._cores()
-                fit(Run(recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores))
+                profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
+                parts = (recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores)
+                fit(Run(*parts, profiler=profiler))
+                profiler.close()
                 stop.close()
                 heart.finish()
                 progress.summary()

@@ -250,6 +250,12 @@ REMOVALS = (
         TORCH,
     ),
     Removal(
+        "_dump_snapshot",
+        *_removed("torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]"),
+        "tests/train/test_profiling.py",
+        TORCH,
+    ),
+    Removal(
         "optimize_ddp",
         *_removed("torch._dynamo.config.optimize_ddp = False"),
         f"{ENGINES}test_compiled.py",
