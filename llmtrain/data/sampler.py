@@ -19,6 +19,7 @@ from llmtrain.data.order import Mixture, permutation_key, permute
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import PackedSamples, Rows, Samples, empty_rows
+from llmtrain.data.tokenizer import token_bytes
 from llmtrain.errors import DataError, Problem
 from llmtrain.plan.plan import Plan
 
@@ -198,6 +199,7 @@ class Schedule:
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
         self._eval = [source.eval for source in prepared.evaluated]
+        self._eval_bytes: dict[int | None, int | None] = {}
         self._check_sizes()
 
     @classmethod
@@ -240,6 +242,16 @@ class Schedule:
         The order is the same in every run, source by source. Rows without targets fill the last batch of each source.
         """
         return prefetched(self._eval_batches(max_sequences))
+
+    def eval_bytes(self, max_sequences: int | None = None) -> int | None:
+        """Returns the UTF-8 bytes of the targets of those sequences; None if the tokenizer does not tell them."""
+        if max_sequences not in self._eval_bytes:
+            tokenizer = self._prepared.tokenizer
+            of_token = token_bytes(tokenizer.folder, tokenizer.vocab_size)
+            rows = self._prepared.eval_order().read(max_sequences)
+            known = None if of_token is None else sum(int(of_token[one.labels[one.labels >= 0]].sum()) for one in rows)
+            self._eval_bytes[max_sequences] = known
+        return self._eval_bytes[max_sequences]
 
     def _eval_batches(self, max_sequences: int | None) -> Iterator[StepBatch]:
         step = self._micro * self._size

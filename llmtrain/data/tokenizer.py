@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from llmtrain.data.cache import Cache, key_of
 from llmtrain.data.order import integer_weights
@@ -255,6 +258,31 @@ def _meta(folder: Path, tokenizer: Any, eos: int, bos: int | None) -> dict[str, 
     identity = key_of(_files_hash(folder), eos, bos)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     return {"identity": identity, "vocab_size": vocab_size, "eos_id": eos, "bos_id": bos}
+
+
+def token_bytes(folder: Path, size: int) -> NDArray[np.int64] | None:
+    """Returns [size]: the number of UTF-8 bytes that each token stands for, 0 for special tokens.
+
+    None for a tokenizer whose tokens do not say, since they are neither of bytes nor texts with `▁` for spaces.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    described = json.loads(tokenizer.to_str())
+    decoder = json.dumps(described["decoder"], ensure_ascii=False)
+    of_bytes = '"ByteLevel"' in decoder  # a character for each byte (Radford et al. 2019)
+    if not of_bytes and '"Metaspace"' not in decoder and '"▁"' not in decoder:
+        return None
+    single = re.compile("<0x[0-9A-F]{2}>" if described["model"].get("byte_fallback") else "(?!)")
+    found = np.zeros(size, np.int64)
+    for token, number in tokenizer.get_vocab(with_added_tokens=False).items():
+        if of_bytes:
+            found[number] = len(token)
+        else:
+            found[number] = 1 if single.fullmatch(token) else len(token.replace("▁", " ").encode())
+    for number, added in tokenizer.get_added_tokens_decoder().items():
+        found[number] = 0 if added.special else len(added.content.encode())
+    return found
 
 
 def _files_hash(folder: Path) -> str:

@@ -102,13 +102,17 @@ class MetricsLogger:
         eval_loss: float,
         by_source: Mapping[str, float] | None = None,
         rewards: Mapping[str, float] | None = None,
+        bytes_per_token: float | None = None,
     ) -> Record:
         """Writes an evaluation after `step` steps; returns its record.
 
         by_source: the loss of each source. rewards: as in `StepMetrics`; a loss of completions has no perplexity.
+        bytes_per_token: of the targets, for bits per byte, by which models with other tokenizers can be compared.
         """
         fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
         fields |= {"perplexity": perplexity(eval_loss)} if rewards is None else rewards
+        if bytes_per_token and rewards is None:
+            fields["bits_per_byte"] = eval_loss / math.log(2) / bytes_per_token
         if by_source and len(by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
         return self._write(fields, "eval")

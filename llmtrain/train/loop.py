@@ -122,8 +122,10 @@ def evaluate(run: Run) -> None:
     run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(terms.values()), run.state.step
     if run.metrics:
         by_source = {name: loss / terms[name] for name, loss in losses.items()}
+        known, means = run.data.eval_bytes(most), _reward_metrics(run, rewards.tolist())
+        bytes_per_token = known / sum(terms.values()) if known else None
         run.progress.show(
-            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, _reward_metrics(run, rewards.tolist()))
+            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token)
         )
 
 

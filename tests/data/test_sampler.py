@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from llmtrain.data import Documents, Prepared, Schedule, StepBatch, prepare, sampler
 from llmtrain.errors import DataError, Exit
@@ -33,6 +34,15 @@ def schedule(prepared: Prepared, rank: int = 0, size: int = 1, micro: int = 4, s
             **more,
         },
     )
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_bytes_of_evaluated_targets(prepared: Prepared, limit: int | None) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
+    batches = schedule(prepared).eval_batches(limit)
+    targets = [label for batch in batches for one in batch.micro_batches for label in one.labels.flatten().tolist()]
+    text = tokenizer.convert_ids_to_tokens([label for label in targets if label >= 0], skip_special_tokens=True)
+    assert schedule(prepared).eval_bytes(limit) == sum(map(len, text)) > 0  # a character of a token is a byte
 
 
 def rows(batches: list[StepBatch], field: str = "input_ids") -> list[torch.Tensor]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import close_session
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from llmtrain.data import prepare
 from llmtrain.data import tokenizer as module
-from llmtrain.data.tokenizer import Encoder, cut
+from llmtrain.data.tokenizer import Encoder, cut, token_bytes
 from llmtrain.errors import DataError
 from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl, write_tokenizer
 
@@ -34,6 +35,31 @@ def test_a_trained_tokenizer_gives_every_text_back(make_recipe: MakeRecipe, corp
     assert tokenizer.decode(ids) == text
     assert tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
     assert prepared.eos_id not in ids  # no text can end the document
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_bytes_of_tokens_add_up_to_those_of_the_text(make_recipe: MakeRecipe, corpus_file: Path, text: str) -> None:
+    prepared = prepare(make_recipe(corpus_file))
+    found = token_bytes(prepared.tokenizer_dir, prepared.vocab_size)
+    assert found is not None
+    assert found[Encoder(prepared.tokenizer_dir).encode([text])[0]].sum() == len(text.encode())
+    assert found[prepared.eos_id] == 0
+
+
+def test_bytes_of_tokens_with_marks_for_spaces_or_without_a_rule(tmp_path: Path) -> None:
+    texts = ["<unk>", "▁", "n", "▁n", "a", "ï", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    model = models.BPE(vocabulary, [("▁", "n")], unk_token="<unk>", byte_fallback=True)
+    made = Tokenizer(model)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found, text = token_bytes(tmp_path, len(vocabulary)), "na na ï雪"
+    assert found is not None
+    assert found[made.encode(text).ids].sum() == len(text.encode()) + 1  # it puts a space before the text
+    made.decoder = decoders.WordPiece()
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert token_bytes(tmp_path, len(vocabulary)) is None
 
 
 def test_a_trained_tokenizer_is_what_its_recipe_says(make_recipe: MakeRecipe, corpus_file: Path) -> None:

@@ -72,6 +72,15 @@ def test_an_evaluation(run_dir, plan):
     assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
 
 
+def test_bits_per_byte_do_not_depend_on_the_tokenizer(run_dir, plan):
+    """Half as many tokens of the same text, each with twice the loss, are as good a prediction."""
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_eval(1, math.log(4), bytes_per_token=2.0)
+        logger.log_eval(2, 2 * math.log(4), bytes_per_token=4.0)
+        logger.log_eval(3, 1.0, rewards={"kl": 0.0}, bytes_per_token=2.0)
+    assert [line.get("bits_per_byte") for line in records(run_dir)] == [pytest.approx(1), pytest.approx(1), None]
+
+
 def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
     """Trackers take numbers only, and MLflow few characters in their names."""
     sent = []
