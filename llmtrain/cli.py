@@ -78,7 +78,7 @@ def _default(field: Field[Any]) -> Any:
     return Parameter.empty if field.default is MISSING else field.default
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None:
     """Runs a command; a user's mistake becomes a message and an exit code."""
     take_any_text()
     completion.prepare()
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         _check_surroundings()
         try:
-            app(arguments)
+            program(arguments)
         finally:
             if sys.stdout is not None:  # a recipe may have closed it
                 sys.stdout.flush()
@@ -108,7 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def lint_alone() -> None:
     """Runs `lint` as a program of its own: the distribution `llmtrain-lint` has no other command."""
-    main(["lint", *sys.argv[1:]])
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command()(lint)
+    main(program=alone)
 
 
 def _check_surroundings() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +108,6 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
     from llmtrain.lint.document import Unreadable
     from llmtrain.lint.fixing import fixed
     from llmtrain.lint.reading import is_yaml, read_file
-    from llmtrain.system.untrusted import why
 
     for name, path in files:
         if not isinstance(path, Path):
@@ -118,12 +119,25 @@ def _mend(files: list[tuple[str, bytes | Path]], request: LintRequest, known: Sc
         new = fixed(old, known, is_yaml(name))
         if request.diff:
             before, after = old.splitlines(keepends=True), new.splitlines(keepends=True)
-            sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
+            sys.stdout.writelines(difflib.unified_diff(before, after, printable(name), printable(name)))
         elif new != old:
-            try:
-                path.write_bytes(new.encode())
-            except OSError as error:
-                raise RecipeError(Problem("lint.fix", name, f"cannot be written: {why(error)}")) from None
+            _replace(name, path, new)
+
+
+def _replace(name: str, path: Path, text: str) -> None:
+    """Replaces a file at once; links to it, and its permissions, stay. Raises: RecipeError."""
+    from llmtrain.system.durable import write_atomically
+    from llmtrain.system.untrusted import why
+
+    try:
+        real = path.resolve(strict=True)
+        mode = real.stat().st_mode & 0o777
+        if not os.access(real, os.W_OK):
+            raise PermissionError(errno.EACCES, "it is read-only", name)
+        write_atomically(real, text)
+        real.chmod(mode)
+    except OSError as error:
+        raise RecipeError(Problem("lint.fix", name, f"cannot be written: {why(error)}")) from None
 
 
 def _arguments(request: LintRequest) -> dict[str, Any]:

@@ -68,6 +68,9 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
         if not isinstance(text, str):
             content = read_file(text) if isinstance(text, Path) else decoded(text)
         document = read_text(content, is_yaml(name))
+        reader = use.reader or guess(document)
+        if document.constants and reader == "deepspeed":
+            document = read_text(content, hjson=True)
     except Unreadable as error:
         return Result(name, content, None, [error.finding])
     except NotOurs as reason:
@@ -75,7 +78,7 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
     used = replace(
         document,
         schema=schema(choose(use.deepspeed).deepspeed),
-        reader=use.reader or guess(document),
+        reader=reader,
         world_size=use.world_size,
         data_parallel=use.data_parallel,
         arguments=dict(use.arguments),

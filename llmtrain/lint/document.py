@@ -100,6 +100,8 @@ class Configuration:
     """The Trainer's arguments, to compare."""
     no_json: tuple[int, int, str] | None = None
     """Where and why the text is not strict JSON, though DeepSpeed can read it."""
+    constants: bool = False
+    """Whether it has NaN or Infinity, which DeepSpeed's parser reads differently."""
 
     def at(self, *where: str) -> Any:
         """Returns the value at a path, or None."""

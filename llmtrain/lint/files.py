@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
 _IS_CONFIGURATION = re.compile(r"\b(zero_optimization|train_micro_batch_size_per_gpu|train_batch_size)[\"']?\s*:")
 _TABLE = "tool.llmtrain.lint"
+_HOMES = {"llmtrain-lint.toml": "", "pyproject.toml": _TABLE}
+"""The files that may have settings, and the table that has them: the whole file if it is empty."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The table `tool.llmtrain.lint` of a project's pyproject.toml."""
+    """The settings of a project: llmtrain-lint.toml, or the table `tool.llmtrain.lint` of pyproject.toml."""
 
     reader: Reader | None = None
     deepspeed: str | None = None
@@ -103,27 +106,26 @@ def _is_configuration(path: Path, top: Path) -> bool:
 
 
 def settings(folder: Path) -> Settings:
-    """Returns the settings of the nearest pyproject.toml that has some.
+    """Returns the settings of the nearest file that has some.
 
     Raises: RecipeError if they are wrong.
     """
-    for one in (folder, *folder.parents):
-        file = one / "pyproject.toml"
+    for one, (name, where) in product((folder, *folder.parents), _HOMES.items()):
+        file = one / name
         if file.is_file():
             try:
                 table: Any = tomllib.loads(read_file(file))
             except (Unreadable, ValueError, RecursionError) as error:
                 raise RecipeError(Problem("lint.settings", str(file), str(error))) from None
-            for key in _TABLE.split("."):
+            for key in where.split(".") if where else ():
                 table = table.get(key) if isinstance(table, dict) else None
             if table is not None:
-                return _settings(table, file)
+                return _settings(table, file, f"[{where}] of {file}" if where else str(file))
     return Settings()
 
 
-def _settings(table: Any, file: Path) -> Settings:
+def _settings(table: Any, file: Path, wrong: str) -> Settings:
     known = ("for", "deepspeed", "allow", "per-file-allow")
-    wrong = f"[{_TABLE}] of {file}"
     given = table if isinstance(table, dict) else {"": table}
     problems = [
         Problem("lint.settings", wrong, f"{key[:80]!r} is no setting{nearest(key[:80], known)}")

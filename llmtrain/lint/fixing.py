@@ -14,7 +14,7 @@ from typing import Any
 
 from llmtrain.lint.document import Configuration, NotOurs, Unreadable
 from llmtrain.lint.reading import BYTE_ORDER_MARK, read_text
-from llmtrain.lint.rules.structure import fits, known, meaning
+from llmtrain.lint.rules.structure import fits, home, known, meaning
 from llmtrain.lint.schema import RENAMED, Node, Schema, Where
 
 Edit = tuple[int, int, str]
@@ -70,13 +70,12 @@ def _offset(text: str, line: int, column: int) -> int:
 
 
 def _target(where: Where, document: Configuration) -> Where | None:
-    """Returns the one path at which a key that is unknown here belongs, if it is free."""
+    """Returns the path at which a key that is unknown here belongs, if it is free and its block exists or is made."""
     named = tuple(RENAMED[where].split(".")) if where in RENAMED and ":" not in RENAMED[where] else None
-    homes = document.schema.homes.get(where[-1], ()) if where[-1] not in ("enabled", "type") else ()
-    target = named or (homes[0] if len(homes) == 1 else None)
-    known = target is not None and target not in document.schema.elsewhere
-    free = known and target is not None and not document.has(*target) and len(target) <= 2
-    return target if free else None
+    target = named or home(where, document)
+    if target is None or target in document.schema.elsewhere or document.has(*target):
+        return None
+    return target if len(target) <= 2 or document.has(*target[:-1]) else None
 
 
 def _value(value: Any, node: Node) -> Any:
@@ -119,9 +118,9 @@ def _moved(text: str, document: Configuration, key: int, value: int, target: Whe
         gone = (line if whole else key, rest.end() if rest and whole else stop + 1, "")
     if len(target) == 1:
         return [gone, _inserted(text, text.index("{") + 1, member)]
-    if not document.has(target[0]):
+    if not document.has(*target[:-1]):
         return [gone, _inserted(text, text.index("{") + 1, f"{json.dumps(target[0])}: {{{member}}}")]
-    places = document.places.get(target[:1], [])
+    places = document.places.get(target[:-1], [])
     opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, _offset(text, *places[0])) if places else None
     return [gone, _inserted(text, opened.end(), member)] if opened else None
 

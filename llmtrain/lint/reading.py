@@ -63,8 +63,10 @@ def is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def read_text(text: str, yaml: bool = False) -> Configuration:
+def read_text(text: str, yaml: bool = False, hjson: bool = False) -> Configuration:
     """Parses the configuration in a text.
+
+    hjson: read NaN and Infinity as DeepSpeed does, and not as Python's json.
 
     Raises: Unreadable; NotOurs.
     """
@@ -74,7 +76,7 @@ def read_text(text: str, yaml: bool = False) -> Configuration:
     text = text.removeprefix(BYTE_ORDER_MARK)
     places = _key_places(text)
     try:
-        values, no_json = _parse(text)
+        values, no_json, constants = _parse(text, hjson)
         if marked:
             no_json = (1, 1, "it starts with a byte order mark")
     except RecursionError:
@@ -85,7 +87,7 @@ def read_text(text: str, yaml: bool = False) -> Configuration:
         raise Unreadable(f"is not JSON: {reason}", line, column, _swallowed(text)) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no JSON object")
-    return Configuration(values, places, tuple(_repeated(values)), no_json=no_json)
+    return Configuration(values, places, tuple(_repeated(values)), no_json=no_json, constants=constants)
 
 
 def read_yaml(text: str) -> Configuration:
@@ -121,14 +123,22 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
     return made
 
 
-def _parse(text: str) -> tuple[Any, tuple[int, int, str] | None]:
-    """Returns what a text contains, and where it is not strict JSON, if DeepSpeed can read it all the same."""
+def _parse(text: str, hjson: bool) -> tuple[Any, tuple[int, int, str] | None, bool]:
+    """Returns what a text contains, where it is not JSON if DeepSpeed can read it all the same, and whether it has NaN.
+
+    NaN and Infinity are numbers to Python's json, and to Hjson a text up to the end of the line.
+    """
+    constants: list[float] = []
+
+    def constant(name: str) -> float:
+        constants.append(float(name))
+        return constants[-1]
+
     try:
-        return json.loads(text, **_HOOKS, parse_float=_number, parse_constant=_no_number), None
+        values = json.loads(text, **_HOOKS, parse_float=_number, parse_constant=constant)
     except json.JSONDecodeError as error:
-        return _parse_hjson(text), (error.lineno, error.colno, error.msg)
-    except _Constant:
-        return _parse_hjson(text), None
+        return _parse_hjson(text), (error.lineno, error.colno, error.msg), False
+    return (_parse_hjson(text) if constants and hjson else values), None, bool(constants)
 
 
 def _parse_hjson(text: str) -> Any:
@@ -156,14 +166,6 @@ def _integer(digits: str) -> int:
 
 
 _HOOKS: dict[str, Any] = {"object_pairs_hook": _object, "parse_int": _integer}
-
-
-class _Constant(Exception):  # noqa: N818  (it only leaves the parser)
-    """NaN or Infinity, which Python's json parses as numbers, and Hjson as text up to the end of the line."""
-
-
-def _no_number(name: str) -> None:
-    raise _Constant(name)
 
 
 def _repeated(values: _Object) -> list[Where]:
@@ -216,6 +218,7 @@ def _key_places(text: str) -> dict[Where, list[tuple[int, int]]]:
     return places
 
 
+_CONSTANTS = ("NaN", "Infinity")
 _WORD = re.compile(r"[ \t]*+(?!(?:true|false|null)[ \t]*+[,}\]\n])([^\W\d][^\n,}\]]*+)")
 
 
@@ -231,7 +234,8 @@ def _swallowed(text: str) -> str:
         if any(bracket in text[word.end() : end] for bracket in "}]"):
             line = text.count("\n", 0, word.start(1)) + 1
             hint = "an unquoted text extends to the end of its line, including brackets and commas"
-            return f'line {line}: {hint}; write "{word[1].strip()}"'
+            meant = word[1].strip()
+            return f"line {line}: {hint}; write " + ("a number" if meant in _CONSTANTS else f'"{meant}"')
     return ""
 
 

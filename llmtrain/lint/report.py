@@ -39,8 +39,12 @@ def site() -> str:
 
 
 def link(rule: str) -> str:
-    """Returns where the documentation has the section of a rule: on its site, or as a path of the repository."""
-    page = f"{site()}/{PAGE}.html" if site() else f"docs/{PAGE}.md"
+    """Returns where the documentation has the section of a rule: an address, or else a path of the repository.
+
+    The action of GitHub knows the address of the repository that it was taken from.
+    """
+    sources = os.environ.get("LLMTRAIN_LINT_DOCS", "docs").rstrip("/")
+    page = f"{site()}/{PAGE}.html" if site() else f"{sources}/{PAGE}.md"
     return f"{page}#{rule.replace('.', '')}"
 
 
@@ -74,6 +78,11 @@ def joined(findings: Iterable[Finding]) -> list[Finding]:
     ]
 
 
+def place(finding: Finding) -> str:
+    """Returns the position of a finding, or an empty text if the file could not be read."""
+    return f":{finding.line}:{finding.column}" if finding.line else ""
+
+
 def lines(result: Result) -> list[str]:
     """Returns the lines of a file's findings; if there were many warnings, the last line names the rest of them."""
     found = joined(result.findings)
@@ -81,7 +90,7 @@ def lines(result: Result) -> list[str]:
     rest = warnings[MOST_WARNINGS - 1 :] if len(warnings) > MOST_WARNINGS else []
     name = printable(result.name)
     made = [
-        f"{name}:{one.line}:{one.column}: {one.severity}: {one.field}: {one.text} [{one.rule}]"
+        f"{name}{place(one)}: {one.severity}: {one.field}: {one.text} [{one.rule}]"
         for one in found
         if one not in rest
     ]
@@ -99,7 +108,8 @@ def _text(results: list[Result], guessed: bool) -> Iterable[str]:
         yield f"{printable(one.name)}{reader}: {one.skipped or counts}"
         yield from lines(one)
     if any(one.findings for one in results):
-        yield f"rules: {link('').rstrip('#')}" if site() else "llmtrain lint --explain RULE describes a rule"
+        page = link("").rstrip("#")
+        yield f"rules: {page}" if "://" in page else "--explain RULE describes a rule"
     if len(results) > 1:
         errors, all_ = sum(one.errors for one in results), sum(len(one.findings) for one in results)
         files, found = _counted(len(results), "file"), _counted(errors, "error")
@@ -120,7 +130,8 @@ def _github(result: Result, finding: Finding) -> str:
     def escaped(text: str, also: str = "") -> str:
         return "".join(f"%{ord(sign):02X}" if sign in "%\r\n" + also else sign for sign in text)
 
-    properties = {"file": result.name, "line": finding.line, "col": finding.column, "title": finding.rule}
+    where = {"line": finding.line, "col": finding.column} if finding.line else {}
+    properties = {"file": result.name, **where, "title": finding.rule}
     listed = ",".join(f"{name}={escaped(str(value), ':,')}" for name, value in properties.items())
     return f"::{finding.severity} {listed}::{escaped(f'{finding.field}: {finding.text} ({link(finding.rule)})')}"
 
@@ -148,7 +159,7 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
             "shortDescription": {"text": rule.reason},
             "help": {"text": f"{rule.reason} See {link(rule.id)}."},
             "defaultConfiguration": {"level": rule.severity},
-            **({"helpUri": link(rule.id)} if site() else {}),  # which must be absolute
+            **({"helpUri": link(rule.id)} if "://" in link(rule.id) else {}),  # which must be absolute
         }
         for rule in RULES
     ]
@@ -174,5 +185,12 @@ def _sarif(results: list[Result]) -> dict[str, Any]:
     return {
         "$schema": schema,
         "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": found, "properties": {}}],
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "columnKind": "unicodeCodePoints",
+                "results": found,
+                "properties": {},
+            }
+        ],
     }

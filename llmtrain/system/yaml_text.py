@@ -41,7 +41,7 @@ def parse_yaml(
             if depth > DEEPEST:
                 raise YamlError(f"is nested deeper than {DEEPEST} levels")
             if isinstance(event, yaml.AliasEvent):
-                raise YamlError("uses YAML aliases", *_at(event.start_mark))
+                raise YamlError("uses YAML aliases, which are not followed", *_at(event.start_mark))
         made = loader(text)
         node = made.get_single_node()
         return (None if node is None else _value(node, (), places, made, mapping)), places

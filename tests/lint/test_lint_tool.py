@@ -399,6 +399,7 @@ HOSTILE = "$(touch pwned) `touch pwned` ; touch pwned & ' \" | > pwned *"
     [
         ("configs", "--deepspeed <0.19", 1, "as read by DeepSpeed 0.18.9"),
         ("configs/clean.json\nconfigs/warned.json", "", 0, "::warning file=configs/warned.json"),
+        ("configs", "", 1, "https://github.com/o/llmtrain/blob/v0.1.0/docs/reference/lint.md#lintrange"),
         ("name?with?spaces.json", "--for deepspeed", 1, "name with spaces.json"),
         ("configs", HOSTILE, 2, ""),
         (HOSTILE, "", 2, ""),
@@ -409,6 +410,8 @@ def test_the_action_runs_what_it_is_given_and_nothing_else(folder, files, option
     """Runs the steps as GitHub does; a stub takes the place of pip, which would download the dependencies."""
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     known = {"inputs.files": files, "inputs.options": options, "steps.python.outputs.python-path": "stub/python"}
+    known |= {"github.server_url": "https://github.com", "github.action_repository": "o/llmtrain"}
+    known["github.action_ref"] = "v0.1.0"
     assert set(action["inputs"]) == {"files", "options"}
     (folder / "name with spaces.json").write_text(json.dumps(WRONG))
     program = f'#!/bin/sh\nexec "{sys.executable}" -m llmtrain lint "$@"\n'

@@ -40,7 +40,7 @@ def batch_missing(document: Configuration) -> Iterator[Fault]:
 def batch_triangle(document: Configuration) -> Iterator[Fault]:
     """Checks the equation, as far as it is determined with or without a world size."""
     total, micro, steps = _sizes(document)
-    if total is None or any(document.at(key) == "auto" for key in _KEYS) or document.tensor_parallel > 1:
+    if total is None or document.tensor_parallel > 1:
         return
     ranks = _data_ranks(document)
     per_step = (micro or 1) * (steps or 1) * (ranks or 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmtrain.errors import nearest
 from llmtrain.lint.document import Configuration
-from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
+from llmtrain.lint.rules.rule import Fault, error, near, warning
 from llmtrain.lint.schema import REMOVED_OPTIMIZERS, Where
 
 _PARAMS: Where = ("optimizer", "params")
@@ -62,11 +62,8 @@ def arguments(document: Configuration) -> Iterator[Fault]:
             if key == "max_grad_norm" and block == "optimizer":
                 continue
             if key not in taken[name]:
-                yield (
-                    (block, "params", key),
-                    f"{name} has no such argument{nearest(key[:80], taken[name], TYPING_ERROR)}",
-                    "remove it",
-                )
+                hint = near(key, taken[name])
+                yield (block, "params", key), f"{name} has no such argument{hint}", "" if hint else "remove it"
 
 
 @error("max_grad_norm", "refuses", "Clipping is not an argument of the optimizer, and DeepSpeed rejects it.")
@@ -282,7 +279,8 @@ def clipping_default(document: Configuration) -> Iterator[Fault]:
     """Warns about a missing gradient_clipping."""
     clips = document.schema.default("gradient_clipping")  # since 0.19.3
     if clips and not document.has("gradient_clipping") and document.reader != "lightning":
-        yield ("gradient_clipping",), "without it, gradients are clipped to norm 1.0", "1.0, or 0 for no clipping"
+        fix = '"auto"' if document.filled else "1.0, or 0 for no clipping"
+        yield ("gradient_clipping",), "without it, gradients are clipped to norm 1.0", fix
 
 
 @warning("offloaded_torch_adam", "allows", "torch's Adam steps on the CPU several times more slowly than DeepSpeed's.")

@@ -160,16 +160,31 @@ def loss_scale(document: Configuration) -> Iterator[Fault]:
     if scale is not None and scale < 0:
         effect: Effect = "refuses" if document.since("0.18.8") else "misreads"
         yield ("fp16", "loss_scale"), f"{scale:g} is negative; 0 is dynamic", "0", effect
-    dynamic = not scale and not document.off("fp16", "enabled")
-    checked = ("loss_scale_window", "min_loss_scale") if document.since("0.19.3") else ("loss_scale_window",)
-    for key in checked if dynamic else ():
+    if _fp16(document) is True:
+        yield from _not_positive(document, "and the loss scale is dynamic")
+
+
+@warning("loss_scale_if_fp16", "refuses", "The same, where the reader decides whether fp16 is on.")
+def loss_scale_if_fp16(document: Configuration) -> Iterator[Fault]:
+    """Warns about numbers of the loss scaler that are refused in fp16 only."""
+    if _fp16(document) is None:
+        yield from _not_positive(document, "which a dynamic loss scale excludes if the training is in fp16")
+
+
+def _fp16(document: Configuration) -> bool | None:
+    """Whether fp16 is on, or None if the reader decides it."""
+    if document.filled and document.at("fp16", "enabled") == "auto":
+        given = document.arguments.get("fp16")
+        return given if isinstance(given, bool) else None
+    return document.on("fp16", "enabled")
+
+
+def _not_positive(document: Configuration, why: str) -> Iterator[Fault]:
+    checked = {"loss_scale_window": "1000", "min_loss_scale": "1"}
+    for key, fix in checked.items() if not document.number("fp16", "loss_scale") else ():
         value = document.number("fp16", key)
-        if value is not None and value <= 0:
-            yield (
-                ("fp16", key),
-                f"{value:g} is not positive, and the loss scale is dynamic",
-                "1000" if "w" in key else "1",
-            )
+        if value is not None and value <= 0 and (key != "min_loss_scale" or document.since("0.19.3")):
+            yield ("fp16", key), f"{value:g} is not positive, {why}", fix
 
 
 @warning(
@@ -203,5 +218,5 @@ RULES = (
         param_dtype,
         accumulate_unpartitioned,
     ),
-    *(accumulate_bf16, unpartitioned_16bit, master_weights, loss_scale, loss_scale_start),
+    *(accumulate_bf16, unpartitioned_16bit, master_weights, loss_scale, loss_scale_if_fp16, loss_scale_start),
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 
 from llmtrain.errors import printable, short
 from llmtrain.lint.document import READERS, Configuration, Effect, Finding, Severity
@@ -11,8 +12,6 @@ from llmtrain.lint.schema import Where
 
 Fault = tuple[Where, str, str] | tuple[Where, str, str, Effect]
 """The key, the reason, what to do (possibly empty), and the effect if it is not that of the rule."""
-TYPING_ERROR = 0.8
-"""How similar a name must be to a known one to be taken for it; `train_epochs` is not `train_batch_size`."""
 Check = Callable[[Configuration], Iterator[Fault]]
 
 
@@ -53,6 +52,20 @@ class LintRule:
             field = printable(short(".".join(where)))
             effect: Effect = other[0] if other else self.effect
             yield Finding(self.id, self.severity, field, printable(short(message)), fix, line, column, effect, by)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Returns `"; did you mean 'x'?"` for a known name that differs by a typing error, or an empty text.
+
+    The words in which they differ must be alike, too: `warmup_max_lr` is not `warmup_min_ratio`.
+    """
+    for other in get_close_matches(name[:80], list(known), n=3, cutoff=0.8):
+        ours, theirs = name.split("_"), other.split("_")
+        added = "_".join(word for word in ours if word not in theirs)
+        lacking = "_".join(word for word in theirs if word not in ours)
+        if not (added and lacking) or SequenceMatcher(None, added, lacking).ratio() >= 0.6:
+            return f"; did you mean '{other}'?"
+    return ""
 
 
 def _place(document: Configuration, where: Where) -> tuple[int, int]:

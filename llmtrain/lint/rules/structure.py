@@ -8,9 +8,8 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from llmtrain.errors import nearest
 from llmtrain.lint.document import Configuration, Effect, truth
-from llmtrain.lint.rules.rule import TYPING_ERROR, Fault, error, warning
+from llmtrain.lint.rules.rule import Fault, error, near, warning
 from llmtrain.lint.schema import REMOVED_KEYS, REMOVED_ZERO_KEYS, RENAMED, Node, Where, version
 
 _KINDS = {
@@ -23,6 +22,10 @@ _KINDS = {
 }
 _NEVER_EMPTY = (("autotuning", "results_dir"), ("autotuning", "exps_dir"))
 """Texts that DeepSpeed asserts though it does not validate their block."""
+_COMMON = ("enabled", "type", "profile")
+"""Names of keys in several blocks, or of other programs."""
+_MISPLACED = ("zero_optimization", "fp16", "data_types", "activation_checkpointing", "checkpoint", "tensor_parallel")
+"""Blocks whose keys are found outside of them. A scale of the loss in bf16 does not belong to fp16: it has no use."""
 _COMMENTS = ("_", "//", "#", "comment")
 """Prefixes of keys that people write comments in; DeepSpeed ignores them at the top level, as intended."""
 
@@ -82,11 +85,24 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
         if later:
             return f"{message} before {first}", f"DeepSpeed {first} or later, or remove it", effect
         return f"{message} after {last}", "remove it", effect
-    homes = [home for home in schema.homes.get(where[-1], ()) if where[-1] not in ("enabled", "type")]
-    if homes:
-        return message, f"move it to {'.'.join(homes[0])}", effect
-    hint = nearest(where[-1][:80], block.keys or {}, TYPING_ERROR)
+    if found := home(where, document):
+        return message, f"move it to {'.'.join(found)}", effect
+    hint = near(where[-1], block.keys or {})
     return message + hint, "" if hint else "remove it", effect
+
+
+def home(where: Where, document: Configuration) -> Where | None:
+    """Returns the path at which a key that is unknown here belongs, or None if that is not clear."""
+    key, schema = where[-1], document.schema
+    arguments = {"optimizer": schema.optimizers, "scheduler": schema.schedulers}.get(where[0], {})
+    name = document.word(where[0], "type")
+    if len(where) == 2 and key in (arguments.get(name) or arguments.get(name.lower()) or ()):
+        return where[0], "params", key
+    for found in schema.homes.get(key, ()) if key not in _COMMON else ():
+        inside = found[0] == where[0] or (len(found) <= 2 and found[0] in _MISPLACED)
+        if len(found) == 1 or (inside and where[0] not in ("bf16", "bfloat16")):
+            return found
+    return None
 
 
 @warning("unread_key", "ignores", "A key that DeepSpeed knows, and that nothing in it reads.")
@@ -118,18 +134,14 @@ def deprecated_key(document: Configuration) -> Iterator[Fault]:
 def wrong_type(document: Configuration) -> Iterator[Fault]:
     """Reports values of the wrong type."""
     for where, value, node in known(document):
-        if node is not None and not fits(value, node) and value != "auto" and not _old_form(where, value):
+        if node is not None and not fits(value, node) and value != "auto" and not _other_form(where, value, document):
             if _meant(value, node):
                 continue
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
             spelled = meaning(value, node)
             fix = kinds if spelled is None else json.dumps(spelled)
-            yield (
-                where,
-                f"{reprlib.repr(value)} is not {kinds}",
-                fix,
-                "refuses" if node.validated or node.choices or where in _NEVER_EMPTY else "misreads",
-            )
+            asserted = node.validated or node.choices or node.types == ("object",) or where in _NEVER_EMPTY
+            yield where, f"{reprlib.repr(value)} is not {kinds}", fix, "refuses" if asserted else "misreads"
 
 
 @warning(
@@ -162,7 +174,10 @@ def _meant(value: Any, node: Node) -> bool:
     return spelled is not None and (node.validated or spelled is True)
 
 
-def _old_form(where: Where, value: Any) -> bool:
+def _other_form(where: Where, value: Any, document: Configuration) -> bool:
+    """Whether DeepSpeed reads something else than an object here."""
+    if value is None and document.since("0.17.1"):
+        return where in (("bf16",), ("bfloat16",), ("zero_optimization", "leaf_module"))
     return where == ("zero_optimization",) and isinstance(value, bool)
 
 
