@@ -90,9 +90,7 @@ def lines(result: Result) -> list[str]:
     rest = warnings[MOST_WARNINGS - 1 :] if len(warnings) > MOST_WARNINGS else []
     name = printable(result.name)
     made = [
-        f"{name}{place(one)}: {one.severity}: {one.field}: {one.text} [{one.rule}]"
-        for one in found
-        if one not in rest
+        f"{name}{place(one)}: {one.severity}: {one.field}: {one.text} [{one.rule}]" for one in found if one not in rest
     ]
     if rest:
         named = ", ".join(f"{one.field} [{one.rule}]" for one in rest)

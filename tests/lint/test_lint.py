@@ -192,6 +192,64 @@ def test_only_near_words_are_proposed():
     assert finding.fix == "remove it"
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("memory_optimization", "fix: remove it"),
+        ("num_epochs", "fix: remove it"),
+        ("verbose", "fix: remove it"),
+        ("zero_optimisation", "did you mean 'zero_optimization'?"),
+        ("train_batchsize", "did you mean 'train_batch_size'?"),
+        ("max_grad_norm", "fix: rename it to gradient_clipping"),
+        ("optimizer.eps", "fix: move it to optimizer.params.eps"),
+        ("bf16.loss_scale", "fix: remove it"),
+        ("zero_optimization.verbose", "fix: remove it"),
+        ("zero_optimization.pipeline_read", "fix: move it to zero_optimization.offload_optimizer.pipeline_read"),
+        ("checkpoint.partition_activations", "fix: move it to activation_checkpointing.partition_activations"),
+        ("flops_profiler.end_profile_step", "did you mean 'profile_step'?"),
+        ("scheduler.params.warmup_min_lr", "fix: remove it"),
+    ],
+)
+def test_what_to_do_with_an_unknown_key(key, says):
+    values = {**GOOD, "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupCosineLR", "params": {}}}
+    block = values
+    for name in key.split(".")[:-1]:
+        block = block.setdefault(name, {})
+    block[key.rpartition(".")[2]] = 1
+    [found] = [one for one in lint_text(json.dumps(values)) if one.field == key and one.severity == "error"]
+    assert found.text.endswith(says)
+
+
+def test_numbers_that_only_python_reads():
+    text = '{\n"steps_per_print": Infinity\n, "train_batch_size": 8, "zero_optimization": {"stage": 1}\n}'
+    assert [one for one in examine("", text, Use("trainer")).findings if one.severity == "error"] == []
+    assert [one.rule for one in errors(text)] == ["lint.type"]  # a text to Hjson
+    (finding,) = errors('{"train_batch_size": NaN}')
+    assert finding.fix.endswith("write a number")
+
+
+def test_a_block_that_is_none_is_refused():
+    for key in ("optimizer", "checkpoint", "activation_checkpointing"):
+        for value in (None, True, "x"):
+            assert effects({**GOOD, key: value}) == {key: "refuses"}
+    assert effects({**GOOD, "bf16": None}) == {}
+    assert effects({**GOOD, "fp16": None}) == {"fp16": "refuses"}
+
+
+def test_a_total_is_compared_with_what_is_known():
+    values = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 16}
+    values["zero_optimization"] = {"stage": 1}
+    assert effects(values, "trainer") == {"train_batch_size": "refuses"}
+    assert effects({**values, "train_batch_size": 32}, "trainer") == {}
+
+
+@pytest.mark.parametrize(("arguments", "severity"), [({}, "warning"), ({"fp16": True}, "error"), ({"fp16": False}, "")])
+def test_a_scale_matters_in_fp16_only(arguments, severity):
+    values = {**GOOD, "zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", "min_loss_scale": 0}}
+    found = examine("", json.dumps(values), Use("trainer", arguments=arguments)).findings
+    assert [one.severity for one in found if one.field == "fp16.min_loss_scale"] == ([severity] if severity else [])
+
+
 def test_data_parallel_ranks_are_given_beside_the_world():
     text = json.dumps({**GOOD, "pipeline": {"pipe_partitioned": False}})
     found = examine("", text, Use(world_size=8, data_parallel=4)).findings

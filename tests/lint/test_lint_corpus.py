@@ -26,9 +26,9 @@ def _script(path: str):
     return module
 
 
-def test_corpus_is_large():
-    assert len(MALFORMED) >= 120
-    assert len(VALID) >= 120
+def test_corpus_is_large_and_has_equal_parts():
+    assert len(MALFORMED) == len(VALID)
+    assert len(VALID) >= 150
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.path.stem)

@@ -112,6 +112,18 @@ def test_settings_of_a_project(folder, capsys):
             run(capsys, "configs")
 
 
+def test_settings_of_a_folder_without_a_project(folder, capsys):
+    (folder / "pyproject.toml").write_text('[tool.llmtrain.lint]\nfor = "me"\n')
+    (folder / "llmtrain-lint.toml").write_text(
+        'for = "deepspeed"\nallow = ["range", "clipping_default"]\ndeepspeed = "<0.19"\n'
+    )
+    code, text = run(capsys, "configs", strict=True)
+    assert (code, text.splitlines()[0]) == (0, "as read by DeepSpeed 0.18.9 (the newest known that fits <0.19)")
+    (folder / "llmtrain-lint.toml").write_text("alow = []\n")
+    with pytest.raises(RecipeError, match=r"llmtrain-lint\.toml: 'alow' is no setting; did you mean 'allow'"):
+        run(capsys, "configs")
+
+
 def test_arguments_of_a_file(folder, capsys):
     (folder / "ds.json").write_text(
         '{"train_batch_size": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},'
@@ -156,6 +168,24 @@ def test_what_is_mechanical_is_mended(folder, capsys):
     assert file.read_text() == TEXT
     assert run(capsys, "ds.json", fix=True)[0] == 0
     assert file.read_text() == MENDED
+
+
+def test_links_and_permissions_stay_when_a_file_is_mended(folder, capsys):
+    (folder / "real.json").write_text(TEXT)
+    (folder / "real.json").chmod(0o640)
+    (folder / "link.json").symlink_to("real.json")
+    assert run(capsys, "link.json", fix=True)[0] == 0
+    assert (folder / "link.json").is_symlink()
+    assert (folder / "real.json").read_text() == MENDED
+    assert (folder / "real.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_arguments_beside_params_are_moved_into_them():
+    text = '{"optimizer": {"type": "AdamW", "lr": 0.1, "params": {"eps": 1e-8}}, "train_batch_size": 8}'
+    moved = '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-8}}, "train_batch_size": 8}'
+    assert json.loads(fixed(text, schema())) == json.loads(moved)
+    scaled = '{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}'
+    assert fixed(scaled, schema()) == scaled  # it has no place in fp16
 
 
 def test_mending_never_makes_a_file_worse():
@@ -312,8 +342,17 @@ def test_names_of_files_are_printed_without_control_characters(folder, capsys):
         assert "\x1b" not in text.replace("%1B", "") or form == "github"
         assert not any(line.startswith("::error::") for line in text.splitlines())
     sarif = json.loads(run(capsys, name, form="sarif")[1])
+    assert sarif["runs"][0]["columnKind"] == "unicodeCodePoints"
     location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
     assert location == "red%1B%5B31m%0A%3A%3Aerror%3A%3A.json"
+
+
+def test_what_cannot_be_read_has_no_position(folder, capsys):
+    os.mkfifo(folder / "ds_config.json")
+    assert run(capsys, "ds_config.json")[1].splitlines()[2].startswith("ds_config.json: error: file: it cannot be read")
+    assert "::error file=ds_config.json,title=lint.unreadable::" in run(capsys, "ds_config.json", form="github")[1]
+    [found] = json.loads(run(capsys, "ds_config.json", form="sarif")[1])["runs"][0]["results"]
+    assert found["locations"][0]["physicalLocation"]["region"] == {"startLine": 1, "startColumn": 1}
 
 
 def test_line_ends_stay_and_byte_order_marks_go(folder, capsys):
@@ -335,13 +374,20 @@ def test_what_cannot_be_mended_is_an_error(folder, capsys, monkeypatch):
     with pytest.raises(RecipeError, match="standard input cannot be mended"):
         run(capsys, "-", fix=True)
     (folder / "ds.json").write_text(TEXT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)  # root may write to every file
+        with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: it is read-only"):
+            run(capsys, "ds.json", fix=True)
 
-    def refused(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", refused)
-    with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: Permission denied"):
-        run(capsys, "ds.json", fix=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RecipeError, match=r"ds\.json: cannot be written: No space left on device"):
+            run(capsys, "ds.json", fix=True)
+    assert (folder / "ds.json").read_text() == TEXT  # a full disk does not cost the file
+    assert not [one for one in folder.iterdir() if one.name.startswith(".ds.json")]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" " * (2**20 + 1))))
     assert run(capsys, "-")[0] == 2
     monkeypatch.setattr("sys.stdin", None)
@@ -373,6 +419,11 @@ def test_a_working_file_has_few_lines(folder, capsys):
 def test_a_site_makes_links_addresses(monkeypatch):
     site.cache_clear()
     assert link("lint.range") == "docs/reference/lint.md#lintrange"
+    page = (ROOT / "docs/reference/lint.md").read_text(encoding="utf-8")
+    assert "## lint.range\n" in page
+    with monkeypatch.context() as patch:
+        patch.setenv("LLMTRAIN_LINT_DOCS", "https://github.com/o/llmtrain/blob/v1/docs/")
+        assert link("lint.range") == "https://github.com/o/llmtrain/blob/v1/docs/reference/lint.md#lintrange"
     declared = Message()
     declared["Project-URL"] = "Documentation, https://docs.example.org/"
     site.cache_clear()
