@@ -181,7 +181,8 @@ def deepcompile(document: Configuration) -> Iterator[Fault]:
 def deepcompile_call(document: Configuration) -> Iterator[Fault]:
     """Warns about compile.deepcompile."""
     if document.on("compile", "deepcompile"):
-        yield ("compile", "deepcompile"), "unless the script calls engine.compile(); it also needs CUDA and nvcc", ""
+        message = "it has no effect until the script calls engine.compile(), and needs CUDA and nvcc"
+        yield ("compile", "deepcompile"), message, ""
 
 
 @error(

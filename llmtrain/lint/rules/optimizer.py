@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from llmtrain.errors import nearest
 from llmtrain.lint.document import Configuration
@@ -31,11 +31,17 @@ def unknown_type(document: Configuration) -> Iterator[Fault]:
     if name.lower() in REMOVED_OPTIMIZERS and name not in known.optimizers:
         yield ("optimizer", "type"), f"{name} was removed", "AdamW; ZeRO++ compresses communication"
     elif name and name != "auto" and name not in known.optimizers and name not in _MU:
-        hint = nearest(name[:80], (*known.optimizers, *_MU))
+        hint = _similar(name, (*known.optimizers, *_MU))
         yield ("optimizer", "type"), f"{reprlib.repr(name)} is no optimizer of DeepSpeed or torch{hint}", ""
     if schedule and schedule != "auto" and schedule not in known.schedulers:
-        hint = nearest(schedule[:80], known.schedulers)
+        hint = _similar(schedule, known.schedulers)
         yield ("scheduler", "type"), f"{reprlib.repr(schedule)} is no schedule of DeepSpeed or torch{hint}", ""
+
+
+def _similar(name: str, known: Iterable[str]) -> str:
+    """Returns `"; did you mean 'x'?"`, first for a name that differs in its capitals alone."""
+    same = [one for one in known if one.lower() == name.lower()]
+    return nearest(name[:80], same or known, 0.0 if same else 0.6)
 
 
 @error("type_missing", "ignores", "Without `type`, the optimizer or scheduler block is silently ignored.")
@@ -291,13 +297,13 @@ def offloaded_torch_adam(document: Configuration) -> Iterator[Fault]:
         yield where, "torch's Adam is several times slower on the CPU than DeepSpeedCPUAdam", "remove it"
 
 
-@warning("offloaded_optimizer", "refuses", "An offloaded optimizer of the script must be DeepSpeed's own for the CPU.")
+@warning("offloaded_optimizer", "allows", "An offloaded optimizer of the script must be DeepSpeed's own for the CPU.")
 def offloaded_optimizer(document: Configuration) -> Iterator[Fault]:
     """Warns about offloading without an optimizer in the file; Accelerate replaces the script's one."""
     offloads = document.offload("offload_optimizer") != "none" and document.stage != 0
     own = document.block("optimizer") or document.off("zero_force_ds_cpu_optimizer")
     if offloads and not own and not document.filled:
-        message = "if the script's optimizer is not DeepSpeedCPUAdam, since the file has none"
+        message = "the script must bring DeepSpeedCPUAdam, since the file has no optimizer"
         fix = 'an optimizer block, or "zero_force_ds_cpu_optimizer": false'
         yield ("zero_optimization", "offload_optimizer"), message, fix
 

@@ -164,11 +164,15 @@ def loss_scale(document: Configuration) -> Iterator[Fault]:
         yield from _not_positive(document, "and the loss scale is dynamic")
 
 
-@warning("loss_scale_if_fp16", "refuses", "The same, where the reader decides whether fp16 is on.")
+@warning(
+    "loss_scale_if_fp16",
+    "refuses",
+    "A dynamic loss scale needs a positive window and minimum, if the reader enables fp16.",
+)
 def loss_scale_if_fp16(document: Configuration) -> Iterator[Fault]:
     """Warns about numbers of the loss scaler that are refused in fp16 only."""
     if _fp16(document) is None:
-        yield from _not_positive(document, "which a dynamic loss scale excludes if the training is in fp16")
+        yield from _not_positive(document, "and the loss scale is dynamic if fp16 is enabled")
 
 
 def _fp16(document: Configuration) -> bool | None:

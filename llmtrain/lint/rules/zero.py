@@ -270,7 +270,7 @@ def quantized_autocast(document: Configuration) -> Iterator[Fault]:
 
 
 @warning(
-    "save_16bit", "ignores", "Weights that ZeRO-3 or AutoTP has split are only gathered for saving if it is asked to."
+    "save_16bit", "allows", "Weights that ZeRO-3 or AutoTP has split are only gathered for saving if it is asked to."
 )
 def save_16bit(document: Configuration) -> Iterator[Fault]:
     """Warns if stage3_gather_16bit_weights_on_model_save is off."""
@@ -278,10 +278,10 @@ def save_16bit(document: Configuration) -> Iterator[Fault]:
     if split and not any(document.on(ZERO, name) for name in _GATHER):
         key = next((name for name in _GATHER if document.has(ZERO, name)), _GATHER[0])
         if document.filled:
-            off = "'auto' becomes false" if document.at(ZERO, key) == "auto" else "it is off"
-            yield (ZERO, key), f"{off}, and no weights are saved that from_pretrained reads", "true"
+            off = "'auto' becomes false, and" if document.at(ZERO, key) == "auto" else "without it,"
+            yield (ZERO, key), f"{off} no weights are saved that from_pretrained reads", "true"
         elif document.at(ZERO, key) != "auto":
-            yield (ZERO, key), "it is off, and save_16bit_model writes nothing", "true, or save checkpoints"
+            yield (ZERO, key), "without it, save_16bit_model writes nothing", "true, or save checkpoints"
 
 
 @warning("max_live_parameters", "changes", "Without a budget of live parameters, ZeRO-3 prefetches nothing.")
