@@ -86,7 +86,9 @@ READ_BY_KEY: dict[str, Node] = {
     "gradient_allreduce_op": {"types": ["str"], "choices": ["mean", "sum"], "any_case": True},
     "gradient_clipping": {"types": ["float"], "ge": 0},
     "torch_autocast": _block(
-        enabled=_BOOL, dtype=_NAMED_DTYPE, lower_precision_safe_modules={"types": ["list"], "null": True}
+        enabled=_BOOL,
+        dtype={**_NAMED_DTYPE, "null": False},
+        lower_precision_safe_modules={"types": ["list"]},
     ),
     "data_types": _block(
         grad_accum_dtype=_NAMED_DTYPE, param_dtype=_NAMED_DTYPE, buffer_dtype=_NAMED_DTYPE, keep_in_fp32_modules={}

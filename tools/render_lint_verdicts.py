@@ -2,7 +2,8 @@
 
 Run `python tools/render_lint_verdicts.py` after a change to the corpus or an update of DeepSpeed. It takes some
 minutes: each release is downloaded and imported, and reads all files. It builds an engine for those of which lint says
-that only some releases refuse them, where one CPU can show it. `--folder` keeps the archives.
+that only some releases refuse them, where one CPU can show it. `--new` reads only files that have no verdict yet, and
+drops the verdicts of files that are gone. `--folder` keeps the archives.
 
 A file has an answer for each release, the oldest first; equal ones are joined: {"file": [["0.16.0", ""],
 ["0.19.6", "config: DeepSpeedConfigError"]]}. An answer is empty, or says who refuses the file and with which
@@ -29,6 +30,8 @@ from tests.lint.corpus import Case, cases
 RELEASES = ("0.16.0", "0.16.9", "0.17.1", "0.17.6", "0.18.3", "0.18.5", "0.18.9", "0.19.3", "0.19.6", "0.19.8")
 """The first and the last of each series, and those between in which what is refused changed."""
 TARGET = Path(__file__).parents[1] / "tests" / "lint" / "verdicts.json"
+NEW = "LINT_VERDICTS_OF_NEW_FILES"
+"""The variable of the environment that passes `--new` to the releases."""
 
 
 def answers() -> dict[str, str]:
@@ -41,7 +44,8 @@ def answers() -> dict[str, str]:
         os.environ[name] = value
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
     made = {}
-    for case in (*cases("malformed"), *cases("valid")):
+    known = _known() if os.environ.get(NEW) else {}
+    for case in (one for one in _all() if one.path.name not in known):
         world, yaml = case.world or 1, case.path.suffix == ".yaml"
         said = answer(case.text, case.reader, world, yaml, case.arguments)
         by = "config"
@@ -49,6 +53,15 @@ def answers() -> dict[str, str]:
             said, by = build(read(case.text, case.reader, world, yaml, case.arguments)), "engine"
         made[case.path.name] = f"{by}: {said.partition(':')[0]}" if said else ""
     return made
+
+
+def _all() -> tuple[Case, ...]:
+    return *cases("malformed"), *cases("valid")
+
+
+def _known() -> dict[str, list[list[str]]]:
+    known: dict[str, list[list[str]]] = json.loads(TARGET.read_text(encoding="utf-8"))
+    return {case.path.name: known[case.path.name] for case in _all() if case.path.name in known}
 
 
 def _differs(case: Case) -> bool:
@@ -80,6 +93,7 @@ def main() -> None:
     """Prints the answers of the imported release, or writes those of all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--facts", action="store_true", help="print the answers of the release that is imported")
+    parser.add_argument("--new", action="store_true", help="read only files that have no verdict yet")
     parser.add_argument("--folder", type=Path, help="keep the archives of the releases here")
     options = parser.parse_args()
     if options.facts:
@@ -87,9 +101,12 @@ def main() -> None:
         return
     from render_lint_schema import of_each_release
 
+    if options.new:
+        os.environ[NEW] = "1"
     with tempfile.TemporaryDirectory() as temporary:
         by_release: dict[str, Any] = dict(of_each_release(__file__, options.folder or Path(temporary), RELEASES))
-    TARGET.write_text(written(joined(dict(reversed(by_release.items())))), encoding="utf-8")
+    made = (_known() if options.new else {}) | joined(dict(reversed(by_release.items())))
+    TARGET.write_text(written(dict(sorted(made.items()))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,11 +101,16 @@ class Schema:
         """Whether this is a release or a later one."""
         return version(self.deepspeed) >= version(release)
 
-    def default(self, *where: str) -> Any:
-        """Returns DeepSpeed's default for the key at a path, or None if it is not known."""
+    def node(self, *where: str) -> Node | None:
+        """Returns what the key at a path accepts, or None if it is not known."""
         node: Node | None = self.root
         for key in where:
             node = (node.keys or {}).get(key) if node else None
+        return node
+
+    def default(self, *where: str) -> Any:
+        """Returns DeepSpeed's default for the key at a path, or None if it is not known."""
+        node = self.node(*where)
         return node.default if node else None
 
 

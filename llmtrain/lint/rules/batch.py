@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterator
 
-from llmtrain.lint.document import LARGEST_NUMBER, Configuration
+from llmtrain.lint.document import LARGEST_NUMBER, Configuration, Effect
 from llmtrain.lint.rules.rule import Fault, error, warning
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -22,7 +22,8 @@ def batch_value(document: Configuration) -> Iterator[Fault]:
     for key in _KEYS:
         value = document.at(key)
         if value is not None and value != "auto" and not (type(value) is int and 0 < value < LARGEST_NUMBER):
-            yield (key,), f"{reprlib.repr(value)} is no positive integer", "a positive integer"
+            effect: Effect = "misreads" if value is True else "refuses"  # as 1
+            yield (key,), f"{reprlib.repr(value)} is no positive integer", "a positive integer", effect
 
 
 @error("batch_missing", "refuses", "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu.")

@@ -113,6 +113,14 @@ def expert_tensor(document: Configuration) -> Iterator[Fault]:
         yield where, "experts are not split", "1"
 
 
+@error("no_value", "refuses", "A key for which DeepSpeed accepts no value that a file can have.")
+def no_value(document: Configuration) -> Iterator[Fault]:
+    """Reports keys that are for scripts, or not implemented."""
+    for where, allowed in ((("tensor_parallel", "dtype"), "auto"), (("expert_parallel", "load_balance_coeff"), None)):
+        if document.has(*where) and document.at(*where) != allowed:
+            yield where, "no value is accepted", "remove it"
+
+
 @error("expert_conflict", "refuses", "Settings that cannot be combined with AutoEP.")
 def expert_conflict(document: Configuration) -> Iterator[Fault]:
     """Reports settings that expert_parallel excludes."""
@@ -235,6 +243,6 @@ def secret(document: Configuration) -> Iterator[Fault]:
 
 RULES = (
     *(pipeline_unread, pipeline_conflict, pipeline_clipping, pipeline_checkpoint, activation_checkpointing),
-    *(tensor_size, expert_tensor, expert_conflict, checkpoint_writer, deepcompile, deepcompile_call),
+    *(tensor_size, expert_tensor, no_value, expert_conflict, checkpoint_writer, deepcompile, deepcompile_call),
     *(managed_accumulation, profiler_sync, aio_unused, secret),
 )

@@ -39,11 +39,12 @@ _FILLED: dict[Reader, frozenset[Where]] = {
     "lightning": frozenset(),
     "deepspeed": frozenset(),
 }
+_BLOCKS = (("expert_parallel",), ("autotuning",))
 _OWN = (
-    *(("data_types", "keep_in_fp32_modules"), ("expert_parallel",), ("autotuning",), (_ZERO, "zenflow")),
-    ("pipeline", "stages"),
+    *(*_BLOCKS, ("data_types", "keep_in_fp32_modules"), (_ZERO, "zenflow")),
+    *(("pipeline", "stages"), ("datastates_ckpt",)),
 )
-"""Keys for which DeepSpeed itself gives "auto" a meaning."""
+"""Keys, and blocks of keys, for which DeepSpeed itself gives "auto" a meaning."""
 
 
 def guess(document: Configuration) -> Reader:
@@ -59,13 +60,13 @@ def guess(document: Configuration) -> Reader:
     return "lightning" if missing and document.block(_ZERO) else "deepspeed"
 
 
-def _autos(document: Configuration) -> Iterator[Where]:
+def _autos(document: Configuration, own: tuple[Where, ...] = _OWN) -> Iterator[Where]:
     open_: list[tuple[Where, Any]] = [((str(key),), value) for key, value in document.values.items()]
     while open_:
         where, value = open_.pop()
         if isinstance(value, dict):
             open_.extend(((*where, str(key)), inner) for key, inner in value.items())
-        elif value == "auto" and not any(where[: len(own)] == own for own in _OWN):
+        elif value == "auto" and (where in _BLOCKS or not any(where[: len(one)] == one for one in own)):
             yield where
 
 
@@ -82,15 +83,19 @@ def strict_json(document: Configuration) -> Iterator[Fault]:
 @error("auto", "refuses", 'An "auto" that the reader does not fill in.', True)
 def auto(document: Configuration) -> Iterator[Fault]:
     """Reports "auto" where nobody fills it in."""
-    for where in _autos(document):
+    for where in _autos(document, own=() if document.filled else _OWN):
         if where in _FILLED[document.reader]:
             continue
         others = [READERS[one] for one in ("accelerate", "trainer") if where in _FILLED[one]]
         hint = f"; {others[0]} does, see --for" if others else ""
+        node, block = document.schema.node(*where), document.schema.node(where[0])
         if document.filled:
             yield where, "it does not fill in this 'auto'", f"write the value{hint}"
-        elif where[0] in (_ZERO, "fp16", "bf16"):
+        elif len(where) > 1 and block and block.validated:
             yield where, "an 'auto' here becomes the default", f"write the value{hint}", "changes"
+        elif node and node.types in (("bool",), ("str",)):
+            what = "is true" if node.types == ("bool",) else "is the value"
+            yield where, f"it does not fill in 'auto', and the text {what}", f"write the value{hint}", "misreads"
         else:
             yield where, "it does not fill in 'auto'", f"write the value{hint}"
 

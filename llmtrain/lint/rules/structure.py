@@ -22,6 +22,19 @@ _KINDS = {
 }
 _NEVER_EMPTY = (("autotuning", "results_dir"), ("autotuning", "exps_dir"))
 """Texts that DeepSpeed asserts though it does not validate their block."""
+_ONLY_SWITCH = (("flops_profiler", "enabled"), ("checkpoint", "parallel_write", "pipeline_stage"))
+"""Switches that DeepSpeed does not read from a text, though it does not validate their block."""
+_NO_SWITCH = ("loss_scale", "loss_scale_window", "min_loss_scale")
+"""Numbers for which DeepSpeed refuses a switch, which it reads as 0 or 1 elsewhere."""
+_TEXTS = (
+    *(("zero_optimization", "leaf_module", key) for key in ("classes", "names", "name_suffixes")),
+    *(
+        ("compile", "passes"),
+        ("torch_autocast", "lower_precision_safe_modules"),
+        ("data_types", "keep_in_fp32_modules"),
+    ),
+)
+"""Lists of texts; for the last one, DeepSpeed gives "auto" a meaning."""
 _COMMON = ("enabled", "type", "profile")
 """Names of keys in several blocks, or of other programs."""
 _MISPLACED = ("zero_optimization", "fp16", "data_types", "activation_checkpointing", "checkpoint", "tensor_parallel")
@@ -134,14 +147,26 @@ def deprecated_key(document: Configuration) -> Iterator[Fault]:
 def wrong_type(document: Configuration) -> Iterator[Fault]:
     """Reports values of the wrong type."""
     for where, value, node in known(document):
-        if node is not None and not fits(value, node) and value != "auto" and not _other_form(where, value, document):
-            if _meant(value, node):
-                continue
+        if node is None or value == "auto" or _other_form(where, value, document):
+            continue
+        if where in _TEXTS and not (_are_texts(value) or (value is None and node.null)):
+            yield where, f"{reprlib.repr(value)} is not a list of texts", "a list of texts", "refuses"
+        elif not fits(value, node) and not _meant(where, value, node):
             kinds = " or ".join(_KINDS[kind] for kind in node.types)
             spelled = meaning(value, node)
             fix = kinds if spelled is None else json.dumps(spelled)
-            asserted = node.validated or node.choices or node.types == ("object",) or where in _NEVER_EMPTY
-            yield where, f"{reprlib.repr(value)} is not {kinds}", fix, "refuses" if asserted else "misreads"
+            yield where, f"{reprlib.repr(value)} is not {kinds}", fix, _effect(where, value, node)
+
+
+def _effect(where: Where, value: Any, node: Node) -> Effect:
+    """Returns what DeepSpeed does with a value of the wrong type."""
+    number = "int" in node.types or "float" in node.types
+    if isinstance(value, bool) and number and where[-1] not in _NO_SWITCH:
+        return "misreads"  # as 0 or 1
+    if where in _NEVER_EMPTY:
+        return "misreads" if value else "refuses"
+    asserted = node.validated or node.choices or node.types == ("object",) or where in _ONLY_SWITCH
+    return "refuses" if asserted else "misreads"
 
 
 @warning(
@@ -150,7 +175,7 @@ def wrong_type(document: Configuration) -> Iterator[Fault]:
 def text_value(document: Configuration) -> Iterator[Fault]:
     """Warns about texts that are read rightly."""
     for where, value, node in known(document):
-        if node is not None and value != "auto" and not fits(value, node) and _meant(value, node):
+        if node is not None and value != "auto" and not fits(value, node) and _meant(where, value, node):
             yield where, f"{reprlib.repr(value)} is text", json.dumps(meaning(value, node))
 
 
@@ -168,17 +193,25 @@ def meaning(value: Any, node: Node) -> bool | int | float | None:
     return float(value) if "float" in node.types and spelled else None
 
 
-def _meant(value: Any, node: Node) -> bool:
+def _meant(where: Where, value: Any, node: Node) -> bool:
     """Whether DeepSpeed reads a text as the number or switch that it spells; outside pydantic, any text is true."""
     spelled = meaning(value, node)
-    return spelled is not None and (node.validated or spelled is True)
+    return spelled is not None and (node.validated or (spelled is True and where not in _ONLY_SWITCH))
 
 
 def _other_form(where: Where, value: Any, document: Configuration) -> bool:
-    """Whether DeepSpeed reads something else than an object here."""
-    if value is None and document.since("0.17.1"):
-        return where in (("bf16",), ("bfloat16",), ("zero_optimization", "leaf_module"))
+    """Whether DeepSpeed reads a value rightly though its type is not the usual one."""
+    if where == ("bf16",) and value is None:
+        return document.since("0.17.1")
+    if where[:2] == ("zero_optimization", "leaf_module"):
+        return isinstance(value, str if len(where) > 2 else type(None))
+    if where in (("aio",), ("expert_parallel",)) and value is None:
+        return True
     return where == ("zero_optimization",) and isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def fits(value: Any, node: Node) -> bool:
@@ -202,8 +235,13 @@ def _is(value: Any, kind: str) -> bool:
 def out_of_range(document: Configuration) -> Iterator[Fault]:
     """Reports numbers out of range and unknown choices."""
     for where, value, node in known(document):
-        if node is None or value is None or not fits(value, node):
+        if node is None or value is None:
             continue
+        if not fits(value, node):
+            spelled = meaning(value, node)
+            if node.choices or spelled is None or not _meant(where, value, node):
+                continue
+            value = spelled
         if node.choices and value != "auto":
             chosen = value.lower() if node.any_case and isinstance(value, str) else value
             choices = [one.lower() for one in node.choices] if node.any_case else node.choices
