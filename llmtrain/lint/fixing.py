@@ -41,11 +41,13 @@ def fixed(text: str, schema: Schema, yaml: bool = False) -> str:
 
 def _mended(text: str, document: Configuration, yaml: bool) -> Iterator[list[Edit]]:
     """Yields the edits of one fault after the other."""
+    starts = [0, *(line.end() for line in re.finditer("\n", text))]
     for where, value, node in known(document):
         places = document.places.get(where, [])
         if len(places) != 1:
             continue
-        key = _offset(text, *places[0])
+        line, column = places[0]
+        key = starts[line - 1] + column - 1
         quote = text[key] if text[key] in "\"'" else ""
         end = key + len(where[-1]) + 2 * len(quote)
         colon = re.compile(r"\s*:\s*").match(text, end)
@@ -60,13 +62,6 @@ def _mended(text: str, document: Configuration, yaml: bool) -> Iterator[list[Edi
             old = _SCALAR.match(text, colon.end())
             if old and _spells(old[0], value):
                 yield [(old.start(), old.end(), json.dumps(new))]
-
-
-def _offset(text: str, line: int, column: int) -> int:
-    start = 0
-    for _ in range(line - 1):
-        start = text.index("\n", start) + 1
-    return start + column - 1
 
 
 def _target(where: Where, document: Configuration) -> Where | None:
@@ -121,7 +116,9 @@ def _moved(text: str, document: Configuration, key: int, value: int, target: Whe
     if not document.has(*target[:-1]):
         return [gone, _inserted(text, text.index("{") + 1, f"{json.dumps(target[0])}: {{{member}}}")]
     places = document.places.get(target[:-1], [])
-    opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, _offset(text, *places[0])) if places else None
+    starts = [0, *(line.end() for line in re.finditer("\n", text))]
+    key = starts[places[0][0] - 1] + places[0][1] - 1 if places else 0
+    opened = re.compile(rf"(?:{_STRING}|\w+)\s*:\s*{{").match(text, key) if places else None
     return [gone, _inserted(text, opened.end(), member)] if opened else None
 
 

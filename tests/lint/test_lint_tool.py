@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from email.message import Message
 from importlib import metadata
@@ -186,6 +187,14 @@ def test_arguments_beside_params_are_moved_into_them():
     assert json.loads(fixed(text, schema())) == json.loads(moved)
     scaled = '{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}'
     assert fixed(scaled, schema()) == scaled  # it has no place in fp16
+
+
+def test_long_files_are_mended_at_once():
+    """A scan of all lines for each key would take minutes."""
+    text = "{" + ",\n".join(f'"key{number}": 1' for number in range(40_000)) + ',\n"bf16": {"enabled": "true"}}'
+    started = time.process_time()
+    assert fixed(text, schema()).endswith('"bf16": {"enabled": true}}')
+    assert time.process_time() - started < 20
 
 
 def test_mending_never_makes_a_file_worse():
