@@ -233,11 +233,15 @@ def test_the_distribution_alone_needs_only_what_it_asks_for(folder):
     assert alone["version"] == project["version"]
     assert alone["scripts"]["llmtrain-lint"] == project["scripts"]["llmtrain-lint"]
     heavy = sorted(all_ - light - {"rich"})  # Typer brings Rich
-    program = ALONE.format(heavy=heavy, file="configs/wrong.json")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "lint.range" in done.stdout
+    for word, code, said in (
+        ("configs/wrong.json", 1, "lint.range"),
+        ("--help", 0, "Usage: llmtrain-lint [OPTIONS] [FILE"),
+    ):
+        program = [sys.executable, "-c", ALONE.format(heavy=heavy, file=word)]
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == code, done.stderr
+        assert said in done.stdout
 
 
 def test_the_hook_of_pre_commit(folder):
