@@ -127,6 +127,16 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def events_file(self) -> Path:
+        """One JSON object for each start, stop, death, skipped update and roll-back."""
+        return self.path / "events.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        """One JSON object for each text that the model wrote during training."""
+        return self.path / "samples.jsonl"
+
+    @property
     def trackers_file(self) -> Path:
         """Ids of the run in trackers that have them, with which a resumed run continues there."""
         return self.path / "trackers.json"

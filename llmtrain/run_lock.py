@@ -153,6 +153,18 @@ class RunLock:
                 continue  # the disk may recover
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run seems to train in a folder, which is only read. An owner elsewhere is judged by the clocks."""
+    try:
+        file = _owner_file(folder / ".lock")
+        owner, touched = (_read(file), _touched(file)) if file else (None, None)
+    except (OSError, RecipeError):
+        return False
+    if owner is not None and owner.is_on_this_machine:
+        return owner.is_running
+    return touched is not None and abs(time.time() - touched / 1e9) < STALE_S
+
+
 def _renamed(staged: Path, lock: Path) -> bool:
     """Tries to rename; returns whether the lock is ours now. It is not if another run holds it."""
     try:

@@ -30,7 +30,7 @@ LAYERS = (
     {"runtime", "metrics", "watchdog"},
     {"engines"},
     {"checkpoint"},
-    {"tune"},
+    {"tune", "report"},
     {"train"},
     {"verify", "dry_run", "doctor"},
     {"self_test"},
@@ -39,7 +39,7 @@ LAYERS = (
     {"script", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
-PURE = set().union(*LAYERS[:8]) | {"doctor", "commands", "cli", "script"}
+PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "cli", "script"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

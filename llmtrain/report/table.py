@@ -1,0 +1,95 @@
+"""The lines of `metrics.jsonl` as columns of numbers."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_ROWS = 4_000_000
+MOST_COLUMNS = 256
+LARGEST_STEP = 2**53
+Column = NDArray[np.float64]
+
+
+class MetricsTable:
+    """Rows of numbers in the order of their lines, as columns by name.
+
+    A number that a row lacks, or that was not finite, is NaN. A group of numbers is a column for each of them:
+    `eval_loss_by_source/NAME`.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[float]] = {"step": array("d")}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns, in the order in which they were first seen."""
+        return tuple(self._columns)
+
+    def __getitem__(self, name: str) -> Column:
+        """Returns a column. Raises KeyError if no row has it."""
+        return np.array(self._columns[name])
+
+    def get(self, name: str) -> Column:
+        """Returns a column, or one of NaN."""
+        return self[name] if name in self else np.full(len(self), np.nan)
+
+    def last(self, name: str) -> float | None:
+        """Returns the last finite number of a column, or None."""
+        return next((value for value in reversed(self._columns.get(name, ())) if math.isfinite(value)), None)
+
+    def rows(self) -> Iterator[dict[str, float]]:
+        """Yields each row as the numbers that it has."""
+        for values in zip(*self._columns.values(), strict=True):
+            yield {name: value for name, value in zip(self._columns, values, strict=True) if not math.isnan(value)}
+
+    def add(self, record: Mapping[str, Any]) -> bool:
+        """Adds a row; returns whether the record is one, which has a step, and whether there was room."""
+        step = record.get("step")
+        if not isinstance(step, int) or not 0 <= step < LARGEST_STEP or len(self) >= MOST_ROWS:
+            return False
+        length = len(self)
+        for name, value in _flat(record):
+            column = self._columns.get(name)
+            if column is None:
+                if len(self._columns) >= MOST_COLUMNS:
+                    continue
+                column = self._columns[name] = array("d", [math.nan]) * length
+            if len(column) == length:  # a name of a group may be the same as another name
+                column.append(value)
+        for column in self._columns.values():
+            if len(column) == length:
+                column.append(math.nan)
+        return True
+
+
+def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", number) for key, one in value.items() if (number := _number(one)) is not None)
+        elif (number := _number(value)) is not None:
+            yield name, number
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number as a float, NaN for None and for what is not finite, and None for anything else."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

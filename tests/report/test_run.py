@@ -1,0 +1,118 @@
+"""A run is read from its directory, whatever state that is in."""
+
+import json
+import math
+import os
+
+import pytest
+
+from llmtrain.errors import RecipeError
+from llmtrain.report import RunReader, load_run
+
+
+def _write(folder, name, *records):
+    (folder / name).write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps({"name": "mine", "train": {"max_steps": 20}}))
+    _write(
+        tmp_path,
+        "metrics.jsonl",
+        {"step": 10, "loss": 2.5, "grad_norm": 1.0, "mfu": None},
+        {"step": 10, "eval_loss": 2.25, "eval_loss_by_source": {"a": 2.0, "b": 2.5}},
+        {"step": 20, "loss": None, "grad_norm": 3.0, "mfu": None, "slowest_rank": 3},
+    )
+    return tmp_path
+
+
+def test_lines_become_columns(folder):
+    run = load_run(folder)
+    assert run.name == "mine"
+    assert (run.step, run.max_steps) == (20, 20)
+    assert run.metrics["step"].tolist() == [10, 20]
+    assert run.metrics["loss"][0] == 2.5
+    assert math.isnan(run.metrics["loss"][1])
+    assert list(run.metrics.rows()) == [
+        {"step": 10, "loss": 2.5, "grad_norm": 1.0},
+        {"step": 20, "grad_norm": 3.0, "slowest_rank": 3},
+    ]
+    assert run.evaluations["eval_loss_by_source/b"].tolist() == [2.5]
+    assert run.metrics.last("loss") == 2.5
+
+
+def test_a_run_that_goes_on_is_read_on(folder):
+    reader = RunReader(folder)
+    assert len(reader.read().metrics) == 2
+    before = reader.bytes_read
+    line = json.dumps({"step": 30, "loss": 1.5}) + "\n"
+    with (folder / "metrics.jsonl").open("a") as more:
+        more.write(line)
+    assert reader.read().metrics["loss"][-1] == 1.5
+    assert reader.bytes_read - before == len(line)
+
+
+def test_events_and_samples_are_read(folder):
+    _write(
+        folder, "events.jsonl", {"event": "started", "step": 0, "text": "2 workers", "time": "2030-01-01"}, {"event": 3}
+    )
+    _write(folder, "samples.jsonl", {"step": 10, "prompt": "<b>", "text": "</b>"})
+    run = load_run(folder)
+    assert [one.event for one in run.events] == ["started"]
+    assert run.samples[0].prompt == "<b>"
+    assert run.problems == (f"{folder / 'events.jsonl'}: 1 lines are damaged, and left out",)
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        ((), "running"),
+        (("started",), "running"),
+        (("started", "stopped"), "stopped"),
+        (("started", "died", "started", "finished"), "finished"),
+    ],
+)
+def test_the_status_follows_from_the_events(folder, events, status):
+    _write(folder, "events.jsonl", *({"event": one, "step": 1} for one in events))
+    assert load_run(folder).status == status
+
+
+def test_a_run_without_sign_of_life_was_interrupted(folder):
+    os.utime(folder / "metrics.jsonl", (1e9, 1e9))
+    assert load_run(folder).status == "interrupted"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "environment.json", "launch.json", "metrics.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("damage", ["text", "binary", "FIFO", "folder"])
+def test_a_damaged_file_is_named_and_left_out(folder, name, damage):
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if damage == "FIFO":
+        os.mkfifo(file)
+    elif damage == "folder":
+        file.mkdir()
+    else:
+        file.write_bytes(b"{" if damage == "text" else b"\xff\x00" * 100)
+        if name.endswith("l"):
+            file.write_bytes(file.read_bytes() + b"\n")
+    run = load_run(folder)
+    assert run.name == "mine"
+    assert any(str(file) in problem for problem in run.problems)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
+        if path.name == "file":
+            path.write_text("")
+        with pytest.raises(RecipeError, match="run_dir.missing"):
+            load_run(path)
+
+
+def test_hostile_columns_are_bounded(folder):
+    record = {"step": 1, "loss": 10**400, **{f"c{number}": number for number in range(1000)}, "x": [1], "y": "text"}
+    _write(folder, "metrics.jsonl", record, {"step": -1}, {"step": "2"}, {"loss": 1.0})
+    run = load_run(folder)
+    assert len(run.metrics.names) <= 256
+    assert len(run.metrics) == 1
+    assert "3 lines are damaged" in run.problems[0]
