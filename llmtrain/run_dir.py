@@ -167,6 +167,11 @@ class RunDir:
         return self.path / "export"
 
     @property
+    def report(self) -> Path:
+        """The page of the run, written at its end."""
+        return self.path / "report.html"
+
+    @property
     def profile(self) -> Path:
         """Recorded windows of steps."""
         return self.path / "profile"

@@ -1,5 +1,6 @@
 """What a run reports about itself while it trains."""
 
+from llmtrain.metrics.events import note_event
 from llmtrain.metrics.logger import MetricsLogger, Record, StepMetrics
 from llmtrain.metrics.progress import TrainingProgress
 from llmtrain.metrics.throughput import BusyCores, Meter, Rates, Window, rates
@@ -15,5 +16,6 @@ __all__ = [
     "TrainingProgress",
     "Window",
     "check_trackers",
+    "note_event",
     "rates",
 ]

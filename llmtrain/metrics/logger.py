@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from llmtrain.metrics.events import EventName, note_event
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
@@ -68,7 +69,7 @@ class MetricsLogger:
 
         warn: is called with a message about a full disk.
         """
-        self._plan = plan
+        self._plan, self._run_dir = plan, run_dir
         forget_after(run_dir, start_step)
         self._lines = _Lines(run_dir.metrics_file, warn)
         self._trackers = Trackers(run_dir, plan.recipe, start_step)
@@ -116,6 +117,10 @@ class MetricsLogger:
         if by_source and len(by_source) > 1:
             fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
         return self._write(fields, "eval")
+
+    def log_event(self, event: EventName, step: int, text: str) -> None:
+        """Writes what happened besides steps and evaluations."""
+        note_event(self._run_dir, event, step, text)
 
     def flush(self) -> None:
         """Waits until all lines are on disk, as far as the disk accepts them."""

@@ -169,7 +169,10 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
     with run.heart.waiting():
         skipped = run.engine.guard.read()
     if skipped.total > run.skipped:
-        run.progress.note(skipped.describe(run.state.step, skipped.total - run.skipped))
+        new = skipped.total - run.skipped
+        run.progress.note(skipped.describe(run.state.step, new))
+        for one in skipped.recent[-new:]:
+            run.metrics.log_event("skipped", run.state.step - one.steps_ago, one.why())
         run.skipped = skipped.total
     with run.heart.waiting():
         loss, grad_norm = result.loss.item(), result.grad_norm.item()

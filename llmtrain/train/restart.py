@@ -9,10 +9,11 @@ from signal import Signals
 
 from rich.console import Console
 
-from llmtrain.errors import Exit, Problem, WorkerError
+from llmtrain.errors import Exit, Problem, UserError, WorkerError
 from llmtrain.launch import run_workers
 from llmtrain.launch.standstill import ALLOWED_S
 from llmtrain.launch.template import Template
+from llmtrain.metrics import note_event
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.stops import QUIT, say, wait_for_signal
@@ -56,10 +57,11 @@ def train_with_restarts(
         board = Board(workers)
         try:
             return run_workers([*command, "--resume", resume], workers, folder, None, board, template, allowed_s)
-        except WorkerError as error:
-            if not max_restarts:
-                raise
+        except UserError as error:
             deaths.append(_death(board, folder))
+            note_event(folder, "died", deaths[-1].step, str(error))
+            if not max_restarts or not isinstance(error, WorkerError):
+                raise
             if reason := enough(deaths, max_restarts):
                 raise WorkerError([*error.problems, Problem("restart.end", "--max-restarts", reason)]) from None
             print(error.report(), file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain import watchdog
-from llmtrain.errors import Exit, RecipeError
+from llmtrain.errors import Exit, RecipeError, reason
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.place.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
@@ -184,12 +184,16 @@ class _Worker:
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
+        self._note_event("started", state.step, f"{plan.workers} workers, launched by {self.rank.launcher}")
         stopped = self._fit(engine, data, saver, state, stop_step)
         engine.close()
         dist.destroy_process_group()
         self.heart.done()
         if stopped:
+            self._report()
             return Exit.RESUME
+        is_finished = state.step == plan.recipe.train.steps
+        self._note_event("finished" if is_finished else "stopped", state.step, "" if is_finished else "by --max-steps")
         if self.rank.is_main:
             self.signals.leave_at_once(state.step)
             from llmtrain.train.finish import finish
@@ -198,6 +202,7 @@ class _Worker:
             free_device_memory()
 
             finish(run_dir, plan, state, prepared, self.output.console)
+            self._report()
         return Exit.DONE
 
     def _note_kernels(self) -> None:
@@ -221,8 +226,10 @@ class _Worker:
                 with self.heart.phase(Phase.LOADING):
                     saver.settle()
                     trouble = Trouble(self.plan, state, error.skipped)
+                    why = trouble.describe()
                     go_back(trouble, engine, saver.checkpoints, saver.run, saver.storage)
                 self._note_history(state)
+                self._note_event("rolled_back", state.step, why)
                 self._say(
                     f"too many updates skipped: back to step {state.step:,}, "
                     f"on with sample {state.samples:,} of the data"
@@ -260,6 +267,7 @@ class _Worker:
             return False
         barrier()  # rank 0 keeps the store from which the others have just read a verdict
         self._say(after_step(stop.stopped_by, state.step))
+        self._note_event("stopped", state.step, f"on {stop.stopped_by.name}")
         return True
 
     def _cores(self) -> BusyCores | None:
@@ -299,6 +307,18 @@ class _Worker:
         state = restore(choice.folder, choice.manifests, storage, engine, self.plan, data)
         go_on_from(choice, self.run_dir.checkpoints, storage)
         return state
+
+    def _note_event(self, event: EventName, step: int, text: str) -> None:
+        from llmtrain.metrics import note_event
+
+        if self.rank.is_main:
+            note_event(self.run_dir, event, step, text)
+
+    def _report(self) -> None:
+        from llmtrain.report.page import write_report_at_end
+
+        if self.rank.is_main:
+            write_report_at_end(self.run_dir, self.output.warn)
 
     def _note_history(self, state: TrainerState) -> None:
         """Writes the history to the run directory, for people; a resume reads it from the checkpoint."""

@@ -105,7 +105,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
         if path.name == "file":
             path.write_text("")
-        with pytest.raises(RecipeError, match="run_dir.missing"):
+        with pytest.raises(RecipeError, match=r"run_dir\.missing"):
             load_run(path)
 
 

@@ -1,0 +1,211 @@
+"""A run in words and figures: what was trained on what, how far it is, and how well and how fast it trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmtrain.metrics.progress import compact, duration
+from llmtrain.plan.described import model_line, split_lines
+from llmtrain.predict.memory import memory_of
+from llmtrain.predict.parts import readable
+from llmtrain.predict.time import predict
+from llmtrain.report.curves import hours_of
+from llmtrain.report.run import RunData
+
+RECENT_ROWS = 20
+"""Rows of which the median is the speed at the end."""
+SLOW = 1.2
+"""A rank counts as slow in a row if its own time is this many times the median rank's."""
+Fact = tuple[str, str]
+"""A label and a text."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a run as a number and as a text."""
+
+    label: str
+    value: float | None
+    text: str
+
+
+def facts(run: RunData) -> list[Fact]:
+    """Returns what was trained, on what, by which versions."""
+    recipe, environment, launch = run.recipe, run.environment, run.launch
+    lines: list[Fact] = [("status", status_line(run))]
+    if run.plan:
+        lines.append(("model", model_line(run.plan).partition(": ")[2]))
+        lines += [_labelled(line) for line in split_lines(run.plan)]
+    lines += [
+        ("data", _sources(recipe)),
+        ("optimizer", _optimizer(recipe)),
+        ("launched", _launched(launch)),
+        ("host", " · ".join(str(environment[name]) for name in ("host", "platform") if environment.get(name))),
+        ("commit", _commit(environment.get("git"))),
+        ("versions", _versions(environment)),
+        ("command", " ".join(map(str, argv)) if isinstance(argv := environment.get("argv"), list) else ""),
+        ("folder", str(run.path)),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def status_line(run: RunData) -> str:
+    """Describes how far the run is."""
+    of = f" of {run.max_steps:,}" if run.max_steps else ""
+    ago = f", last line {duration(run.seconds_since_line)} ago" if run.seconds_since_line is not None else ""
+    return f"{run.status} at step {run.step:,}{of}{ago if run.status in ('running', 'interrupted') else ''}"
+
+
+def figures(run: RunData) -> list[Figure]:
+    """Returns the figures at the end of the run, or of what there is of it."""
+    metrics, evaluations = run.metrics, run.evaluations
+    losses = evaluations.get("eval_loss")
+    hours = hours_of(metrics)
+    found = [
+        Figure("step", run.step, f"{run.step:,}"),
+        _number("loss", metrics.last("loss")),
+        _number("evaluation loss", evaluations.last("eval_loss")),
+        _number("least evaluation loss", float(np.nanmin(losses)) if np.isfinite(losses).any() else None),
+        _number("perplexity", evaluations.last("perplexity")),
+        _number("bits per byte", evaluations.last("bits_per_byte")),
+        _number("gradient norm", metrics.last("grad_norm")),
+        _counted("tokens", metrics.last("tokens")),
+        Figure("hours in steps and saves", *(_hours(float(hours[-1])) if len(hours) else (None, ""))),
+        _counted("tokens per second", _recent(run, "tokens_per_second")),
+        _share("MFU", _recent(run, "mfu")),
+        Figure("step time", *_seconds(_recent(run, "step_time_s"))),
+        _bytes("peak memory of rank 0", metrics.last("peak_memory_bytes")),
+        _counted("skipped updates", metrics.last("skipped_steps")),
+        _counted("roll-backs", metrics.last("rollbacks")),
+        _counted("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1))),
+        *(_number(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
+    ]
+    return [one for one in found if one.value is not None]
+
+
+def predicted_memory(run: RunData) -> list[Figure]:
+    """Returns the predicted bytes of the fullest rank in total and by part, largest first; empty if unknown."""
+    memory = memory_of(run.plan) if run.plan else None
+    if memory is None:
+        return []
+    parts = sorted(memory.stages[memory.fullest].peak.by_part().items(), key=lambda part: -part[1])
+    return [_bytes("total", memory.needed), *(_bytes(name.replace("_", " "), size) for name, size in parts if size)]
+
+
+def predicted_step(run: RunData) -> list[Figure]:
+    """Returns the predicted seconds of a step in total and by part; empty if the device's datasheet is incomplete."""
+    step = predict(run.plan) if run.plan else None
+    if step is None:
+        return []
+    named = {"total": step.step_s, "computation": step.compute_s, "pipeline bubble": step.bubble_s}
+    named |= {name.replace("_", " "): seconds for name, seconds in step.communication_s.items()}
+    named |= {"update": step.update_s}
+    return [Figure(name, *_seconds(seconds)) for name, seconds in named.items() if seconds]
+
+
+def time_spent(run: RunData) -> list[Figure]:
+    """Returns where the hours of the run went: steps, waiting for data, and saves that blocked them."""
+    metrics = run.metrics
+    if not len(metrics):
+        return []
+    taken = np.maximum(0, np.diff(metrics["step"], prepend=0.0))
+    waited = float((np.nan_to_num(metrics.get("data_wait_s")) * taken).sum())
+    stepped = float((np.nan_to_num(metrics.get("step_time_s")) * taken).sum()) - waited
+    saved = float(np.nan_to_num(metrics.get("save_blocked_s")).sum())
+    named = {"steps": stepped, "waiting for data": waited, "blocked by saves": saved}
+    return [Figure(name, seconds, duration(seconds)) for name, seconds in named.items() if seconds > 0]
+
+
+def stragglers(run: RunData) -> list[Fact]:
+    """Returns the ranks that were slow in a logged step, the most frequent first, and how slow they were."""
+    ranks, ratios = run.metrics.get("slowest_rank"), run.metrics.get("slowest_ratio")
+    is_slow = ratios >= SLOW
+    counts = Counter(ranks[is_slow].tolist())
+    return [
+        (
+            f"rank {rank:.0f}",
+            f"slowest in {count:,} of {len(ranks):,} logged steps, "
+            f"at most {ratios[is_slow & (ranks == rank)].max():.2f} times as long as the median rank",
+        )
+        for rank, count in counts.most_common(10)
+    ]
+
+
+def _labelled(line: str) -> Fact:
+    label, _, text = line.partition(" ")
+    return label, text.strip()
+
+
+def _sources(recipe: dict[str, Any]) -> str:
+    sources = recipe.get("data.sources")
+    names = [str(one.get("name")) for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
+    length = recipe.get("data.sequence_length")
+    return ", ".join(names) + (f"; sequences of {length:,} tokens" if isinstance(length, int) else "")
+
+
+def _optimizer(recipe: dict[str, Any]) -> str:
+    names = ("name", "lr", "schedule", "warmup_steps", "weight_decay")
+    given = {name: recipe.get(f"optim.{name}") for name in names}
+    return ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in given.items() if value)
+
+
+def _launched(launch: dict[str, Any]) -> str:
+    if not launch:
+        return ""
+    return f"by {launch.get('launcher')}, {launch.get('world_size')} workers, {launch.get('started')}"
+
+
+def _commit(git: Any) -> str:
+    if not isinstance(git, dict):
+        return ""
+    return f"{git.get('commit')}{', with changes' if git.get('modified') else ''}"
+
+
+def _versions(environment: dict[str, Any]) -> str:
+    packages = environment.get("packages")
+    known = packages.items() if isinstance(packages, dict) else ()
+    python = [("python", environment["python"])] if environment.get("python") else []
+    return ", ".join(f"{name} {version}" for name, version in [*python, *known])
+
+
+def _recent(run: RunData, name: str) -> float | None:
+    values = run.metrics.get(name)[-RECENT_ROWS:]
+    return float(np.nanmedian(values)) if np.isfinite(values).any() else None
+
+
+def _number(label: str, value: float | None) -> Figure:
+    return Figure(label, value, "" if value is None else f"{value:.4f}" if 0.1 <= abs(value) < 10 else f"{value:.4g}")
+
+
+def _counted(label: str, value: float | None) -> Figure:
+    text = "" if value is None else f"{value:,.0f}" if value < 10_000 else compact(value)
+    return Figure(label, value, text)
+
+
+def _share(label: str, value: float | None) -> Figure:
+    return Figure(label, value, "" if value is None else f"{value:.1%}")
+
+
+def _bytes(label: str, value: float | None) -> Figure:
+    return Figure(label, value, "" if value is None else readable(int(value)))
+
+
+def _hours(hours: float) -> tuple[float, str]:
+    return hours, duration(hours * 3600)
+
+
+def _seconds(seconds: float | None) -> tuple[float | None, str]:
+    if seconds is None:
+        return None, ""
+    return seconds, f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
+    """Yields time, step, name and text of each event, the oldest first."""
+    for one in run.events:
+        yield one.time[:19].replace("T", " "), one.step, one.event.replace("_", " "), one.text

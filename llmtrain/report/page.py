@@ -1,0 +1,176 @@
+"""The page of one run or several: one HTML file that needs no network.
+
+Texts of a run are untrusted: the template escapes them, and the page's content policy lets no script run but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from llmtrain.errors import reason, short
+from llmtrain.plan.described import size_of
+from llmtrain.report import facts
+from llmtrain.report.curves import Curves, chart_documents, charts_of, curves_of
+from llmtrain.report.differences import differences, figures_beside
+from llmtrain.report.run import RunData, load_run
+from llmtrain.run_dir import RunDir
+from llmtrain.system.durable import write_atomically
+
+WEB = Path(__file__).parent / "web"
+MOST_ROWS = 50
+"""Rows of the table of values of a run."""
+MOST_SAMPLES, MOST_TEXT = 60, 4000
+"""Samples of a run on a page, the newest ones, and characters of one."""
+MOST_EVENTS = 500
+MOST_OPERATIONS = 12
+
+
+def write_report(folders: Sequence[Path], out: Path) -> None:
+    """Writes the page of runs. Raises RecipeError for what is no run, and OSError if it cannot be written."""
+    write_atomically(out, page([load_run(folder) for folder in folders]))
+
+
+def write_report_at_end(run: RunDir, warn: Callable[[str], None]) -> None:
+    """Writes the page of a run that has ended. Whatever is wrong with that, the result of the run is the same."""
+    try:
+        write_report([run.path], run.report)
+    except Exception as error:
+        warn(f"{run.report} was not written: {reason(error)}")
+
+
+def page(runs: Sequence[RunData], revision: str = "") -> str:
+    """Returns the page of runs. revision: identifies the content of a page that is kept live; empty otherwise."""
+    names = names_of(runs)
+    views = [_view(run, name) for run, name in zip(runs, names, strict=True)]
+    script = Markup((WEB / "report.js").read_text("utf-8"))
+    library = Markup((WEB / "uPlot.iife.min.js").read_text("utf-8"))
+    return _template().render(
+        title=short(names[0]) if len(runs) == 1 else f"{len(runs)} runs",
+        runs=views,
+        figures=figures_beside(runs),
+        differences={group: found for group, found in differences(runs).items() if found},
+        data=_json(_data(runs, names, revision)),
+        policy=_policy([library, script], is_live=bool(revision)),
+        style=Markup((WEB / "uPlot.min.css").read_text("utf-8") + (WEB / "report.css").read_text("utf-8")),
+        library=library,
+        script=script,
+    )
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Returns the names of runs; those with the same name are told apart by their folders."""
+    names = [run.name for run in runs]
+    return [
+        f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What the template shows of a run."""
+
+    name: str
+    run: RunData
+    facts: list[facts.Fact]
+    figures: list[facts.Figure]
+    memory: list[facts.Figure]
+    measured_memory: str
+    step_time: list[facts.Figure]
+    measured_step: str
+    time: list[tuple[facts.Figure, float]]
+    """Each part of the time, and its share."""
+    stragglers: list[facts.Fact]
+    events: list[tuple[str, int, str, str]]
+    values: tuple[list[str], list[list[str]]]
+    samples: list[tuple[int, str, str]]
+    size: Callable[[int], str] = size_of
+
+
+def _view(run: RunData, name: str) -> RunView:
+    time, found = facts.time_spent(run), {one.label: one.text for one in facts.figures(run)}
+    whole = sum(part.value or 0 for part in time) or 1
+    on_cpu = run.plan is not None and run.plan.cluster.spec.on_cpu
+    peak = found.get("peak memory of rank 0", "")
+    return RunView(
+        name=name,
+        run=run,
+        facts=facts.facts(run),
+        figures=facts.figures(run),
+        memory=facts.predicted_memory(run),
+        measured_memory=f"{peak} resident, the program and its libraries included" if peak and on_cpu else peak,
+        step_time=facts.predicted_step(run),
+        measured_step=found.get("step time", ""),
+        time=[(part, (part.value or 0) / whole) for part in time],
+        stragglers=facts.stragglers(run),
+        events=list(facts.event_lines(run))[-MOST_EVENTS:],
+        values=_values(run),
+        samples=[(one.step, one.prompt[:MOST_TEXT], one.text[:MOST_TEXT]) for one in run.samples[-MOST_SAMPLES:]],
+    )
+
+
+def _values(run: RunData) -> tuple[list[str], list[list[str]]]:
+    """Returns names and rows of a table of logged steps at equal distances, the last one included."""
+    table = run.metrics
+    names = [name for name in table.names if table.last(name) is not None]
+    chosen = np.unique(np.linspace(0, max(0, len(table) - 1), min(MOST_ROWS, len(table))).astype(int))
+    columns = [table[name][chosen] for name in names]
+    rows = [["" if np.isnan(value) else f"{value:.15g}" if value.is_integer() else f"{value:.6g}" for value in row]
+            for row in zip(*columns, strict=True)]
+    return names, rows
+
+
+def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[str, Any]:
+    charts = charts_of(runs)
+    return {
+        "revision": revision,
+        "charts": chart_documents(charts),
+        "runs": [
+            _run_data(run, name, curves_of(run, charts, len(runs))) for run, name in zip(runs, names, strict=True)
+        ],
+    }
+
+
+def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[str, Any]:
+    memory = facts.predicted_memory(run)
+    marks = [(one.step, one.event, short(one.text)) for one in run.events][-MOST_EVENTS:]
+    marks += [(one.step, "checkpoint", one.folder.name) for one in run.checkpoints]
+    return {
+        "name": name,
+        "training": curves[0].document(),
+        "evaluation": curves[1].document(),
+        "marks": [{"step": step, "event": event, "text": text} for step, event, text in sorted(marks)],
+        "predicted_memory": memory[0].value if memory else None,
+    }
+
+
+def _json(document: Any) -> Markup:
+    """Returns JSON that can stand in a script element, whatever its texts contain."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _policy(scripts: Sequence[str], is_live: bool) -> str:
+    """Returns the content policy: no network, except the server of a live page, and no scripts but these."""
+    digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    connect = "; connect-src 'self'" if is_live else ""
+    return f"default-src 'none'; img-src data:; script-src {allowed}; style-src 'unsafe-inline'{connect}; base-uri 'none'; form-action 'none'"
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(
+        autoescape=True, loader=FileSystemLoader(WEB), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html.jinja")
