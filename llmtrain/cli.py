@@ -23,6 +23,7 @@ from llmtrain.commands.init import InitRequest, write_recipe
 from llmtrain.commands.lint import LintRequest, lint_files
 from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, RecipeArgument, SetOption, show_plan
 from llmtrain.commands.recipe import app as recipe_app
+from llmtrain.commands.report import ReportRequest, compare_runs, inspect_run, report_runs
 from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, UserError
 from llmtrain.system.host import limit_spinning
@@ -267,6 +268,19 @@ def profile(
     from llmtrain.commands.profile import request_profile
 
     request_profile(run, steps, ranks, memory)
+
+
+@command
+def report(request: ReportRequest) -> None:
+    """Write one page of a run, or of several compared, with curves and tables; it needs no network.
+
+    A run writes its page when it ends. Several runs: report.html in the working directory.
+    """
+    report_runs(request)
+
+
+app.command("inspect")(inspect_run)
+app.command("compare")(compare_runs)
 
 
 @app.command()

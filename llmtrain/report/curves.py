@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,8 +106,8 @@ class Curves:
 def curves_of(run: RunData, charts: Sequence[Chart], runs: int = 1) -> tuple[Curves, Curves]:
     """Returns the rows of logged steps and of evaluations for a page of so many runs.
 
-    A short run has all of them. Of a long one, whole rows are kept: some at equal distances and, in each of some hundred
-    intervals, those with the least and the greatest value of each column, and the first one that is not finite.
+    A short run has all of them. Of a long one, whole rows are kept: some at equal distances and, in each of some
+    hundred intervals, those with the least and the greatest value of each column, and the first one that is not finite.
     """
     names = [*dict.fromkeys(name for chart in charts for name in chart.training), *SHOWN_IN_WORDS]
     train = _in_order(run.metrics, names)
@@ -166,8 +167,12 @@ def _extremes(column: Column, edges: NDArray[np.int64]) -> NDArray[np.int64]:
     found = []
     is_finite = np.isfinite(column)
     least, most = np.where(is_finite, column, np.inf), np.where(is_finite, column, -np.inf)
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
-        found += [start + least[start:end].argmin(), start + most[start:end].argmax(), start + is_finite[start:end].argmin()]
+    for start, end in pairwise(edges):
+        found += [
+            start + least[start:end].argmin(),
+            start + most[start:end].argmax(),
+            start + is_finite[start:end].argmin(),
+        ]
     return np.array(found, np.int64)
 
 

@@ -7,12 +7,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from llmtrain.errors import short
 from llmtrain.plan.plan import Plan
 from llmtrain.report.facts import figures
 from llmtrain.report.run import RunData, dotted
 
 ABSENT = "—"
+DATA_FIELDS = ("data.", "evaluation.sources")
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,20 @@ class Difference:
     @property
     def texts(self) -> tuple[str, ...]:
         """The values for people."""
-        return tuple(ABSENT if one is None else one if isinstance(one, str) else short(json.dumps(one)) for one in self.values)
+        return tuple(
+            ABSENT if one is None else one if isinstance(one, str) else short(json.dumps(one)) for one in self.values
+        )
 
 
 def differences(runs: Sequence[RunData]) -> dict[str, list[Difference]]:
-    """Returns the fields in which runs differ, by group: recipe, plan, environment; a group may be empty."""
+    """Returns the fields in which runs differ, by group: recipe, data, plan, environment; a group may be empty."""
+    recipe = differing([run.recipe for run in runs], {"name"})
     return {
-        "recipe": differing([run.recipe for run in runs], {"name"}),
+        "recipe": [one for one in recipe if not one.field.startswith(DATA_FIELDS)],
+        "data": [
+            *(one for one in recipe if one.field.startswith(DATA_FIELDS)),
+            *differing([{"prepared data": run.data_key} if run.data_key else {} for run in runs]),
+        ],
         "plan": differing([_plan(run.plan) for run in runs]),
         "environment": differing([_environment(run) for run in runs]),
     }
@@ -78,3 +88,23 @@ def _environment(run: RunData) -> dict[str, Any]:
     kept = {name: value for name, value in run.environment.items() if name != "argv"}
     launch = {name: run.launch.get(name) for name in ("launcher", "world_size") if name in run.launch}
     return dotted(kept | {"launch": launch})
+
+
+def compared_metrics(a: RunData, b: RunData) -> list[tuple[str, tuple[float | None, ...], tuple[str, ...]]]:
+    """Returns label, values and texts of each figure of two runs, and how far their losses are apart."""
+    known = [{one.label: one for one in figures(run)} for run in (a, b)]
+    labels = dict.fromkeys(label for one in known for label in one)
+    rows = []
+    for label in labels:
+        found = [one.get(label) for one in known]
+        values = tuple(one.value if one else None for one in found)
+        rows.append((label, values, tuple(one.text if one else ABSENT for one in found)))
+    steps, here, there = np.intersect1d(a.metrics["step"], b.metrics["step"], return_indices=True)
+    losses = a.metrics.get("loss")[here], b.metrics.get("loss")[there]
+    apart = np.abs(losses[0] - losses[1])
+    if np.isfinite(apart).any():
+        last, largest = np.flatnonzero(np.isfinite(apart))[-1], int(np.nanargmax(apart))
+        for label, at in (("the last common step", last), ("the step where they are furthest apart", largest)):
+            pair = tuple(float(loss[at]) for loss in losses)
+            rows.append((f"loss at {label}, {steps[at]:,.0f}", pair, tuple(f"{value:.6g}" for value in pair)))
+    return rows

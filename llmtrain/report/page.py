@@ -71,9 +71,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
 def names_of(runs: Sequence[RunData]) -> list[str]:
     """Returns the names of runs; those with the same name are told apart by their folders."""
     names = [run.name for run in runs]
-    return [
-        f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
-    ]
+    return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,10 @@ def _values(run: RunData) -> tuple[list[str], list[list[str]]]:
     names = [name for name in table.names if table.last(name) is not None]
     chosen = np.unique(np.linspace(0, max(0, len(table) - 1), min(MOST_ROWS, len(table))).astype(int))
     columns = [table[name][chosen] for name in names]
-    rows = [["" if np.isnan(value) else f"{value:.15g}" if value.is_integer() else f"{value:.6g}" for value in row]
-            for row in zip(*columns, strict=True)]
+    rows = [
+        ["" if np.isnan(value) else f"{value:.15g}" if value.is_integer() else f"{value:.6g}" for value in row]
+        for row in zip(*columns, strict=True)
+    ]
     return names, rows
 
 
@@ -163,9 +163,16 @@ def _json(document: Any) -> Markup:
 def _policy(scripts: Sequence[str], is_live: bool) -> str:
     """Returns the content policy: no network, except the server of a live page, and no scripts but these."""
     digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    connect = "; connect-src 'self'" if is_live else ""
-    return f"default-src 'none'; img-src data:; script-src {allowed}; style-src 'unsafe-inline'{connect}; base-uri 'none'; form-action 'none'"
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(f"'sha256-{digest}'" for digest in digests),
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+        "connect-src": "'self'" if is_live else "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmtrain.checkpoint.folder import find, newest, step_of
+from llmtrain.checkpoint.folder import STATE_FILE, find, newest, step_of
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.plan.plan import Plan
 from llmtrain.report.lines import GrowingLines
@@ -109,6 +109,8 @@ class RunData:
     events: tuple[RunEvent, ...] = ()
     samples: tuple[TextSample, ...] = ()
     checkpoints: tuple[SavedCheckpoint, ...] = ()
+    data_key: str = ""
+    """Identifies the prepared data, tokens and their order; from the newest checkpoint."""
     profiles: tuple[ProfiledWindow, ...] = ()
     scores: tuple[TaskScores, ...] = ()
     status: str = "unknown"
@@ -159,6 +161,12 @@ class RunReader:
         self._problems: list[str] = []
 
     @property
+    def stamp(self) -> str:
+        """What changes whenever a file that was read has changed."""
+        kept = {str(file): stamp for file, (stamp, _) in self._kept.items()}
+        return repr((self.bytes_read, kept, self._problems))
+
+    @property
     def bytes_read(self) -> int:
         """Number of bytes read so far of the files that grow."""
         return sum(lines.bytes_read for lines in (self._metric_lines, self._event_lines, self._sample_lines))
@@ -181,7 +189,8 @@ class RunReader:
             evaluations=self._evaluations,
             events=tuple(self._events),
             samples=tuple(self._samples),
-            checkpoints=self._checkpoints(),
+            checkpoints=(checkpoints := self._checkpoints()),
+            data_key=self._data_key(checkpoints),
             profiles=self._profiles(),
             scores=self._scores(),
             status=self._status(age),
@@ -246,6 +255,11 @@ class RunReader:
             return ()
         found: tuple[SavedCheckpoint, ...] = self._kept[folder][1]
         return found
+
+    def _data_key(self, checkpoints: tuple[SavedCheckpoint, ...]) -> str:
+        latest = next((one.folder for one in checkpoints if one.is_latest), None)
+        state = self._document(latest / STATE_FILE, dict[str, Any], {}) if latest else {}
+        return str(state.get("data", ""))
 
     def _profiles(self) -> tuple[ProfiledWindow, ...]:
         def windows(file: Path, step: int) -> ProfiledWindow | None:

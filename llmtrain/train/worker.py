@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain import watchdog
-from llmtrain.errors import Exit, RecipeError, reason
+from llmtrain.errors import Exit, RecipeError
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.place.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
     from llmtrain.metrics import BusyCores
+    from llmtrain.metrics.events import EventName
 
 
 def main(
@@ -184,7 +185,7 @@ class _Worker:
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
-        self._note_event("started", state.step, f"{plan.workers} workers, launched by {self.rank.launcher}")
+        self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
         stopped = self._fit(engine, data, saver, state, stop_step)
         engine.close()
         dist.destroy_process_group()

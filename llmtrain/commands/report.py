@@ -1,0 +1,146 @@
+"""`llmtrain report`, `inspect` and `compare`: look at runs, finished or going on, from their directories alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmtrain.commands.plan import JsonOption
+from llmtrain.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.report import RunData
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """The arguments of `llmtrain report`."""
+
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html in the run directory.")
+    ] = None
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page on this machine, and keep it up to date, until Ctrl-C.")
+    ] = False
+    port: Annotated[int, typer.Option(help="With --serve: the port; 0: a free one.", min=0, max=65535)] = 0
+
+
+def report_runs(request: ReportRequest) -> None:
+    """Writes or serves the page of runs."""
+    from llmtrain.report.page import write_report
+    from llmtrain.run_dir import RunDir
+
+    if request.serve:
+        if request.out:
+            raise RecipeError(Problem("report.out", "--out", "is not for --serve", "leave one of them out"))
+        _serve(request)
+        return
+    if request.port:
+        raise RecipeError(Problem("report.port", "--port", "is for --serve", "give --serve, too"))
+    # Several runs have no folder in common.
+    out = request.out or (RunDir(request.runs[0]).report if len(request.runs) == 1 else Path("report.html"))
+    _distinct(request.runs)
+    try:
+        write_report(request.runs, out)
+    except OSError as error:
+        message = f"cannot write {out}: {error.strerror}"
+        raise RecipeError(Problem("report.write", "--out", message, "choose another file with --out")) from None
+    print(f"wrote {out}")
+
+
+def _serve(request: ReportRequest) -> None:
+    from llmtrain.report.serve import LivePage, PageServer
+
+    _distinct(request.runs)
+    live = LivePage(request.runs)
+    try:
+        server = PageServer(live, request.port)
+    except OSError as error:
+        message = f"cannot listen on port {request.port}: {error.strerror}"
+        raise RecipeError(Problem("report.port", "--port", message, "choose another port, or 0")) from None
+    print(f"serving {server.address} until Ctrl-C", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+
+
+def _distinct(runs: list[Path]) -> None:
+    twice = {str(run) for run in runs if sum(one.resolve() == run.resolve() for one in runs) > 1}
+    if twice:
+        raise RecipeError([Problem("report.twice", run, "is given more than once", "give it once") for run in twice])
+
+
+def inspect_run(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show a run at a glance, also one that is going on: its progress, curves, events and checkpoints."""
+    from rich.console import Console
+
+    from llmtrain.report import load_run
+    from llmtrain.report.terminal import overview
+
+    data = load_run(run)
+    if as_json:
+        print(json.dumps(_document(data), indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(overview(data, console))
+
+
+def compare_runs(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Run directory.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Run directory to compare it with.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show what differs between two runs: recipe, data, plan, environment and metrics."""
+    from rich.console import Console
+
+    from llmtrain.report import load_run
+    from llmtrain.report.differences import compared_metrics, differences
+    from llmtrain.report.page import names_of
+    from llmtrain.report.terminal import comparison
+
+    runs = [load_run(path) for path in (a, b)]
+    groups, metrics = differences(runs), compared_metrics(*runs)
+    if as_json:
+        document = {
+            "runs": [str(run.path) for run in runs],
+            "differences": {group: {one.field: one.values for one in found} for group, found in groups.items()},
+            "metrics": {label: values for label, values, _ in metrics},
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        rows = [(label, texts) for label, _, texts in metrics]
+        Console(highlight=False).print(comparison(names_of(runs), groups, rows))
+
+
+def _document(run: RunData) -> dict[str, Any]:
+    """Returns a run at a glance as JSON data."""
+    from llmtrain.report import facts
+
+    return {
+        "path": str(run.path),
+        "name": run.name,
+        "status": run.status,
+        "step": run.step,
+        "max_steps": run.max_steps,
+        "seconds_since_line": run.seconds_since_line,
+        "facts": dict(facts.facts(run)),
+        "figures": {one.label: one.value for one in facts.figures(run)},
+        "predicted_memory_bytes": {one.label: one.value for one in facts.predicted_memory(run)},
+        "predicted_step_s": {one.label: one.value for one in facts.predicted_step(run)},
+        "time_s": {one.label: one.value for one in facts.time_spent(run)},
+        "slow_ranks": dict(facts.stragglers(run)),
+        "events": [asdict(one) for one in run.events],
+        "checkpoints": [asdict(one) | {"folder": str(one.folder)} for one in run.checkpoints],
+        "profiles": [asdict(one) for one in run.profiles],
+        "samples": [asdict(one) for one in run.samples[-10:]],
+        "scores": [asdict(one) for one in run.scores],
+        "problems": list(run.problems),
+    }

@@ -1,0 +1,99 @@
+"""Serves the page of runs on the loopback while they go on; of their files it reads what was added."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from llmtrain.report.page import page
+from llmtrain.report.run import RunReader
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names under which a browser may ask. Another name is one that a foreign site has pointed at this machine."""
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class LivePage:
+    """The page of runs, written anew when something has been added to them."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Raises RecipeError for what is no run."""
+        self._readers = [RunReader(folder) for folder in folders]
+        self._lock = threading.Lock()
+        self._revision, self._page = "", b""
+
+    @property
+    def bytes_read(self) -> int:
+        """Number of bytes read so far of the files that grow."""
+        return sum(reader.bytes_read for reader in self._readers)
+
+    def now(self) -> tuple[str, bytes]:
+        """Returns what identifies the content of the page, and the page."""
+        with self._lock:
+            runs = [reader.read() for reader in self._readers]
+            stamps = [(reader.stamp, run.status) for reader, run in zip(self._readers, runs, strict=True)]
+            revision = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
+            if revision != self._revision:
+                self._revision, self._page = revision, page(runs, revision).encode()
+            return self._revision, self._page
+
+
+class PageServer(ThreadingHTTPServer):
+    """Answers requests for one page on the loopback."""
+
+    daemon_threads = True
+
+    def __init__(self, live: LivePage, port: int = 0) -> None:
+        """port: 0 for a free one. Raises OSError if it is taken."""
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.live = live
+
+    @property
+    def address(self) -> str:
+        """The address of the page."""
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "llmtrain", ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        if _hostname(self.headers.get("Host", "")) not in HOSTS:
+            self._answer(HTTPStatus.FORBIDDEN, b"this page is for 127.0.0.1 and localhost only\n")
+        elif urlsplit(self.path).path != "/":
+            self._answer(HTTPStatus.NOT_FOUND, b"there is one page, /\n")
+        else:
+            revision, content = self.server.live.now()
+            is_known = self.headers.get("If-None-Match") == f'"{revision}"'
+            self._answer(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK, b"" if is_known else content)
+
+    def _answer(self, status: HTTPStatus, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Says nothing: a live page asks every two seconds."""
+
+
+def _hostname(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
