@@ -143,6 +143,17 @@ def test_a_checkpoint_is_verified_without_torch(tmp_path):
     _run_without_heavy(["checkpoint", "verify", str(folder)])
 
 
+@pytest.mark.parametrize("arguments", [["report"], ["report", "--out", "OUT"], ["inspect"], ["compare"]], ids=" ".join)
+def test_a_run_is_looked_at_without_torch(tmp_path, arguments):
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run in runs:
+        run.mkdir()
+        (run / "recipe.json").write_text("{}")
+        (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    given = [str(tmp_path / "out.html") if one == "OUT" else one for one in arguments]
+    _run_without_heavy([*given, *map(str, runs if {"compare", "OUT"} & {*arguments} else runs[:1])])
+
+
 def _run_without_heavy(arguments):
     program = BLOCK.format(heavy=HEAVY, arguments=arguments)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)

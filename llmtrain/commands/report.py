@@ -22,7 +22,7 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.
 class ReportRequest:
     """The arguments of `llmtrain report`."""
 
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run directories.")]
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write; default: report.html in the run directory.")
     ] = None

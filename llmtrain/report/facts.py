@@ -21,6 +21,7 @@ RECENT_ROWS = 20
 """Rows of which the median is the speed at the end."""
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is this many times the median rank's."""
+MOST_SLOW = 5
 Fact = tuple[str, str]
 """A label and a text."""
 
@@ -132,7 +133,7 @@ def stragglers(run: RunData) -> list[Fact]:
             f"slowest in {count:,} of {len(ranks):,} logged steps, "
             f"at most {ratios[is_slow & (ranks == rank)].max():.2f} times as long as the median rank",
         )
-        for rank, count in counts.most_common(10)
+        for rank, count in counts.most_common(MOST_SLOW)
     ]
 
 

@@ -39,3 +39,8 @@ def losses(run_dir: Path) -> list[tuple]:
     """What a run computed, in the order it was written: everything but times."""
     wanted = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "eval_loss")
     return [tuple(line[key] for key in wanted if key in line) for line in metrics(run_dir)]
+
+
+def events(run_dir: Path) -> list[dict]:
+    """Lines of `events.jsonl`."""
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]

@@ -68,6 +68,7 @@ def test_a_job_that_died_starts_again_and_finishes(folder, quick):
     assert attempts(folder) == ["auto"] * 3
     assert "died in step 7, with no checkpoint; restart 1 of 3" in told
     assert "died in step 9, with no checkpoint; restart 2 of 3" in told
+    assert [(one["event"], one["step"]) for one in events(folder.path)] == [("died", 7), ("died", 9)]
 
 
 def test_dying_twice_in_one_step_is_enough(folder, quick):

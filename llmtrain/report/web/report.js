@@ -12,6 +12,7 @@
     checkpoint: ["checkpoint", "#2a9d6f", null],
   };
   const HEIGHT = 250, PRINTED_WIDTH = 340, NEAR_PX = 5, POLL_MS = 2000, SMOOTHEST = 0.2;
+  const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power);
   const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 
   const byId = (id) => document.getElementById(id);
@@ -191,7 +192,7 @@
       scales: { x: { time: false, range: () => state.range || wholeRange() }, y: { distr: isLog ? 3 : 1 } },
       axes: [
         { ...axis, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : compact(tick)) },
-        { ...axis, size: 66, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : FORMATS[chart.unit](tick)) },
+        { ...axis, size: 70, incrs: chart.unit === "bytes" ? POWERS : undefined, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : FORMATS[chart.unit](tick)) },
       ],
       series: [{}, ...chart.curves.map((curve) => ({
         label: curve.label,
@@ -312,9 +313,9 @@
     });
     byId("kinds").replaceChildren(...kinds);
     const kept = runs.filter((run) => run.training.step.length < run.rows);
-    byId("kept").textContent = kept.map((run) =>
-      `${runs.length > 1 ? run.name + ": " : ""}${run.training.step.length.toLocaleString("en")} of ${run.rows.toLocaleString("en")} logged steps, ` +
-      "among them those with the least and greatest value of each curve in each interval.").join(" ");
+    const most = Math.max(...kept.map((run) => run.training.step.length)).toLocaleString("en");
+    byId("kept").textContent = !kept.length ? "" : `Of a long run the curves have ${most} logged steps, among them those with ` +
+      "the least and the greatest value of each curve in each of some hundred intervals.";
   }
 
   function setTheme(theme) {

@@ -1,0 +1,59 @@
+"""The live page is for this machine, and reads only what was added."""
+
+import http.client
+import json
+import threading
+
+import pytest
+
+from llmtrain.report.serve import LivePage, PageServer
+from tests.helpers.recorded_runs import step_record
+
+
+@pytest.fixture
+def server(run):
+    server = PageServer(LivePage([run]))
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def _get(server, path="/", **headers):
+    connection = http.client.HTTPConnection(*server.server_address, timeout=20)
+    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_it_listens_on_the_loopback_only(server):
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_the_page_is_served_once_per_change(server, run):
+    status, text = _get(server)
+    assert status == 200
+    revision = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["revision"]
+    assert _get(server, If_None_Match=f'"{revision}"') == (304, "")
+    before = server.live.bytes_read
+    line = json.dumps(step_record(61, 1.25)) + "\n"
+    with (run / "metrics.jsonl").open("a") as more:
+        more.write(line)
+    status, text = _get(server, If_None_Match=f'"{revision}"')
+    assert status == 200
+    assert server.live.bytes_read - before == len(line)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "10.0.0.1:80"])
+def test_other_names_of_this_machine_are_refused(server, host):
+    assert _get(server, Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1:99"])
+def test_a_tunnel_may_have_another_port(server, host):
+    assert _get(server, Host=host)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/../recipe.json", "/recipe.json", "/metrics.jsonl"])
+def test_there_is_nothing_but_the_page(server, path):
+    assert _get(server, path)[0] == 404
