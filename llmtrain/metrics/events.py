@@ -11,6 +11,8 @@ from typing import Literal
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 
+MOST_TEXT = 2000
+"""Characters of a text that are kept."""
 EventName = Literal["started", "stopped", "died", "finished", "skipped", "rolled_back"]
 
 
@@ -20,7 +22,7 @@ def note_event(run_dir: RunDir, event: EventName, step: int, text: str) -> None:
     step: number of optimizer steps taken. text: what happened, for people.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    line = json.dumps({"time": now, "event": event, "step": step, "text": text}) + "\n"
+    line = json.dumps({"time": now, "event": event, "step": step, "text": text[:MOST_TEXT]}) + "\n"
     with suppress(OSError):
         descriptor = open_log(run_dir.events_file)
         try:

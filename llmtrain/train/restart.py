@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from signal import Signals
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from llmtrain.launch import run_workers
 from llmtrain.launch.standstill import ALLOWED_S
 from llmtrain.launch.template import Template
 from llmtrain.metrics import note_event
+from llmtrain.report.page import write_report_at_end
 from llmtrain.run_dir import RunDir
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.stops import QUIT, say, wait_for_signal
@@ -60,6 +62,7 @@ def train_with_restarts(
         except UserError as error:
             deaths.append(_death(board, folder))
             note_event(folder, "died", deaths[-1].step, str(error))
+            write_report_at_end(folder, partial(_warn, console))
             if not max_restarts or not isinstance(error, WorkerError):
                 raise
             if reason := enough(deaths, max_restarts):
@@ -104,6 +107,10 @@ def pause_after(deaths: Sequence[Death]) -> float:
     while alike < len(deaths) and deaths[-alike - 1].checkpoint == deaths[-1].checkpoint:
         alike += 1
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** (alike - 1))
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _death(board: Board, folder: RunDir) -> Death:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain import watchdog
-from llmtrain.errors import Exit, RecipeError
+from llmtrain.errors import Exit, RecipeError, reason
 from llmtrain.launch import Rank, discover
 from llmtrain.launch.place.interfaces import set_interfaces
 from llmtrain.launch.seal import Secret
+from llmtrain.metrics.events import EventName, note_event
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
     from llmtrain.metrics import BusyCores
-    from llmtrain.metrics.events import EventName
 
 
 def main(
@@ -81,6 +81,8 @@ def work(
         code = _Worker(rank, run_dir, plan, signals, output, heart, watch, secret).train(ds_config, resume, max_steps)
     except BaseException as error:
         failed = output.report_failure(error)
+        if rank.launcher != "local" and failed != Exit.INTERRUPTED:  # ours notes what its workers died of
+            note_event(run_dir, "died", heart.reader().read().step, f"rank {rank.rank}: {reason(error)}")
         watch.stop()
         if lock:
             lock.release()
@@ -310,8 +312,6 @@ class _Worker:
         return state
 
     def _note_event(self, event: EventName, step: int, text: str) -> None:
-        from llmtrain.metrics import note_event
-
         if self.rank.is_main:
             note_event(self.run_dir, event, step, text)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import llmtrain, losses, run
+from tests.helpers.commands import events, llmtrain, losses, run
 from tests.helpers.launching_doc import commands
 
 BIN = Path(sys.executable).parent
@@ -51,6 +51,8 @@ def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
     assert "deepspeed" in (run_dir / "logs" / "rank_0.log").read_text().lower()
     assert "WARNING" not in result.stdout + result.stderr
     assert result.stderr == ""
+    assert [(one["event"], one["step"]) for one in events(run_dir)] == [("started", 0), ("finished", 12)]
+    assert "finished at step 12 of 12" in (run_dir / "report.html").read_text()
 
 
 def test_two_workers_train_what_one_does(one_worker, two_workers):

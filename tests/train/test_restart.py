@@ -15,6 +15,7 @@ from llmtrain.errors import WorkerError
 from llmtrain.run_dir import RunDir
 from llmtrain.train import restart
 from llmtrain.train.restart import Death, enough, next_resume, pause_after, train_with_restarts
+from tests.helpers.commands import events
 
 WORKER = """
 import os, sys

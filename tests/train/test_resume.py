@@ -13,7 +13,7 @@ import pytest
 
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.folder import newest
-from tests.helpers.commands import llmtrain, losses, metrics, workers
+from tests.helpers.commands import events, llmtrain, losses, metrics, workers
 
 ZERO = ("--set", "parallel.zero_stage=1", "--nproc", "2")
 TENSORBOARD = ("--set", 'logging.trackers=["tensorboard"]')
@@ -39,6 +39,11 @@ def test_stopped_and_continued_is_uninterrupted_bit_for_bit(small_recipe, uninte
         result = llmtrain("train", small_recipe, "--run-dir", run_dir, *ZERO, *extra)
         assert result.returncode == 0, result.stderr
     assert "continuing after step 5" in result.stdout
+    noted = [(one["event"], one["step"], one["text"]) for one in events(run_dir)]
+    assert [(event, step) for event, step, _ in noted] == [
+        *(("started", 0), ("stopped", 5), ("started", 5), ("finished", 12)),
+    ]
+    assert noted[1][2] == "by --max-steps"
     assert losses(run_dir) == losses(uninterrupted)
     assert _weights(run_dir) == _weights(uninterrupted)
 

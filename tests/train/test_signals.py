@@ -14,7 +14,7 @@ from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.errors import Exit
-from tests.helpers.commands import llmtrain, losses, metrics, workers
+from tests.helpers.commands import events, llmtrain, losses, metrics, workers
 from tests.helpers.harness import run_ranks
 from tests.helpers.small_runs import RUN, STEPS, start
 
@@ -68,6 +68,7 @@ def test_stopped_by_a_signal_and_continued_is_uninterrupted(small_recipe, uninte
     result = llmtrain("train", small_recipe, "--run-dir", run_dir, *RUN)
     assert result.returncode == 0, result.stderr
     assert f"continuing after step {step}" in result.stdout
+    assert [one["event"] for one in events(run_dir)] == ["started", "stopped", "started", "finished"]
     assert losses(run_dir) == losses(uninterrupted)
 
 

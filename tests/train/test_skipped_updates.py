@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from llmtrain.errors import Exit
-from tests.helpers.commands import llmtrain, metrics, run
+from tests.helpers.commands import events, llmtrain, metrics, run
 from tests.helpers.small_runs import write_small_recipe
 
 BATCH = 8
@@ -76,6 +76,10 @@ def test_goes_back_and_past_the_data_that_spoil_its_updates(spoilt_recipe, tmp_p
     assert [line["loss"] is None for line in lines] == [step == 5 for step in range(1, 13)]
     assert [line["skipped_steps"] for line in lines] == [0] * 4 + [4] * 8
     assert [line["rollbacks"] for line in lines] == [0] * 4 + [1] * 8
+    noted = [(one["event"], one["step"]) for one in events(tmp_path / "run")]
+    assert noted[0] == ("started", 0)
+    assert ("rolled_back", 4) in noted
+    assert ("skipped", 5) in noted
     last = tmp_path / "run" / "checkpoints" / "step_00000012"
     assert json.loads((last / "trainer.json").read_text())["rollbacks"] == 1
     assert load_file(last / "engine" / "guard.safetensors")["total"] == 4
@@ -98,6 +102,10 @@ def test_stops_where_the_recipe_says_so(small_recipe, tmp_path):
     result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *settings)
     assert result.returncode == Exit.WORKER, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
+    started, *_, died = events(tmp_path / "run")
+    assert (started["event"], died["event"]) == ("started", "died")
+    assert "updates were skipped" in died["text"]
+    assert "died at step" in (tmp_path / "run" / "report.html").read_text()
     assert "[guard.skipped]" in result.stderr
     assert "1 of the last 3 updates were skipped, more than 0: first step" in result.stderr
     assert "--set guard.then=rollback" in result.stderr
