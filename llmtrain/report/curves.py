@@ -20,8 +20,11 @@ JUDGED = ("loss", "grad_norm", "tokens_per_second", "data_wait_s", "save_blocked
 """Columns whose extremes are always kept. The others follow these, or never fall."""
 MOST_JUDGED = 12
 AXES = ("step", "tokens", "hours")
-LEFT_OUT = ("samples", "tokens_per_second_per_device", "skipped_steps", "rollbacks")
-"""Columns without a curve: proportional to others, or shown as marks."""
+LEFT_OUT = (
+    *("samples", "tokens_per_second_per_device", "skipped_steps", "rollbacks"),
+    *("time", "left_s", "device_hours", "cost", "cost_at_end"),
+)
+"""Columns without a curve: proportional to others, or shown as marks or figures."""
 
 
 @dataclass(frozen=True)

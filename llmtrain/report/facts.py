@@ -84,9 +84,20 @@ def figures(run: RunData) -> list[Figure]:
         _counted("skipped updates", metrics.last("skipped_steps")),
         _counted("roll-backs", metrics.last("rollbacks")),
         _counted("restarts", float(max(0, sum(one.event == "started" for one in run.events) - 1))),
+        *_forecast(run),
         *(_number(name, score) for name, score in (run.scores[-1].scores.items() if run.scores else ())),
     ]
     return [one for one in found if one.value is not None]
+
+
+def _forecast(run: RunData) -> Iterator[Figure]:
+    """Yields what the last line says about the end and the cost of the run."""
+    left, last = run.metrics.last("left_s"), run.metrics.last
+    if run.status == "running" and left is not None:
+        yield Figure("estimated time left", left, duration(left))
+        yield _number("estimated cost at the end", last("cost_at_end"))
+    yield _number("device hours", last("device_hours"))
+    yield _number("cost", last("cost"))
 
 
 def predicted_memory(run: RunData) -> list[Figure]:

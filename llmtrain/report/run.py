@@ -353,9 +353,15 @@ def _scores(results: Any) -> list[tuple[str, float]]:
     if not isinstance(results, dict):
         return []
     return [
-        (f"{task} {metric.split(',')[0]}", float(value))
+        (f"{task} {_metric(name)}", float(value))
         for task, metrics in results.items()
         if isinstance(metrics, dict)
-        for metric, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and "stderr" not in metric
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and "_stderr" not in name
     ]
+
+
+def _metric(name: str) -> str:
+    """Returns the name of a metric, with that of the filter that was applied for it."""
+    metric, _, of = name.partition(",")
+    return metric if of in ("", "none") else f"{metric} ({of})"

@@ -98,7 +98,7 @@
         const xs = run[table][state.axis], ys = run[table][name], steps = run[table].step;
         if (!xs || !ys) return;
         const several = chart.training.length + chart.evaluation.length > 1;
-        const label = [runs.length > 1 && run.name, several && name.replace(/^eval_loss_by_source\//, "")].filter(Boolean).join(" · ") || name;
+        const label = [runs.length > 1 && run.name, several && name.replace(/^[^/]*\//, "")].filter(Boolean).join(" · ") || name;
         const evaluated = table === "evaluation", dash = DASHES[(evaluated && chart.training.length ? place + 1 : place) % DASHES.length];
         const line = { label, run, dash, xs, evaluated };
         const isSmoothed = state.smooth > 0 && !evaluated;
