@@ -1,6 +1,10 @@
 """`llmtrain report`, `inspect` and `compare` on the command line."""
 
 import json
+import signal
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 
@@ -49,6 +53,16 @@ def test_wrong_command_lines_are_refused(run, tmp_path, capsys):
     assert "report.port" in _refused(capsys, "report", run, "--port", "8000")
     assert "run_dir.missing" in _refused(capsys, "inspect", tmp_path)
     assert "run_dir.missing" in _refused(capsys, "compare", run, tmp_path)
+
+
+def test_a_live_page_is_served_until_an_interrupt(run):
+    command = [sys.executable, "-m", "llmtrain", "report", str(run), "--serve"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    address = process.stdout.readline().split()[1]
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        assert b"short" in answer.read()
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(60), process.stderr.read()) == (0, "")
 
 
 def test_inspect_shows_a_run_at_a_glance(run, capsys):

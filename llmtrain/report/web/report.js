@@ -182,7 +182,8 @@
   }
 
   function options(chart) {
-    const css = getComputedStyle(document.body), text = css.getPropertyValue("--quiet"), grid = { stroke: css.getPropertyValue("--line"), width: 1 };
+    const css = getComputedStyle(document.body), text = state.printing ? "#555" : css.getPropertyValue("--quiet");
+    const grid = { stroke: state.printing ? "#ddd" : css.getPropertyValue("--line"), width: 1 };
     const font = "11px " + css.fontFamily, isLog = state.logarithms.has(chart.title);
     const axis = { stroke: text, grid, ticks: grid, font };
     return {
@@ -348,7 +349,7 @@
 
   function print(isPrinting) {
     state.printing = isPrinting;
-    document.documentElement.classList.toggle("printing", isPrinting);
+    showRuns();
     charts.forEach(draw);
   }
 
