@@ -209,7 +209,7 @@ class RunReader:
         except OSError as error:
             self._cannot_read(lines.path, error)
         if lines.damaged:
-            self._problems.append(f"{lines.path}: {lines.damaged:,} lines are damaged, and left out")
+            self._problems.append(f"{lines.path}: {lines.damaged:,} lines are damaged, or too many, and left out")
 
     def _grown(self, lines: GrowingLines, known: list[T], kind: type[T]) -> list[T]:
         """Returns the entries of a file, of which some are known."""

@@ -69,8 +69,13 @@
     const steps = run.training.step, values = run.training[state.axis];
     if (state.axis === "step") return step;
     if (!values || !steps.length) return null;
-    let after = steps.findIndex((one) => one >= step);
-    if (after < 0) return values[values.length - 1];
+    if (step > steps[steps.length - 1]) return values[values.length - 1];
+    let after = 0;
+    for (let end = steps.length - 1; after < end;) {
+      const middle = (after + end) >> 1;
+      if (steps[middle] < step) after = middle + 1;
+      else end = middle;
+    }
     const step0 = after ? steps[after - 1] : 0, value0 = after ? values[after - 1] : 0;
     return steps[after] === step0 ? values[after] : value0 + (values[after] - value0) * (step - step0) / (steps[after] - step0);
   }
@@ -83,7 +88,7 @@
     return [0, most || 1];
   }
 
-  const shownRuns = () => runs.filter((run) => !state.hidden.has(run.name));
+  const shownRuns = () => runs.filter((run) => !state.hidden.has(run.number));
   const isDark = () => !state.printing && (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   const colorOf = (run) => (isDark() ? DARK : LIGHT)[run.number % LIGHT.length];
 
@@ -297,9 +302,9 @@
     const buttons = runs.map((run) => {
       const button = make("button", { type: "button", title: run.name }, make("i", {}), make("span", { textContent: run.name }));
       button.firstChild.style.background = colorOf(run);
-      button.setAttribute("aria-pressed", !state.hidden.has(run.name));
+      button.setAttribute("aria-pressed", !state.hidden.has(run.number));
       button.addEventListener("click", () => {
-        const isShown = state.hidden.delete(run.name) || !state.hidden.add(run.name);
+        const isShown = state.hidden.delete(run.number) || !state.hidden.add(run.number);
         button.setAttribute("aria-pressed", isShown);
         redraw();
       });
