@@ -103,8 +103,11 @@ def compared_metrics(a: RunData, b: RunData) -> list[tuple[str, tuple[float | No
     losses = a.metrics.get("loss")[here], b.metrics.get("loss")[there]
     apart = np.abs(losses[0] - losses[1])
     if np.isfinite(apart).any():
-        last, largest = np.flatnonzero(np.isfinite(apart))[-1], int(np.nanargmax(apart))
-        for label, at in (("the last common step", last), ("the step where they are furthest apart", largest)):
+        last, largest = int(np.flatnonzero(np.isfinite(apart))[-1]), int(np.nanargmax(apart))
+        found_at = [("the last common step", last)]
+        if apart[largest]:
+            found_at.append(("the step where they are furthest apart", largest))
+        for label, at in found_at:
             pair = tuple(float(loss[at]) for loss in losses)
             rows.append((f"loss at {label}, {steps[at]:,.0f}", pair, tuple(f"{value:.6g}" for value in pair)))
     return rows

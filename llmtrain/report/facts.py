@@ -169,7 +169,7 @@ def _optimizer(recipe: dict[str, Any]) -> str:
 def _launched(launch: dict[str, Any]) -> str:
     if not launch:
         return ""
-    return f"by {launch.get('launcher')}, {launch.get('world_size')} workers, {launch.get('started')}"
+    return f"by {launch.get('launcher')}, workers: {launch.get('world_size')}, {launch.get('started')}"
 
 
 def _commit(git: Any) -> str:

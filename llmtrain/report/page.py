@@ -23,6 +23,7 @@ from llmtrain.plan.described import size_of
 from llmtrain.report import facts
 from llmtrain.report.curves import Curves, chart_documents, charts_of, curves_of
 from llmtrain.report.differences import differences, figures_beside
+from llmtrain.report.facts import Fact, Figure
 from llmtrain.report.run import RunData, load_run
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import write_atomically
@@ -55,7 +56,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
     views = [_view(run, name) for run, name in zip(runs, names, strict=True)]
     script = Markup((WEB / "report.js").read_text("utf-8"))
     library = Markup((WEB / "uPlot.iife.min.js").read_text("utf-8"))
-    return _template().render(
+    text: str = _template().render(
         title=short(names[0]) if len(runs) == 1 else f"{len(runs)} runs",
         runs=views,
         figures=figures_beside(runs),
@@ -66,6 +67,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
         library=library,
         script=script,
     )
+    return text
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
@@ -80,15 +82,15 @@ class RunView:
 
     name: str
     run: RunData
-    facts: list[facts.Fact]
-    figures: list[facts.Figure]
-    memory: list[facts.Figure]
+    facts: list[Fact]
+    figures: list[Figure]
+    memory: list[Figure]
     measured_memory: str
-    step_time: list[facts.Figure]
+    step_time: list[Figure]
     measured_step: str
-    time: list[tuple[facts.Figure, float]]
+    time: list[tuple[Figure, float]]
     """Each part of the time, and its share."""
-    stragglers: list[facts.Fact]
+    stragglers: list[Fact]
     events: list[tuple[str, int, str, str]]
     values: tuple[list[str], list[list[str]]]
     samples: list[tuple[int, str, str]]
