@@ -34,7 +34,6 @@ MOST_ROWS = 50
 MOST_SAMPLES, MOST_TEXT = 60, 4000
 """Samples of a run on a page, the newest ones, and characters of one."""
 MOST_EVENTS = 500
-MOST_OPERATIONS = 12
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:

@@ -124,7 +124,9 @@ def evaluate(run: Run) -> None:
         by_source = {name: loss / terms[name] for name, loss in losses.items()}
         known, means = run.data.eval_bytes(most), _reward_metrics(run, rewards.tolist())
         bytes_per_token = known / sum(terms.values()) if known else None
-        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token))
+        run.progress.show(
+            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token)
+        )
 
 
 def _save(run: Run) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.report import RunReader, load_run
+from llmtrain.report.facts import figures
+from llmtrain.run_lock import RunLock
 
 
 def _write(folder, name, *records):
@@ -81,6 +83,24 @@ def test_the_status_follows_from_the_events(folder, events, status):
 def test_a_run_without_sign_of_life_was_interrupted(folder):
     os.utime(folder / "metrics.jsonl", (1e9, 1e9))
     assert load_run(folder).status == "interrupted"
+    with RunLock.take(folder, print):
+        assert load_run(folder).status == "running"
+    assert load_run(folder).status == "interrupted"
+
+
+def test_a_run_that_goes_on_says_when_it_ends_and_what_it_costs(folder):
+    line = {"step": 30, "loss": 1.0, "left_s": 7200.0, "device_hours": 3.0, "cost": 6.0, "cost_at_end": 10.0}
+    with (folder / "metrics.jsonl").open("a") as more:
+        more.write(json.dumps(line) + "\n")
+    wanted = {
+        "estimated time left": "2h00m",
+        "estimated cost at the end": "10",
+        "device hours": "3.0000",
+        "cost": "6.0000",
+    }
+    assert wanted.items() <= {one.label: one.text for one in figures(load_run(folder))}.items()
+    _write(folder, "events.jsonl", {"event": "finished", "step": 30})
+    assert "estimated time left" not in {one.label for one in figures(load_run(folder))}
 
 
 @pytest.mark.parametrize("name", ["plan.json", "environment.json", "launch.json", "metrics.jsonl", "events.jsonl"])
