@@ -133,6 +133,21 @@ def time_spent(run: RunData) -> list[Figure]:
     return [Figure(name, seconds, duration(seconds)) for name, seconds in named.items() if seconds > 0]
 
 
+def saved_steps(run: RunData) -> list[int]:
+    """Returns the steps after which the run was saved, also those whose checkpoints were removed since.
+
+    A line has the time that saves took since the line before; in between, `checkpoint.every_steps` says where.
+    """
+    found = {one.step for one in run.checkpoints}
+    every, steps = run.recipe.get("checkpoint.every_steps"), run.metrics["step"]
+    if isinstance(every, int) and every > 0 and len(steps):
+        is_saved = run.metrics.get("save_blocked_s") > 0
+        before = np.r_[0.0, steps[:-1]]
+        first = np.ceil(before / every) * every
+        found |= {int(step) for step in first[is_saved & (first < steps) & (first > 0)]}
+    return sorted(found)
+
+
 def stragglers(run: RunData) -> list[Fact]:
     """Returns the ranks that were slow in a logged step, the most frequent first, and how slow they were."""
     ranks, ratios = run.metrics.get("slowest_rank"), run.metrics.get("slowest_ratio")

@@ -145,7 +145,9 @@ def _data(runs: Sequence[RunData], names: Sequence[str], revision: str) -> dict[
 def _run_data(run: RunData, name: str, curves: tuple[Curves, Curves]) -> dict[str, Any]:
     memory = facts.predicted_memory(run)
     marks = [(one.step, one.event, short(one.text)) for one in run.events][-MOST_EVENTS:]
-    marks += [(one.step, "checkpoint", one.folder.name) for one in run.checkpoints]
+    kept = {one.step: one.folder.name for one in run.checkpoints}
+    saved = facts.saved_steps(run)[-MOST_EVENTS:]
+    marks += [(step, "checkpoint", kept.get(step, "removed since")) for step in saved]
     return {
         "name": name,
         "training": curves[0].document(),

@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.report import RunReader, load_run
-from llmtrain.report.facts import figures
+from llmtrain.report.facts import figures, saved_steps
 from llmtrain.run_lock import RunLock
 
 
@@ -136,3 +136,11 @@ def test_hostile_columns_are_bounded(folder):
     assert len(run.metrics.names) <= 256
     assert len(run.metrics) == 1
     assert "3 lines are damaged" in run.problems[0]
+
+
+def test_saves_are_known_though_their_checkpoints_are_removed(folder):
+    (folder / "recipe.json").write_text(json.dumps({"checkpoint": {"every_steps": 50}}))
+    saved = {60: 0.1, 100: 0.0, 110: 0.2, 200: 0.0, 210: 0.3}
+    lines = [{"step": step, "loss": 1.0, "save_blocked_s": saved.get(step, 0.0)} for step in range(10, 260, 10)]
+    _write(folder, "metrics.jsonl", *lines)
+    assert saved_steps(load_run(folder)) == [50, 100, 200]
