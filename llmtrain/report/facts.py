@@ -22,6 +22,8 @@ RECENT_ROWS = 20
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is this many times the median rank's."""
 MOST_SLOW = 5
+MOST_NAME, MOST_TEXT = 40, 2000
+"""Characters of an event that are shown."""
 Fact = tuple[str, str]
 """A label and a text."""
 
@@ -235,4 +237,4 @@ def _seconds(seconds: float | None) -> tuple[float | None, str]:
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
     """Yields time, step, name and text of each event, the oldest first."""
     for one in run.events:
-        yield one.time[:19].replace("T", " "), one.step, one.event.replace("_", " "), one.text
+        yield one.time[:19].replace("T", " "), one.step, one.event[:MOST_NAME].replace("_", " "), one.text[:MOST_TEXT]

@@ -56,7 +56,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
     script = Markup((WEB / "report.js").read_text("utf-8"))
     library = Markup((WEB / "uPlot.iife.min.js").read_text("utf-8"))
     text: str = _template().render(
-        title=short(names[0]) if len(runs) == 1 else f"{len(runs)} runs",
+        title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
         runs=views,
         figures=figures_beside(runs),
         differences={group: found for group, found in differences(runs).items() if found},
@@ -71,7 +71,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
     """Returns the names of runs; those with the same name are told apart by their folders."""
-    names = [run.name for run in runs]
+    names = [short(run.name) for run in runs]
     return [f"{name} ({run.path})" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 

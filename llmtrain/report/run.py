@@ -26,6 +26,8 @@ MOST_ENTRIES = 10_000
 MOST_PROFILES = 64
 """Windows of the profiler that are read, the newest ones."""
 MOST_PROFILE_BYTES = 1 << 20
+MOST_DOCUMENT_BYTES = 16 << 20
+"""Size of the longest JSON document that is read; the plan of a large model names each of its weights."""
 STILL_S = 120.0
 """Seconds after which a run without a new line, and without a lock, is considered to have ended."""
 
@@ -234,7 +236,7 @@ class RunReader:
             status = file.stat()
             stamp = (status.st_mtime_ns, status.st_size)
             if self._kept.get(file, (None,))[0] != stamp:
-                self._kept[file] = stamp, read_json(file, kind)
+                self._kept[file] = stamp, read_json(file, kind, MOST_DOCUMENT_BYTES)
         except FileNotFoundError:
             return missing
         except UNREADABLE as error:

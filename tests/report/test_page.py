@@ -64,6 +64,15 @@ def test_several_runs_have_a_table_of_exactly_what_differs(tmp_path):
     assert "adamw" not in section
 
 
+def test_long_texts_are_cut(run):
+    text = "x" * 900_000
+    (run / "recipe.json").write_text(json.dumps({"name": text, "a": text, "b": [text]}))
+    event = {"step": 1, "event": text, "text": text, "time": text}
+    write_lines(run / "events.jsonl", [event] * 20)
+    write_lines(run / "samples.jsonl", [{"step": 1, "prompt": text, "text": text}] * 20)
+    assert len(page([load_run(run)])) < 2_000_000
+
+
 @pytest.mark.parametrize("content", [None, "", "{", '{"step": 1}\n', '{"step": 1, "eval_loss": null}\n'])
 def test_a_run_with_next_to_nothing_has_a_page(tmp_path, content):
     (tmp_path / "recipe.json").write_text("{}")
