@@ -64,6 +64,7 @@ def page(runs: Sequence[RunData], revision: str = "") -> str:
         policy=_policy([library, script], is_live=bool(revision)),
         style=Markup((WEB / "uPlot.min.css").read_text("utf-8") + (WEB / "report.css").read_text("utf-8")),
         library=library,
+        license=Markup((WEB / "uPlot.LICENSE").read_text("utf-8")),
         script=script,
     )
     return text
