@@ -109,6 +109,21 @@ OVERRIDES = (
         "tests/engines/test_host_waits.py",
     ),
     Override(
+        tuple(f"{module}mask_nan_or_inf_with_val_inplace" for module in ("deepspeed.runtime.utils:", _ZERO, _ZERO_3)),
+        "A constant is copied to the device for each norm, and the host waits for all that is queued there.",
+        "tests/cuda_on_host/test_waits.py",
+    ),
+    Override(
+        ("deepspeed.runtime.pipe.engine:PipelineEngine._aggregate_total_loss",),
+        "Stages without a loss copy a zero to the device, and the host waits; the loss is reduced twice.",
+        "tests/cuda_on_host/test_waits.py",
+    ),
+    Override(
+        ("deepspeed.runtime.zero.stage3:.reduce_and_partition_stream",),
+        "The host waits for the reduced gradients of each micro-batch.",
+        "tests/cuda_on_host/test_waits.py",
+    ),
+    Override(
         (
             *(f"{_GROUPS}{name}_PARALLEL_GROUP" for name in ("_TENSOR_MODEL", "_MODEL", "_DATA")),
             f"{_GROUPS}mpu",

@@ -13,10 +13,11 @@ from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.auto_ep_folding import clear_autoep_folding_gradient_corrected
 from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -179,7 +180,7 @@ class NormWithLoss:
             dist.all_reduce(sums)
         self._loss = sums[1].float()
         norm = sums[0].sqrt().float()
-        mask_nan_or_inf_with_val_inplace(norm, device=norm.device)
+        _mark_invalid(norm)
         return norm
 
 
@@ -188,7 +189,8 @@ def no_host_checks(precision: Precision) -> Iterator[None]:
     """Prevents DeepSpeed from waiting for the gradient norm to check whether it is finite, or has to be clipped.
 
     DeepSpeed would drop a step whose norm is not finite, without stepping the schedule. With fp16 the check is
-    necessary, because DeepSpeed finds its loss scale by it.
+    necessary, because DeepSpeed finds its loss scale by it. DeepSpeed would also copy a constant to the device for each
+    norm, and the copy waits for all that is queued there.
     """
     if precision == "fp16":
         yield
@@ -198,6 +200,9 @@ def no_host_checks(precision: Precision) -> Iterator[None]:
         (stage_1_and_2, "is_invalid_grad_norm", _not_asked),
         (stage3, "is_invalid_grad_norm", _not_asked),
         (bf16_optimizer, "clip_tensors_by_global_norm", _clip),
+        (deepspeed_utils, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
+        (stage_1_and_2, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
+        (stage3, "mask_nan_or_inf_with_val_inplace", _mark_invalid),
     ]
     own = [getattr(module, name) for module, name, _ in replaced]
     for module, name, replacement in replaced:
@@ -220,6 +225,38 @@ def _clip(input_tensors: Iterable[Tensor], max_norm: float, global_norm: Tensor 
     factor = factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0)
     for tensor in input_tensors:
         tensor.detach().mul_(factor)
+
+
+def _mark_invalid(norm: Tensor, device: object = None) -> None:
+    """Replaces a norm that is not finite by −1, as DeepSpeed does."""
+    norm.masked_fill_(~norm.isfinite(), -1.0)
+
+
+def keep_losses_apart(engine: PipelineEngine) -> None:
+    """Leaves out the loss that DeepSpeed's pipeline reports for a step, since stages add up and reduce their own.
+
+    Stages without a loss would copy a zero to the device, and wait for all that is queued there.
+    """
+    engine._aggregate_total_loss = lambda: None
+
+
+def gradients_in_order(optimizer: Any) -> None:
+    """Makes later work on the device wait for the gradients that ZeRO-3 reduces, instead of the host.
+
+    DeepSpeed waits on the host when a micro-batch's backward pass is over. Offloaded gradients are read by the host,
+    which has to wait.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
+        stream = optimizer.reduce_and_partition_stream
+        if isinstance(stream, torch.cuda.Stream):
+            optimizer.reduce_and_partition_stream = _OrderedStream(stream.device)  # type: ignore[no-untyped-call]
+
+
+class _OrderedStream(torch.cuda.Stream):
+    """A stream for which the current stream waits, instead of the host."""
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self)
 
 
 def count_all_experts(optimizer: Any, device: torch.device) -> None:

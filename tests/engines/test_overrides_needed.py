@@ -16,6 +16,7 @@ from llmtrain.overrides import OVERRIDES
 ROOT = Path(__file__).parents[2]
 ENGINES = "tests/engines/"
 DEEPSPEED = "tests/engines/deepspeed/"
+WAITS = "tests/cuda_on_host/test_waits.py"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,17 @@ REMOVALS = (
         "",
         f"{ENGINES}test_host_waits.py",
     ),
+    *(
+        Removal(
+            f"{module}:mask_nan_or_inf_with_val_inplace",
+            f'({name}, "mask_nan_or_inf_with_val_inplace", _mark_invalid),',
+            "",
+            WAITS,
+        )
+        for module, name in (("runtime.utils", "deepspeed_utils"), ("stage_1_and_2", "stage_1_and_2"))
+    ),
+    Removal("_aggregate_total_loss", *_removed("engine._aggregate_total_loss = lambda: None"), WAITS),
+    Removal("reduce_and_partition_stream", "if isinstance(stream, torch.cuda.Stream):", "if False:", WAITS),
     Removal(
         "groups:_DATA_PARALLEL_GROUP",
         "    groups.mpu = None\n    groups.mesh_device = None\n    groups._TENSOR_MODEL_PARALLEL_GROUP = None\n"

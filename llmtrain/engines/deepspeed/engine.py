@@ -48,6 +48,7 @@ from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
     clip_by,
+    gradients_in_order,
     last_norm,
     loss_scalers,
     no_host_checks,
@@ -166,6 +167,7 @@ class DeepSpeedEngine:
             self.engine = initialise(self.module, groups, plan, ds_config, device)
         self._prepared_by = prepared_by
         reduce_among_several(self.engine)
+        gradients_in_order(self.engine.optimizer)
         if not self.pipeline:  # the rules allow no clipping in a pipeline at ZeRO-0
             clip_by(self.engine, self._norm_of_step)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)

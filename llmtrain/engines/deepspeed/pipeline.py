@@ -29,7 +29,7 @@ from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor import GroupRanks, Shard, shard_of
-from llmtrain.overrides.deepspeed import PipelineTiedByName
+from llmtrain.overrides.deepspeed import PipelineTiedByName, keep_losses_apart
 from llmtrain.plan import Plan
 from llmtrain.runtime.alone import is_alone
 
@@ -103,6 +103,7 @@ class PipelineAxis(EngineAxis):
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Makes each forward pass of the stage use the documents of its micro-batch."""
         self._engine = engine
+        keep_losses_apart(engine.engine)
         self._names = self._stage.hf_names()
         self._awaited: Iterator[MicroBatch] = iter(())
         self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
@@ -209,14 +210,16 @@ class PipelineAxis(EngineAxis):
         self._stage.bounds = bounds_for(self._stage.model, batch, self.device)
 
     def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
+        """Yields micro-batches on the device: DeepSpeed's own copies would wait for all that is queued there."""
         for one in batch.micro_batches:
             own = self._engine.slice(one)
             self._completions.append(own.completions)
-            labels = own.labels
+            tensors = (own.input_ids, own.position_ids, own.labels)
+            tokens, positions, labels = (one.to(self.device, non_blocking=True) for one in tensors)
             if chunked_loss(self._stage.model):
                 # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
-                labels = self._stage.targets = labels.to(self.device, non_blocking=True)
-            yield (own.input_ids, own.position_ids), labels
+                self._stage.targets = labels
+            yield (tokens, positions), labels
 
     def _loss(self, output: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Returns the scaled loss of a micro-batch, on the last stage; adds the router's loss, as `forward` does.

@@ -110,7 +110,7 @@ class Ulysses:
         if positions is not None:  # a kernel without masks finds the documents in the positions
             # With interleaved micro-batches, a backward pass may recompute the attention of an earlier one.
             whole = self._whole(positions) if self._interleaved else self._positions
-            kwargs["position_ids"] = whole.to(query.device)
+            kwargs["position_ids"] = whole.to(query.device, non_blocking=True)
         output = inner(share, query, key, value, attention_mask, **kwargs)[0]
         return self._exchange(output, split=1, join=2), None
 
@@ -129,7 +129,7 @@ class Ulysses:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns embeddings and positions of the whole sequence; only shape and device of the embeddings are used."""
         batch, length = self._positions.shape
-        whole = None if positions is None else self._positions.to(embeddings.device)
+        whole = None if positions is None else self._positions.to(embeddings.device, non_blocking=True)
         return embeddings.new_empty(()).expand(batch, length, 1), whole
 
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
