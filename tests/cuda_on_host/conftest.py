@@ -16,10 +16,13 @@ import pytest
 from tests.cuda_on_host.build import FOLDER, build, cannot_build
 
 
-def environment(libraries: Path, devices: int = 8, faults: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+def environment(
+    libraries: Path, devices: int = 8, faults: Sequence[Mapping[str, Any]] = (), contexts: Path | None = None
+) -> dict[str, str]:
     """Variables with which a Python program sees `devices` GPUs.
 
-    faults: arguments of `plant` or `set_memory` (`order.h`).
+    faults: arguments of `plant` or `set_memory` (`order.h`). contexts: folder in which each process leaves a file
+    `PID.DEVICE` when it makes a context.
     """
     paths = [str(FOLDER / "site"), str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -28,6 +31,7 @@ def environment(libraries: Path, devices: int = 8, faults: Sequence[Mapping[str,
         "CUDA_ON_HOST": str(libraries),
         "CUDA_ON_HOST_DEVICES": str(devices),
         "CUDA_ON_HOST_FAULTS": json.dumps(faults),
+        "CUDA_ON_HOST_CONTEXTS": str(contexts or ""),
         "DS_ACCELERATOR": "cuda",
     }
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import pytest
 
@@ -17,9 +18,17 @@ from tests.helpers.commands import llmtrain, losses, metrics
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def two_gpus(libraries):
-    return environment(libraries, devices=2)
+@pytest.fixture
+def two_gpus(libraries, tmp_path_factory):
+    """The environment of a command; at the end, no process may have touched two devices."""
+    folder = tmp_path_factory.mktemp("contexts")
+    yield environment(libraries, devices=2, contexts=folder)
+    devices = defaultdict(list)
+    for file in folder.iterdir():
+        process, _, device = file.name.partition(".")
+        devices[process].append(device)
+    assert {"0", "1"} >= {one for found in devices.values() for one in found} > set()
+    assert all(len(found) == 1 for found in devices.values()), dict(devices)
 
 
 def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, tmp_path):
@@ -64,30 +73,27 @@ def test_doctor_reports_the_gpus(two_gpus):
     assert not [line for line in result.stdout.splitlines() if "Traceback" in line]
 
 
-@pytest.mark.breadth
-def test_plans_are_verified(two_gpus, small_recipe, tmp_path):
-    plans = "dp2-zero3*"
-    result = llmtrain(
-        "verify",
-        small_recipe,
-        "--nproc",
-        2,
-        "--plans",
-        plans,
-        "--steps",
-        3,
-        "--json",
-        "--run-dir",
-        tmp_path,
-        **two_gpus,
-    )
+def verify(recipe, environment, run_dir, devices: int, plans: str) -> list[str]:
+    """The names of the plans, all of which are certified."""
+    options = ("--nproc", devices, "--plans", plans, "--steps", 2, "--json", "--run-dir", run_dir)
+    result = llmtrain("verify", recipe, *options, **environment)
     assert result.returncode == 0, result.stderr + result.stdout
     found = json.loads(result.stdout)["plans"]
-    assert found
     assert all(plan["certified"] for plan in found), found
+    return [plan["name"] for plan in found]
+
+
+def test_two_plans_are_verified(two_gpus, small_recipe, tmp_path):
+    plans = {"dp2-zero2-acc2", "dp1-pp2-zero1-acc4"}
+    assert set(verify(small_recipe, two_gpus, tmp_path, 2, ",".join(plans))) == plans
 
 
 @pytest.mark.breadth
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2", "data_parallel"])
+def test_all_plans_of_four_gpus_are_verified(libraries, small_recipe, tmp_path, strategy):
+    assert len(verify(small_recipe, environment(libraries, devices=4), tmp_path, 4, f"*-{strategy}-*")) > 5
+
+
 def test_kernels_are_tuned(two_gpus, small_recipe):
     result = llmtrain("tune", small_recipe, "--nproc", 1, "--set", "kernels.blocks=eager", "--json", **two_gpus)
     assert result.returncode == 0, result.stderr + result.stdout

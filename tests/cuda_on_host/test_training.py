@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_default_group
 
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
@@ -58,6 +59,8 @@ def train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
         engine = build_engine(plan, render(plan), torch.device("cuda", rank))
         of_rank = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps, engine.data_parallel_rank
         runs.append(trace(engine, range(STEPS), *of_rank, plan.data_parallel_size))
+        world = _get_default_group()._get_backend(engine.device)
+        assert not world.is_eager, "sends between stages would share its communicator"
     return runs
 
 

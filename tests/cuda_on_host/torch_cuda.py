@@ -262,6 +262,8 @@ def install() -> None:
         "_cuda_exchangeDevice": lambda number: exchange_device(number),
         "_cuda_maybeExchangeDevice": lambda number: exchange_device(number),
         "_broadcast_coalesced": lambda tensors, to, size: [_on(tensors, i) for i in to],
+        "_scatter": _scatter,
+        "_gather": lambda tensors, dim, to: torch.cat(_on(tensors, index(to)), dim),
     }.items():
         setattr(torch._C, name, value)
     _install_storage()
@@ -273,6 +275,17 @@ def install() -> None:
 
 def _on(tensors: Iterable[torch.Tensor], number: int) -> list[torch.Tensor]:
     return [t if t.device.index == number else t.to(torch.device("cuda", number)) for t in tensors]
+
+
+def _scatter(
+    tensor: torch.Tensor, to: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: Sequence[Any] | None
+) -> list[torch.Tensor]:
+    chunks = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(to), dim)
+    made = []
+    for number, chunk, stream in zip(to, chunks, streams or [None] * len(to), strict=False):
+        with StreamContext(stream):
+            made.append(chunk.to(torch.device("cuda", number), non_blocking=True))
+    return made
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
