@@ -8,6 +8,7 @@ import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from llmtrain.system.untrusted import expanded
@@ -26,6 +27,9 @@ SPIN_COUNT = 10_000
 takes milliseconds. If another process occupies the core of one thread, all the others would otherwise waste their cores
 on waiting instead of giving it one (`docs/design/decisions.md`). The number of threads, and thus the results of a run,
 stay the same."""
+
+ROUNDED_MIB = 64
+"""Size up to which blocks of pinned memory are still rounded up; equal sizes are easier to use again."""
 
 
 def cache_root() -> Path:
@@ -54,6 +58,18 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+
+
+def bound_pinned_memory(environment: MutableMapping[str, str]) -> None:
+    """Makes torch allocate large blocks of pinned memory in their own size, unless the user configures its allocators.
+
+    By default they are rounded up to powers of two, so that offloaded states may take twice the host memory that a plan
+    counts. The variable is read when torch is loaded; a version before 2.13 may not know the setting, and would fail.
+    """
+    major, minor = metadata.version("torch").split(".")[:2]
+    is_set = any(name in environment for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not is_set and (int(major), int(minor)) >= (2, 13):
+        environment["PYTORCH_ALLOC_CONF"] = f"pinned_max_round_threshold_mb:{ROUNDED_MIB}"
 
 
 def sleep_beside_others(environment: MutableMapping[str, str], ranks: int) -> str | None:

@@ -25,7 +25,7 @@ from llmtrain.plan.described import chosen_line, kernel_choice_lines
 from llmtrain.run_dir import RunDir, identity_of, write_json
 from llmtrain.run_lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
-from llmtrain.system.host import limit_spinning
+from llmtrain.system.host import bound_pinned_memory, limit_spinning
 from llmtrain.system.stops import after_step, hear_no_more, leave
 from llmtrain.train.console import WorkerOutput, take_over_output
 from llmtrain.train.signals import StopSignals
@@ -72,6 +72,8 @@ def work(
     resume: `auto`, `never` or a checkpoint folder. max_steps: the step to stop after. signals: those received so far.
     lock: of the run directory, if this process holds it; released at the end.
     """
+    if not plan.cluster.spec.on_cpu:
+        bound_pinned_memory(os.environ)
     output = take_over_output(run_dir, rank)
     _set_interfaces(rank, run_dir, plan)
     heart = Heartbeat.of_worker(rank.local_rank)

@@ -182,8 +182,9 @@ std::map<char*, size_t> pinned_blocks;
 struct PinnedAllocator final : c10::Allocator {
   DataPtr allocate(size_t size) override {
     Lock lock(mutex);
-    size_t rounded = 1;  // CachingHostAllocator gives powers of two
-    while (rounded < size) rounded <<= 1;
+    size_t rounded = size;
+    if (size <= c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold())  // as CachingHostAllocator
+      for (rounded = 1; rounded < size;) rounded <<= 1;
     pinned += rounded;
     auto* start = (char*)malloc(std::max<size_t>(size, 1));
     pinned_blocks[start] = std::max<size_t>(size, 1);

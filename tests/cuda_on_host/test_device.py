@@ -8,6 +8,8 @@ import threading
 import pytest
 import torch
 
+from llmtrain.system.host import bound_pinned_memory
+
 pytestmark = pytest.mark.slow
 
 
@@ -158,6 +160,25 @@ def memory(rank: int) -> tuple[int, int, int]:
 
 def test_memory_is_counted_to_the_byte(gpus):
     assert gpus(1, memory) == [(4000, 16000, 8192)]
+
+
+def large_and_pinned(rank: int) -> list[int]:
+    from _cuda_on_host import pinned_bytes
+
+    environment: dict[str, str] = {}
+    bound_pinned_memory(environment)
+    size, found = 65 << 20, []
+    for settings in ("", environment["PYTORCH_ALLOC_CONF"]):
+        torch._C._accelerator_setAllocatorSettings(settings)
+        before = pinned_bytes()
+        torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        found.append(pinned_bytes() - before)
+    return found
+
+
+def test_large_pinned_memory_has_its_own_size(gpus):
+    """By torch's own reading of the setting."""
+    assert gpus(1, large_and_pinned) == [[128 << 20, 65 << 20]]
 
 
 def too_much(rank: int) -> list[str]:

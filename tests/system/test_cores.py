@@ -99,6 +99,21 @@ def test_who_says_how_threads_wait_is_obeyed(said):
 
 
 @pytest.mark.parametrize(
+    ("said", "version", "expected"),
+    [
+        ({}, "2.13.0+cpu", {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}),
+        ({}, "2.12.1", {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.13.0", {}),
+    ],
+)
+def test_large_pinned_memory_is_not_rounded_unless_allocators_are_configured(monkeypatch, said, version, expected):
+    monkeypatch.setattr(host.metadata, "version", lambda name: version)
+    environment = dict(said)
+    host.bound_pinned_memory(environment)
+    assert environment == said | expected
+
+
+@pytest.mark.parametrize(
     ("said", "ranks", "others", "spins"),
     [
         ({}, 1, 0.6, "0"),
