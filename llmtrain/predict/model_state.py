@@ -128,7 +128,10 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     # Sums of parts of parameters, or of the parameters of which a partition contains a part.
     reduced = 4 * partition if compact else weight * most_touched(groups)
     # Stage 1 stages its sums in the bucket, stage 2 the gradients (`_gradient_reduction_buffer_dtype`).
-    bucket = bucket_elements(plan) * (summed if stage == 1 else weight)
+    staged = summed if stage == 1 else weight
+    bucket = bucket_elements(plan) * staged
+    # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
+    joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
     states = 4 * partition * (1 + moments(plan))
     kept = Parts(parameters=weight * sum(group.padded for group in groups))
     host = 0
@@ -150,7 +153,11 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
         late=Parts(buckets=0 if is_kept else bucket),
-        backward=kept.plus(gradients=whole if is_pipeline else reduced, buckets=bucket * (2 if is_pipeline else 1)),
+        backward=kept.plus(
+            gradients=whole if is_pipeline else reduced,
+            buckets=bucket * (2 if is_pipeline else 1),
+            communication=joined if plan.holders > 1 else 0,
+        ),
         # Of one group after the other, the sums as one flat fp32 tensor. A bucket that sums were staged in stays.
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
@@ -173,9 +180,10 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     )
     # Gradients of one micro-batch are zeroed, not freed, while others follow.
     own = 2 * elements
+    joined = 4 * min(elements, STAGE0_BUCKET) if plan.holders > 1 else 0
     return State(
         forward=kept.plus(gradients=own if _accumulates(plan) else 0),
-        backward=kept.plus(gradients=own),
+        backward=kept.plus(gradients=own, communication=joined),
         update=kept.plus(gradients=own),
     )
 
