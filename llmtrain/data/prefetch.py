@@ -5,10 +5,14 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import time
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+MOST_WAIT_S = 5.0
+"""How long closing waits for the thread: a chat template, which is a program, may never end."""
 
 
 class _End:
@@ -21,7 +25,8 @@ class _End:
 def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
     """Yields `items`, produced up to `depth` ahead in a thread.
 
-    Errors of `items` are raised here. Closing the generator stops the thread and waits for it.
+    Errors of `items` are raised here. Closing the generator stops the thread and waits for it, but not
+    for ever.
     """
     ready: queue.Queue[T | _End] = queue.Queue(depth)
     stop = threading.Event()
@@ -48,7 +53,8 @@ def prefetched(items: Iterable[T], depth: int = 2) -> Generator[T]:
             raise item.error
     finally:
         stop.set()
-        while thread.is_alive():  # the thread may be waiting for room in the queue
+        deadline = time.monotonic() + MOST_WAIT_S
+        while thread.is_alive() and time.monotonic() < deadline:  # it may be waiting for room in the queue
             try:
                 ready.get(timeout=0.02)
             except queue.Empty:

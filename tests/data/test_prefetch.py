@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from llmtrain.data import prefetch
 from llmtrain.data.prefetch import prefetched
 
 
@@ -46,3 +47,18 @@ def test_works_ahead_but_not_without_end() -> None:
     assert len(made) <= 4  # one taken, two ready, one waiting for room
     items.close()
     assert running() == 0
+
+
+def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "MOST_WAIT_S", 0.05)
+    release = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        yield 1
+        release.wait()
+
+    items = prefetched(stuck())
+    assert next(items) == 1
+    items.close()
+    assert running() == 1
+    release.set()
