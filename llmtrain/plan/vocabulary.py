@@ -12,11 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmtrain.errors import DataError, Problem, RecipeError
+from llmtrain.errors import DataError, Problem, RecipeError, shown
 from llmtrain.plan.hub import stored_file
 from llmtrain.plan.model_facts import pretrained_config
 from llmtrain.recipe import NewTokens, Recipe
-from llmtrain.system.untrusted import UNREADABLE, expanded, read_bytes, read_json, why
+from llmtrain.system.untrusted import UNREADABLE, expanded, read_json, read_text, why
 
 FIELD = "model.new_tokens"
 TEMPLATE_FIELD = "data.chat_template"
@@ -123,17 +123,29 @@ def read_template(wanted: str | None, tokenizer: str | Path) -> str | None:
     """Returns the source of the template that a recipe names (text, file, or name of a shipped one).
 
     Without a name, that of the tokenizer in a folder or on the hub, if it has one; of several, the default one. Raises
-    DataError as `named_template` does.
+    DataError if it cannot be read, and as `named_template` does.
     """
     if wanted is not None:
         return named_template(wanted)
     if path := stored_file(tokenizer, "chat_template.jinja"):
-        return read_bytes(path).decode("utf-8")
-    path = stored_file(tokenizer, "tokenizer_config.json")
-    found = read_json(path, dict[str, Any]).get("chat_template") if path else None
+        return _template_in(path)
+    found = read_tokenizer_config(tokenizer).get("chat_template")
     if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get(DEFAULT)
+        named = [one for one in found if isinstance(one, dict) and one.get("name") == DEFAULT]
+        found = named[-1].get("template") if named else None
+    if found is not None and not isinstance(found, str):
+        message = f"chat_template in the tokenizer_config.json of '{tokenizer}' is {shown(found)}, not a template"
+        raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message))
     return found
+
+
+def read_tokenizer_config(tokenizer: str | Path) -> dict[str, Any]:
+    """Returns what a tokenizer's `tokenizer_config.json` says; nothing without one. Raises DataError."""
+    path = stored_file(tokenizer, "tokenizer_config.json")
+    try:
+        return read_json(path, dict[str, Any]) if path else {}
+    except UNREADABLE as error:
+        raise DataError(Problem("data.tokenizer", "data.tokenizer", f"{path} cannot be read: {why(error)}")) from None
 
 
 def shipped_templates() -> dict[str, str]:
@@ -155,10 +167,18 @@ def named_template(wanted: str) -> str:
         return wanted
     path = expanded(wanted)
     if path.is_file():
-        return read_bytes(path).decode("utf-8")
+        return _template_in(path)
     message = f"'{wanted}' is neither a file, nor a template's text, nor one of {', '.join(shipped)}"
     fix = f"--set {TEMPLATE_FIELD}=null takes that of the tokenizer"
     raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message, fix))
+
+
+def _template_in(path: Path) -> str:
+    try:
+        return read_text(path)
+    except UNREADABLE as error:
+        message = f"{path} cannot be read: {why(error)}"
+        raise DataError(Problem("data.chat_template", TEMPLATE_FIELD, message)) from None
 
 
 def _tokens(tokenizer: str) -> dict[str, int]:

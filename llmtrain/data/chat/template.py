@@ -13,8 +13,7 @@ from typing import Any
 
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.errors import DataError, Problem, reason
-from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template
-from llmtrain.system.untrusted import read_json
+from llmtrain.plan.vocabulary import TEMPLATE_FIELD, no_template, read_template, read_tokenizer_config
 
 DATE = datetime(2024, 7, 26)
 """What templates write as the date of today, since tokens must not depend on the day; Llama 3.1's without a clock."""
@@ -143,7 +142,7 @@ def load_template(wanted: str | None, tokenizer: Path) -> ChatTemplate:
 
     Raises DataError if there is none, or it is no template.
     """
-    config = read_json(tokenizer / "tokenizer_config.json", dict[str, Any])
+    config = read_tokenizer_config(tokenizer)
     values = {name: config.get(name) for name in SPECIAL_TOKENS}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     special = {name: text for name, text in texts.items() if isinstance(text, str)}
