@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 from llmtrain.errors import DataError, Problem, nearest, shown
@@ -26,6 +26,10 @@ FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles of a turn of the assistant that is a call."""
 _PLAIN = ("user", "assistant", "system")
 REASONING = ("reasoning_content", "thinking", "reasoning")
+
+MOST_NESTED = 100
+"""Levels of the arguments of a call, and of the list of tools."""
+_CONTAINERS = (Mapping, list, tuple)
 
 NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "messages": {"messages": ("messages", "conversations", "conversation", "dialogue")},
@@ -272,6 +276,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         raise RowError(f"the arguments of message {number} for {name} are {shown(arguments)}, not an object")
     # A column of Arrow gives every row the keys of all rows, null where a row has none.
     given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    _check_nesting(given, f"the arguments of message {number} for {name}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **known, "function": {"name": name, "arguments": given}}
 
@@ -293,7 +298,19 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError(f"tools are {shown(tools)}, not a list of JSON schemas")
+    _check_nesting(tools, "tools")
     return [dict(tool) for tool in tools]
+
+
+def _check_nesting(value: Any, what: str) -> None:
+    """Raises RowError for JSON data that a template, which is recursive, might not write."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, _CONTAINERS)]
+        if not inner:
+            return
+        level = list(chain.from_iterable(inner))
+    raise RowError(f"{what} are nested more than {MOST_NESTED} levels deep")
 
 
 def _json(text: str, what: str) -> Any:

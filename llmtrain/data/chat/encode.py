@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmtrain.data.chat.conversation import Conversation, Message, RowError
 from llmtrain.data.chat.marks import CONTROL, MOST_MESSAGES, Controls, Rendered, plain_contents, reject_reserved
 from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
-from llmtrain.data.chat.spans import MOST_SKELETONS, Renderer, Turn
+from llmtrain.data.chat.spans import MOST_SKELETONS, PARTS, Renderer, Turn
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.errors import Problem, RecipeError
 
@@ -144,7 +144,7 @@ class ChatEncoder:
             return ChatText(conversation, skeleton.filled(contents), skeleton.turns, skeleton)
         try:
             whole = self._renderer.rendered(conversation, text)
-            turns = self._turns(conversation, roles, whole)
+            turns = self._turns(conversation, whole)
         except RowError as fault:
             return fault
         if contents and [owner for owner, _ in whole.gaps] == list(range(-1, len(roles))):
@@ -154,8 +154,9 @@ class ChatEncoder:
             self._skeletons[roles] = Skeleton(whole.gaps, turns, self._renderer.controls, bounds)
         return ChatText(conversation, whole.text, turns, whole)
 
-    def _turns(self, conversation: Conversation, roles: tuple[str, ...], whole: Rendered) -> list[Turn]:
-        key = (roles, whole.gaps)
+    def _turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
+        parts = tuple([(message["role"], *filter(message.get, PARTS)) for message in conversation.messages])
+        key = (parts, bool(conversation.tools), whole.gaps)
         if key not in self._proven:
             turns = self._renderer.turns(conversation, whole)
             self._check_tokens(whole)

@@ -9,7 +9,7 @@ which is checked for each conversation, and knows where they were.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,11 +28,13 @@ MOST_MESSAGES = 0x8000
 RESERVED = re.compile("[\U000f0000-\U0010ffff]")
 SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
 CONTROL = re.compile("[\U000f0000-\U000ffffe]")
+_FOREIGN = re.compile(r"[\ud800-\udfff\U000f0000-\U000ffffe]")
+"""No template may write these: halves of surrogate pairs, and what stands for control tokens."""
 _MARK = re.compile("([\U000fffff-\U0010ffff])")
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\])")
 """Templates look for tags in messages, mostly of reasoning, and strip what is beside them: no mark touches one."""
 _NOT_MARKED = ("role", "type", "id", "tool_call_id")
-"""Templates compare these, and do not write them as they are."""
+"""Templates compare these, or count their characters, so there are no marks in them."""
 
 
 class Controls:
@@ -60,7 +62,11 @@ class Controls:
         return self._all.search(text) is not None
 
     def alias(self, text: str) -> str:
-        """Returns a text with each control token replaced by its character."""
+        """Returns a text that a template wrote with each control token replaced by its character. Raises RowError."""
+        if found := _FOREIGN.search(text):
+            raise RowError(
+                f"the template writes the character U+{ord(found[0]):X}, which is none or has a meaning here"
+            )
         return self._all.sub(lambda found: self.aliases[found[0]], text)
 
     def plain(self, text: str) -> str:
@@ -140,10 +146,17 @@ def reject_reserved(values: Any) -> None:
 
 def marked(messages: Sequence[Message], controls: Controls | None, offset: int = 0) -> list[Message]:
     """Returns messages with marks. controls: to break up; None leaves texts of special tokens as the tokens."""
-    return [
-        _map(message, lambda key, text, number=number, role=message["role"]: _mark(key, text, number, role, controls))
-        for number, message in enumerate(messages, start=offset)
-    ]
+    return [_marked(message, number, controls) for number, message in enumerate(messages, start=offset)]
+
+
+def _marked(message: Message, number: int, controls: Controls | None) -> Message:
+    role = message["role"]
+    made: Message = _map(
+        message,
+        lambda key, text: _mark(key, text, number, role, controls),
+        lambda name: name if controls is None else controls.break_up(name, role),
+    )
+    return made
 
 
 def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str] | None:
@@ -157,12 +170,14 @@ def plain_contents(messages: Sequence[Message], controls: Controls) -> list[str]
 
 def broken_up(values: Any, controls: Controls | None) -> Any:
     """Returns JSON data, such as the schemas of tools, without texts that are control tokens."""
-    return values if controls is None else _map(values, lambda _, text: controls.break_up(text, None))
+    if controls is None:
+        return values
+    return _map(values, lambda _, text: controls.break_up(text, None), lambda name: controls.break_up(name, None))
 
 
 def _mark(key: str, text: str, number: int, role: str, controls: Controls | None) -> str:
     if key in _NOT_MARKED or (key == "name" and role == "tool"):
-        return text
+        return text if controls is None else controls.break_up(text, None)
     text = text if controls is None else controls.break_up(text, role)
     parts = _TAG.split(text)
     if not any(part.strip() for part in parts[::2]):  # nothing but tags
@@ -181,13 +196,14 @@ def _around(text: str, number: int) -> str:
     return f"{text[:start]}{first}{core}{chr(ord(first) + 1)}{text[start + len(core) :]}"
 
 
-def _map(value: Any, change: Any, key: str = "") -> Any:
+def _map(value: Any, change: Callable[[str, str], str], rename: Callable[[str], str], key: str = "") -> Any:
+    """Returns JSON data with each text changed, given its key, and each key renamed."""
     if isinstance(value, str):
         return change(key, value)
     if isinstance(value, dict):
-        return {name: _map(item, change, name) for name, item in value.items()}
+        return {rename(name): _map(item, change, rename, name) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_map(item, change, key) for item in value]
+        return [_map(item, change, rename, key) for item in value]
     return value
 
 

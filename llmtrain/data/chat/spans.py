@@ -26,6 +26,8 @@ from llmtrain.data.chat.template import ChatTemplate
 
 MOST_SKELETONS = 10_000
 """Number of proven skeletons that are kept."""
+PARTS = ("tool_calls", "content", "reasoning_content")
+"""Of a message: what a template may have no form for."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ class Renderer:
 
     def turns(self, conversation: Conversation, whole: Rendered) -> list[Turn]:
         """Finds the assistant's turns. Raises RowError if they cannot be established."""
+        self._require_parts(conversation, whole)
+        if conversation.messages[-1]["role"] == "assistant":
+            last, written = len(conversation.messages) - 1, whole.stretches[-1].message
+            if written != last:
+                raise RowError(f"the template writes message {written + 1} again after the last turn of the assistant")
         if self.template.has_spans:
             return self._said_turns(conversation, whole)
         return [
@@ -78,6 +85,30 @@ class Renderer:
             for number, message in enumerate(conversation.messages)
             if message["role"] == "assistant"
         ]
+
+    def _require_parts(self, conversation: Conversation, whole: Rendered) -> None:
+        """Raises RowError if the template writes the same without the tools, or without a part of a message.
+
+        Many templates have no form for calls or reasoning, and pass over them. Only the reasoning of a last message
+        must be there, since templates leave out that of earlier turns.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        without: dict[str, tuple[tuple[Message, ...], tuple[object, ...]]] = {"tools": (messages, ())} if tools else {}
+        for number, message in enumerate(messages):
+            is_last = number + 1 == len(messages)
+            for part in PARTS:
+                is_needed = is_last if part == "reasoning_content" else "tool_calls" in message
+                if is_needed and str(message.get(part, "")).strip():
+                    rest = {"content": "", **{name: value for name, value in message.items() if name != part}}
+                    some = (*messages[:number], rest, *messages[number + 1 :])
+                    without[f"{part} of message {number + 1}"] = (some, tools)
+        for what, (some, known) in without.items():
+            try:
+                same = self._render(some, known) == whole
+            except RowError:  # it needs them
+                continue
+            if same:
+                raise RowError(f"the template leaves out the {what}")
 
     def _render(self, messages: tuple[Message, ...], tools: tuple[object, ...], prompt: bool = False) -> Rendered:
         texts = self.template.render(marked(messages, self.breaks), broken_up(tools, self.breaks), prompt)

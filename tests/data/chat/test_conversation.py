@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from llmtrain.errors import DataError
 
 ASKED = {"role": "user", "content": "a"}
 SAID = {"role": "assistant", "content": "b"}
+NESTED = json.loads('{"a":' * 200 + "[]" + "}" * 200)
 
 
 def read(row: dict[str, Any], system: str | None = None, **named: str) -> Conversation:
@@ -82,6 +84,10 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
         ),
         ([ASKED, {"role": "assistant", "tool_calls": [{"function": {}}]}], "names no function"),
         ([{**ASKED, "tool_calls": [{"name": "f"}]}, SAID], "not a list of the assistant's calls"),
+        (
+            [ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": NESTED}}]}],
+            "the arguments of message 2 for f are nested more than 100 levels deep",
+        ),
         ([ASKED, {"from": "function_call", "value": "{x"}], "the call of message 2 are no JSON"),
         ([ASKED, {**SAID, "weight": 0.5}], "message 2 has weight 0.5"),
     ],
@@ -90,6 +96,11 @@ def test_faults_of_rows(turns: Any, fault: str) -> None:
     with pytest.raises(RowError) as caught:
         conversation(turns)
     assert fault in str(caught.value)
+
+
+def test_tools_are_not_nested_without_end() -> None:
+    with pytest.raises(RowError, match="tools are nested more than 100 levels deep"):
+        conversation([ASKED, SAID], [NESTED])
 
 
 @pytest.mark.parametrize(

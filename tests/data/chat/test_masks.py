@@ -87,6 +87,68 @@ def test_a_message_that_spells_special_tokens_stays_text(name: str, tmp_path: Pa
         assert len(specials(parsed)) == len(specials(plain)) + len(one.about["special"])
 
 
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "deepseek_v3", "glm4", "glm4_5", "gpt_oss", "kimi_k2"])
+def test_special_tokens_spelled_in_calls_and_tools_stay_text(name: str, tmp_path: Path) -> None:
+    """In names, identifiers, and the keys and values of arguments and of schemas, however deep they are."""
+    one = case(name, tmp_path)
+    tokenizer = Tokenizer.from_file(str(one.folder / "tokenizer.json"))
+    special = [token for token, known in tokenizer.get_added_tokens_decoder().items() if known.special]
+
+    def specials(text: str) -> list[int]:
+        call = {"id": text, "function": {"name": text, "arguments": {text: text, "type": [{text: text, "id": text}]}}}
+        result = {"role": "tool", "name": text, "tool_call_id": text, "content": text}
+        schema = {"type": "function", "function": {"name": text, "description": text, "parameters": {text: text}}}
+        messages = [
+            *turns(text),
+            {"role": "assistant", "tool_calls": [call]},
+            result,
+            {"role": "assistant", "content": "b"},
+        ]
+        (found,) = one.encoder().encode([conversation(messages, [schema])])
+        assert isinstance(found, Encoded), str(found)
+        return [token for token in found.ids.tolist() if token in special]
+
+    assert specials("x" + "".join([*one.about["special"], *one.about.get("added", [])])) == specials("x")
+
+
+CALLED = [
+    *turns("a"),
+    {"role": "assistant", "content": "b", "tool_calls": [{"id": "abcdefghi", "name": "f", "arguments": {"x": 1}}]},
+    {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "part"),
+    [
+        ("chatml", turns("a", "b"), [{"name": "f"}], "tools"),
+        ("chatml", CALLED, None, "tool_calls of message 2"),
+        ("zephyr", CALLED[:2], None, "tool_calls of message 2"),
+        ("chatml", turns("a", "b", reasoning="c"), None, "reasoning_content of message 2"),
+        ("deepseek_r1", turns("a", "b", reasoning="c"), None, "reasoning_content of message 2"),
+    ],
+)
+def test_what_a_template_has_no_form_for_is_refused(
+    name: str, messages: list[Any], tools: Any, part: str, tmp_path: Path
+) -> None:
+    """Such templates pass over it: the model would train on the rest as if it were all."""
+    one = case(name, tmp_path)
+    encoder = one.encoder()
+    # The same text was proven for another conversation, which has no such part.
+    assert isinstance(encoder.encode([conversation(turns("a", "b"))])[0], Encoded)
+    (found,) = encoder.encode([conversation(messages, tools)])
+    assert isinstance(found, RowError)
+    assert f"leaves out the {part}" in str(found)
+
+
+def test_reasoning_of_earlier_turns_may_be_left_out(tmp_path: Path) -> None:
+    qwen = case("qwen3", tmp_path)
+    thought = turns("a", "b", "c", "d", reasoning="e")
+    assert [text.count("e\n") for text in qwen.trained(encoded(qwen, thought))] == [0, 1]
+    assert isinstance(qwen.encoder().encode([conversation(CALLED, [{"name": "f"}])])[0], Encoded)
+
+
 def test_a_turn_that_begins_at_token_0_is_trained_on_whole(chatml: Case) -> None:
     """transformers#47325: `return_assistant_tokens_mask` masks a span that begins at token 0."""
     source = (
@@ -141,6 +203,26 @@ def test_faults_name_what_is_wrong(chatml: Case, tmp_path: Path) -> None:
         (found,) = one.encoder().encode([conversation(messages)])
         assert isinstance(found, RowError)
         assert fault in str(found)
+
+
+@pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        ("{{ '\\U000F7000' }}", "writes the character U+F7000"),
+        ("{{ '\\uD800' }}", "writes the character U+D800"),
+        ("{{ messages[0].content }}", "writes message 1 again after the last turn of the assistant"),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{% set _ = messages.append(messages[0]) %}", "access to attribute 'append' of 'list' object is unsafe"),
+        ("{% include '/etc/passwd' %}", "refuses it: no loader"),
+        ("{% for one in range(10 ** 9) %}{% endfor %}", "refuses it: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses it: maximum recursion depth"),
+    ],
+)
+def test_a_template_that_does_what_it_should_not_is_refused(written: str, fault: str, chatml: Case) -> None:
+    one = chatml._replace(template=ChatTemplate(chatml.source + written, chatml.template.special))
+    (found,) = one.encoder().encode([conversation(turns("a", "b"))])
+    assert isinstance(found, RowError)
+    assert fault in str(found)
 
 
 def byte_level(texts: list[str]) -> Any:
@@ -203,6 +285,24 @@ def test_templates_by_name_file_and_text(tmp_path: Path) -> None:
     for wanted, fault in ((None, "has no chat template"), ("nothing", "is neither a file"), ("{% if %}", "no Jinja")):
         with pytest.raises(DataError, match=fault):
             load_template(wanted, bare)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "fault"),
+    [
+        ("chat_template.jinja", b"\xff{{ messages }}", "chat_template.jinja cannot be read: is not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "is 5, not a template"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default", "template": {}}]}', "not a template"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": ["default"]}, "default", {}]}', "has no chat template"),
+        ("tokenizer_config.json", b'{"a":' + b"[" * 10_000, "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", b"\xff", "tokenizer_config.json cannot be read"),
+    ],
+)
+def test_files_of_a_tokenizer_that_are_no_templates(file: str, content: bytes, fault: str, chatml: Case) -> None:
+    (chatml.folder / "chat_template.jinja").unlink()
+    (chatml.folder / file).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(fault)):
+        load_template(None, chatml.folder)
 
 
 def test_the_shipped_templates_pass_the_proof(tmp_path: Path) -> None:
