@@ -274,8 +274,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
         arguments = _json(arguments, f"the arguments of message {number} for {name}")
     if arguments is not None and not isinstance(arguments, Mapping):
         raise RowError(f"the arguments of message {number} for {name} are {shown(arguments)}, not an object")
-    # A column of Arrow gives every row the keys of all rows, null where a row has none.
-    given = {key: value for key, value in (arguments or {}).items() if value is not None}
+    given = dict(arguments or {})
     _check_nesting(given, f"the arguments of message {number} for {name}")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {"type": "function", **known, "function": {"name": name, "arguments": given}}

@@ -117,6 +117,8 @@ def read_batches(
                 text = value.as_py()
             except UnicodeDecodeError as error:
                 raise DataError(_not_utf8(f"{place}, row {row}", error, 0)) from None
+            if column is None:
+                text = {name: _without_nulls(part) for name, part in text.items()}
             yield from _document(text, f"{place}, row {row}", column, fraction)
 
 
@@ -224,6 +226,13 @@ def _document(
         # JSON can encode half of a surrogate pair, "\ud800", which cannot occur in UTF-8.
         raise DataError(Problem("data.utf8", place, "contains a lone surrogate, which is not a character"))
     yield Document(value, fraction, place, row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without keys that are null: Arrow gives every object the keys of all objects of its column."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _file_batches(reader: pyarrow.ipc.RecordBatchFileReader) -> Iterator[tuple[pyarrow.RecordBatch, float]]:

@@ -44,13 +44,15 @@ def test_calls_have_their_arguments_as_an_object() -> None:
     expected = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     calls: list[Any] = [
         {"function": {"name": "f", "arguments": '{"x": 1}'}},
-        {"function": {"name": "f", "arguments": {"x": 1, "y": None}}},  # as Arrow fills rows
         {"name": "f", "arguments": {"x": 1}},
     ]
     for call in calls:
         assert conversation([ASKED, {"role": "assistant", "tool_calls": [call]}]).messages[1]["tool_calls"] == [
             expected
         ]
+    for explicit in ({"x": None}, '{"x": null}'):
+        chat = conversation([ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": explicit}]}])
+        assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
     shared = conversation(
         [ASKED, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}], '[{"a": 1}]'
     )

@@ -148,6 +148,41 @@ def test_parquet_and_text_beside_conversations(chatml: Case) -> None:
     assert alone.tokens.tolist() == streams[0].tokens.tolist()
 
 
+def test_rows_of_arrow_have_no_keys_of_other_rows(tmp_path: Path) -> None:
+    """Every object of a column has the keys of all, most of them null, which templates would write."""
+    import pyarrow
+    import pyarrow.parquet
+
+    one = case("qwen3", tmp_path / "tokenizer")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"a {name}"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": name, "arguments": {name: {name: [name]}}}}],
+                },
+                {"role": "tool", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ],
+            "tools": [
+                {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": name}}}}}
+            ],
+        }
+        for name in ("snow", "rain", "wind", "hail")
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    lines = prepare(recipe(one, rows, sequence_length=1024, train_on="all"))
+    arrow = prepare(
+        recipe(one, rows, sequence_length=1024, train_on="all", sources=[{"name": str(tmp_path / "rows.parquet")}])
+    )
+    expected, found = (prepared.sources[0].store.streams["train"].tokens.tolist() for prepared in (lines, arrow))
+    assert sorted(found) == sorted(expected)
+    text = Tokenizer.from_file(str(one.folder / "tokenizer.json")).decode(found, skip_special_tokens=False)
+    assert text.count("snow") == 8
+    assert "null" not in text
+
+
 def test_conversations_are_not_cut_into_a_stream(chatml: Case) -> None:
     with pytest.raises(DataError, match="a conversation is never split"):
         prepare(recipe(chatml, ROWS, packing="concat"))
