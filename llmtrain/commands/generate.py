@@ -79,7 +79,7 @@ def _chat(request: GenerateRequest) -> None:
 def _questions() -> Iterator[str]:
     """Yields the lines of the input; asks for them on a terminal."""
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
         return
     import readline  # noqa: F401 - `input` then edits lines
 

@@ -94,18 +94,17 @@ class Chat:
         """Writes the answer to a question, piece by piece; returns how many old messages were left out.
 
         Messages are left out, the oldest first, if the model has no positions for all and an answer. Raises RecipeError
-        for a question that the template refuses, or that has no room.
+        for a question that the template refuses, or that has no room; it is then as if it had not been asked.
         """
-        self._said.append({"role": "user", "content": text})
-        ids = self._encoder.prompt(self._said)
+        said: list[Message] = [*self._said, {"role": "user", "content": text}]
+        ids = self._encoder.prompt(said)
         left_out = 0
-        while len(ids) + self._tokens > self._most and len(self._said) > self._first + 1:
-            del self._said[self._first : self._first + 2]
+        while len(ids) + self._tokens > self._most and len(said) > self._first + 1:
+            del said[self._first : self._first + 2]
             left_out += 2
-            ids = self._encoder.prompt(self._said)
+            ids = self._encoder.prompt(said)
         room = min(self._tokens, self._most - len(ids))
         if room < 1:
-            self._said.pop()
             message = f"it has {len(ids):,} tokens, but the model only {self._most:,} positions"
             raise RecipeError(Problem("generate.long", "question", message, "ask a shorter one"))
         inputs = torch.tensor([ids], device=self._model.device)
@@ -119,7 +118,7 @@ class Chat:
             **sampling(self._temperature),
         )
         answer = self._tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True).strip()
-        self._said.append({"role": "assistant", "content": answer})
+        self._said = [*said, {"role": "assistant", "content": answer}]
         return left_out
 
     def _ends(self) -> list[int]:

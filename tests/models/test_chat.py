@@ -102,6 +102,15 @@ def test_special_tokens_in_a_question_stay_text(tokenizer, given, tmp_path):
     assert tokenizer.decode(given[0]).count("<|im_end|>") == 2
 
 
+def test_a_refused_question_is_forgotten(tokenizer, given, tmp_path):
+    chat = Chat(tmp_path / save_model(tokenizer, "a"), TOKENS, 0.0, 1)
+    for text in ("\U00100000", "\udcff"):  # the second one is a byte that is not UTF-8
+        with pytest.raises(RecipeError, match=r"the messages: contains the character U\+\w+, which is reserved"):
+            asked(chat, text)
+    asked(chat, "Thanks")
+    assert tokenizer.decode(given[-1]).count("<|im_start|>user") == 1
+
+
 def test_old_messages_make_room(tokenizer, given, tmp_path):
     chat = Chat(tmp_path / save_model(tokenizer, "a"), TOKENS, 0.0, 1)
     found = asked(chat, *["Thanks"] * 6)
@@ -113,13 +122,14 @@ def test_old_messages_make_room(tokenizer, given, tmp_path):
     assert asked(chat, "Thanks")[0][0] == "aaaa"
 
 
-def test_each_line_of_a_pipe_is_a_question(tokenizer, tmp_path, monkeypatch, capsys):
+def test_each_line_of_a_pipe_is_a_question(tokenizer, given, tmp_path, monkeypatch, capsys):
     folder = tmp_path / save_model(tokenizer, "a")
     monkeypatch.setattr("sys.stdin", io.StringIO(f"Thanks\n\n{'x' * 200}\nBye.\n"))
     generate_text(GenerateRequest(model=folder, chat=True, tokens=TOKENS, temperature=0.0))
     out, err = capsys.readouterr()
     assert out == "aaaa\naaaa\n"
     assert "positions" in err
+    assert tokenizer.decode(given[0]).count("Thanks<|im_end|>") == 1
     with pytest.raises(RecipeError, match="--prompt: is required"):
         generate_text(GenerateRequest(model=folder))
     with pytest.raises(RecipeError, match="--system: is part of a conversation"):

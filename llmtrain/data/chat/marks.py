@@ -25,11 +25,12 @@ BREAK = "\U000fffff"
 FIRST_MARK = 0x100000
 """Message i's text begins with character 2 · i from here on, and ends with the next."""
 MOST_MESSAGES = 0x8000
-RESERVED = re.compile("[\U000f0000-\U0010ffff]")
+RESERVED = re.compile(r"[\ud800-\udfff\U000f0000-\U0010ffff]")
+"""No message may hold these: halves of surrogate pairs, and what stands for something else here."""
 SPECIAL = re.compile("[\U000f0000-\U000f7fff]")
 CONTROL = re.compile("[\U000f0000-\U000ffffe]")
-_FOREIGN = re.compile(r"[\ud800-\udfff\U000f0000-\U000ffffe]")
-"""No template may write these: halves of surrogate pairs, and what stands for control tokens."""
+_NOT_WRITTEN = re.compile(r"[\ud800-\udfff\U000f0000-\U000ffffe]")
+"""No template may write these of them. The others stand in messages with marks."""
 _MARK = re.compile("([\U000fffff-\U0010ffff])")
 _TAG = re.compile(r"(<[^<>\s]{1,40}>|\[/?[A-Z_]{2,20}\])")
 """Templates look for tags in messages, mostly of reasoning, and strip what is beside them: no mark touches one."""
@@ -63,10 +64,8 @@ class Controls:
 
     def alias(self, text: str) -> str:
         """Returns a text that a template wrote with each control token replaced by its character. Raises RowError."""
-        if found := _FOREIGN.search(text):
-            raise RowError(
-                f"the template writes the character U+{ord(found[0]):X}, which is none or has a meaning here"
-            )
+        if found := _NOT_WRITTEN.search(text):
+            raise RowError(f"the template writes the character U+{ord(found[0]):X}, which is reserved")
         return self._all.sub(lambda found: self.aliases[found[0]], text)
 
     def plain(self, text: str) -> str:
@@ -141,7 +140,7 @@ def reject_reserved(values: Any) -> None:
     """Raises RowError for text with characters that serve as marks here."""
     for text in _strings(values):
         if found := RESERVED.search(text):
-            raise RowError(f"contains the private character U+{ord(found[0]):X}, which has a meaning here")
+            raise RowError(f"contains the character U+{ord(found[0]):X}, which is reserved")
 
 
 def marked(messages: Sequence[Message], controls: Controls | None, offset: int = 0) -> list[Message]:

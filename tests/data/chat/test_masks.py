@@ -198,7 +198,7 @@ def test_faults_name_what_is_wrong(chatml: Case, tmp_path: Path) -> None:
             "the chat template refuses it: roles must alternate",
         ),
         (gemma, [{"role": "system", "content": "a"}, *turns("b", "c")], "System role not supported"),
-        (chatml, turns("a", "b\U00100000"), "the private character U+100000"),
+        (chatml, turns("a", "b\U00100000"), "the character U+100000, which is reserved"),
     ):
         (found,) = one.encoder().encode([conversation(messages)])
         assert isinstance(found, RowError)
