@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+from llmtrain.system.visible import visible
 
 LINE_SECONDS = 10.0
 """Seconds between plain lines if the output is not a terminal."""
@@ -20,22 +23,22 @@ class Task:
     def __init__(self, name: str, console: Console, bar: Bar | None) -> None:
         self.fraction: float | None = None
         """Fraction of the work done, 0 to 1; None while it is unknown."""
-        self._name = name
+        self._name = visible(name)
         self._console = console
         self._bar = bar
-        self._id: TaskID | None = None if bar is None else bar.add_task(name, total=None, detail="")
+        self._id: TaskID | None = None if bar is None else bar.add_task(self._name, total=None, detail="")
         self._last = time.monotonic()
 
     def update(self, fraction: float | None, detail: str = "") -> None:
         """Shows the progress: the fraction done (0 to 1, None if unknown) and some words about it."""
-        self.fraction = fraction
+        self.fraction, detail = fraction, visible(detail)
         if self._bar is not None and self._id is not None:
             total = None if fraction is None else 1.0
             self._bar.update(self._id, total=total, completed=fraction or 0.0, detail=detail)
         elif time.monotonic() - self._last >= LINE_SECONDS:
             self._last = time.monotonic()
             share = "" if fraction is None else f"{fraction:.0%} "
-            self._console.print(f"{self._name}: {share}{detail}", highlight=False)
+            self._console.print(f"{self._name}: {share}{detail}", highlight=False, markup=False)
 
 
 class Progress:
@@ -52,7 +55,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """Prints one line."""
-        self._console.print(message, highlight=False, markup=False)
+        self._console.print(visible(message), highlight=False, markup=False)
 
     @contextmanager
     def task(self, name: str) -> Iterator[Task]:
@@ -62,7 +65,8 @@ class Progress:
             self._task = Task(name, self._console, None)
             yield self._task
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[detail]}"))
+        plain = partial(TextColumn, markup=False)  # names of files may look like it
+        columns = (plain("{task.description}"), BarColumn(), plain("{task.fields[detail]}"))
         with Bar(*columns, TimeRemainingColumn(), console=self._console, transient=True) as bar:
             self._task = Task(name, self._console, bar)
             yield self._task

@@ -15,6 +15,7 @@ from llmtrain.data.order import integer_weights
 from llmtrain.data.prepare import Prepared, PreparedSource
 from llmtrain.data.samples import fill
 from llmtrain.recipe import Recipe
+from llmtrain.system.visible import visible
 
 NAME_CHARACTERS = 14
 """Minimum width of a source's name in the table; longer names take several lines."""
@@ -50,12 +51,12 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
     for heading in ("documents", "tokens", f"sequences of {prepared.sequence_length}", "fill", "epochs"):
         table.add_column(heading, justify="right", overflow="fold")
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
-        table.add_row(source.name, "train", *_cells(source, "train"), f"{epochs:.3g}")
+        table.add_row(Text(visible(source.name)), "train", *_cells(source, "train"), f"{epochs:.3g}")
         if not prepared.evaluation_sources:
-            table.add_row(source.name, "eval", *_cells(source, "eval"))
+            table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
     for source in prepared.evaluation_sources:
-        table.add_row(source.name, "eval", *_cells(source, "eval"))
-    return Group(table, *(Text(note) for note in notes(prepared, recipe)))
+        table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
+    return Group(table, *(Text(visible(note)) for note in notes(prepared, recipe)))
 
 
 def notes(prepared: Prepared, recipe: Recipe) -> list[str]:

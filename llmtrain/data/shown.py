@@ -59,7 +59,7 @@ class Shown:
     def __str__(self) -> str:
         tokens = sum(len(token.ids) for document in self.documents for token in document)
         what = f"{len(self.documents)} document{'s' if len(self.documents) > 1 else ''}, {tokens:,} tokens"
-        return f"{self.source}: {what}, {self.trained:,} trained on, {self.padding:,} of padding"
+        return f"{visible(self.source)}: {what}, {self.trained:,} trained on, {self.padding:,} of padding"
 
 
 def first_sequences(prepared: Prepared, recipe: Recipe, count: int) -> list[Shown]:

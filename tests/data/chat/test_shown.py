@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from html import unescape
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llmtrain.data import prepare
+from llmtrain.data import Progress, prepare, report
 from llmtrain.data.samples import NO_TARGET
 from llmtrain.data.shown import Shown, as_html, first_sequences, on_terminal
 from llmtrain.recipe import Recipe
@@ -74,3 +75,18 @@ def test_a_terminal_shows_what_is_trained_on_by_colour_or_brackets(made: Recipe,
     assert "\x1b[31mred" not in written
     assert r"\x1b[31mred" in written
     assert ("[[" in written) is (color is None)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_of_files_are_no_markup(made: Recipe, tmp_path: Path, is_terminal: bool) -> None:
+    folder = tmp_path / "a["
+    folder.mkdir()
+    (tmp_path / "rows.jsonl").rename(folder / "b]\x1b[9mc.jsonl")
+    named = made.with_(**{"data.sources": [{"name": str(folder / "b]\x1b[9mc.jsonl")}]})
+    console = Console(force_terminal=is_terminal, width=400, file=(written := io.StringIO()))
+    prepared = prepare(named, Progress(console))
+    console.print(report(prepared, named))
+    console.print(on_terminal(first_sequences(prepared, named, 1), is_terminal))
+    assert "\x1b[9m" not in written.getvalue()
+    for after in (" ...", " │ train", " has 40 conversations", ": "):
+        assert is_terminal or rf"a[/b]\x1b[9mc.jsonl{after}" in written.getvalue()
