@@ -384,8 +384,12 @@ class ParallelConfig(Part):
     """`bf16` and `fp16` keep fp32 master weights; `autocast_*` keeps fp32 weights and casts within the operations."""
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type in which gradients are accumulated over micro-batches."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """`full` only keeps the input of each layer and recomputes the rest in the backward pass."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of being kept. `selective` keeps the input of each layer and
+    the results of its matrix products and of attention, and computes norms, rotations and activation functions again.
+    `full` keeps the input only, and computes the whole layer again."""
+    checkpoint_every: PositiveInt = 1
+    """Applies `activation_checkpointing` to every k-th layer, beginning with the first; the others keep everything."""
     offload_optimizer: OffloadDevice = "none"
     """Where optimizer states are stored."""
     offload_param: OffloadDevice = "none"

@@ -1,7 +1,7 @@
 """All questions, in the order in which they are shown."""
 
 from benchmarks.question import Question, Script
-from benchmarks.questions import chats, cpu, data, gpu, litgpt, scale, scripts, startup, trainer, wrapper
+from benchmarks.questions import chats, cpu, data, gpu, litgpt, recompute, scale, scripts, startup, trainer, wrapper
 
 QUESTIONS: dict[str, Question | Script] = {
     one.name: one
@@ -11,6 +11,7 @@ QUESTIONS: dict[str, Question | Script] = {
         litgpt.QUESTION,
         cpu.QUESTION,
         cpu.HOST,
+        recompute.QUESTION,
         data.QUESTION,
         data.WHOLE,
         chats.TOKENS,

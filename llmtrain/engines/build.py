@@ -18,6 +18,7 @@ from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.plain import Distribution, PlainLoop
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
+from llmtrain.models.recompute import use_recomputation
 from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan
@@ -28,9 +29,9 @@ from llmtrain.runtime.host_memory import keep_freed_memory
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
     """Returns the engine of a plan, with its model, optimizer and schedule.
 
-    The order is: weights, activation checkpointing, optimizer groups, DeepSpeed, which divides by tensors and experts.
-    ZeRO-3 partitions the weights while they are made. A rank of a pipeline makes only the weights of its stage, or its
-    slices of them. Raises RecipeError for a model that the plan cannot split.
+    The order is: weights, activation checkpointing, kernels, optimizer groups, DeepSpeed, which divides by tensors and
+    experts. ZeRO-3 partitions the weights while they are made. A rank of a pipeline makes only the weights of its
+    stage, or its slices of them. Raises RecipeError for a model that the plan cannot split.
     """
     check_runnable(plan)
     check_overrides()
@@ -65,8 +66,7 @@ def plain_loop(plan: Plan, device: torch.device, distribution: Distribution) -> 
     """Returns the loop of a plan, with the whole model."""
     recipe = plan.recipe
     model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
-    if recipe.parallel.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    use_recomputation(model, recipe.parallel)
     install_kernels(model, plan)
     return PlainLoop(model, recipe, distribution)
 

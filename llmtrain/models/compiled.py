@@ -36,6 +36,7 @@ from llmtrain.overrides.torch import (
     run_graph,
     trace_errors,
 )
+from llmtrain.plan.kernels import TRACED, WHOLE_GRAPH
 from llmtrain.system.host import own_cores
 from llmtrain.system.stops import STOPS
 
@@ -47,11 +48,6 @@ and without a mask × training and evaluation × two sizes of micro-batches. Bey
 eager execution or fail."""
 MOST_THREADS = 32
 """Largest number of threads that torch's compiler chooses by itself."""
-WHOLE = ("eager", "sdpa")
-"""Attention implementations that are known not to break the graph."""
-TRACED = (*WHOLE, "flex_attention")
-"""Attention implementations that are compiled with their layer. The others branch on the number of documents and on
-their lengths."""
 
 Compiled = Callable[..., Any]
 
@@ -77,7 +73,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE)
+            layer.forward = _compiled(layer.forward, is_whole=attention in WHOLE_GRAPH)
 
 
 def share_processors(ranks: int) -> None:
@@ -161,7 +157,7 @@ def check_layers(config: PreTrainedConfig, attention: str) -> None:
     torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
-            deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE else "eager")
+            deviation = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
     except MODEL_ERRORS + trace_errors() as error:
         raise _refused(config, f" ({type(error).__name__}: {_first_line(error)})") from error
     finally:

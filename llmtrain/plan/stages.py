@@ -12,6 +12,7 @@ from itertools import groupby
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.plan import ModelFacts, StagePlan
+from llmtrain.recipe import ParallelConfig
 
 
 def matmul_parameters(facts: ModelFacts) -> int:
@@ -174,3 +175,8 @@ def described(stages: Sequence[StagePlan]) -> list[str]:
 def _looks(stage: StagePlan) -> tuple[int, int, str]:
     """Returns what is shown of a stage, except for its number."""
     return stage.layers[1] - stage.layers[0] + 1, stage.parameters, f"{stage.cost_share:.1%}"
+
+
+def is_recomputed(parallel: ParallelConfig, layer: int) -> bool:
+    """Whether a layer is computed again in the backward pass, in whole or in part; counted over all stages."""
+    return parallel.activation_checkpointing != "none" and layer % parallel.checkpoint_every == 0

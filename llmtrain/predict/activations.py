@@ -8,15 +8,18 @@ autograd really saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.stages import head_parameters, reached_layers
+from llmtrain.plan.stages import head_parameters, is_recomputed, reached_layers
 from llmtrain.plan.weights import Weight, Weights
 from llmtrain.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, sliced
+
+T = TypeVar("T")
 
 STATISTICS = 4
 """Bytes per token that a norm keeps of its variance."""
@@ -54,6 +57,9 @@ class Activations:
     """What is kept until the backward pass."""
     working: int
     """What the backward pass of a layer adds to that, when the tensors of the loss are gone."""
+    casts: int
+    """Copies that autocast makes of the weights of layers that are computed again, and holds until the end of the
+    forward pass."""
     logits: int
     """Logits of finished micro-batches, and those of the last one with the tensors of its loss."""
     gradient: int
@@ -73,7 +79,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     # Below the first trained layer nothing is kept.
     layers = _layers_of(plan, stage)
     layers = range(max(layers.start, plan.model.layers - reached_layers(plan.model)), layers.stop)
-    each = _of_each(plan, weights, layers, tokens)
+    each = _of_each(plan, weights, layers, tokens, layer_bytes)
     if traced:
         each = [
             estimate * traced[index] // _whole(plan, weights, index)
@@ -81,12 +87,11 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         ]
     stream = widths.stream * plan.model.hidden_size * tokens
     flying = in_flight(plan, stage)
-    if recipe.parallel.activation_checkpointing == "full":
-        # Until the end of a forward pass, autocast holds the copies of all layers.
-        copies = sum(lower_copies(plan, weights, weights.layer(index)) for index in layers)
-        saved, working = flying * stream * len(layers) + copies, max([0, *(size - copies for size in each)])
-    else:
-        saved, working = flying * sum(each), 0
+    recomputed = [index for index in layers if is_recomputed(plan.parallel, index)]
+    again = dict(zip(recomputed, _of_each(plan, weights, recomputed, tokens, kept_bytes), strict=True))
+    whole = dict(zip(layers, each, strict=True))
+    saved = flying * sum(again[index].size if index in again else size for index, size in whole.items())
+    working = max([0, *(whole[index] - one.used for index, one in again.items())])
     # Gradients of the three products of a feed-forward layer, less the saved one that is used by then.
     working += max((2 * widths.computed * _inner(plan, weights.layer(index)) * tokens for index in layers), default=0)
     is_last = stage == plan.parallel.pipeline - 1
@@ -102,6 +107,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     return Activations(
         saved=saved,
         working=working,
+        casts=sum(lower_copies(plan, weights, weights.layer(index)) for index in again),
         logits=loss + kept.logits,
         gradient=min(loss, gradient) + kept.logits,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
@@ -167,6 +173,55 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     return per_token * tokens + of_layer
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a layer that is computed again."""
+
+    size: int
+    """What is kept until its backward pass begins."""
+    used: int
+    """The part of it that a layer which is not computed again saves as well."""
+
+
+def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
+    """Returns what is kept of a decoder layer that is computed again, in whole or in part."""
+    layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
+    stream = widths.stream * facts.hidden_size
+    if plan.parallel.activation_checkpointing == "full":
+        return Kept(stream * tokens, 0)
+    results = [_result(plan, one) for one in layer if one.is_matrix and not one.is_expert]
+    met = facts.experts_per_token if any(one.is_expert for one in layer) else 0
+    inner, slices = _inner(plan, layer), plan.parts("matrices")
+    queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
+    experts = 2 * inner + met * facts.hidden_size if met else 0
+    attention = widths.computed * queries + 4 * facts.heads // slices
+    if plan.recipe.model.attention_kernel == "eager":
+        scores = facts.heads // slices * plan.recipe.data.sequence_length // plan.parts("tokens")
+        attention = widths.computed * (queries + scores)
+    size = stream + widths.computed * (sum(results) + experts) + attention
+    used = stream * (widths.stream == 4) + widths.computed * queries + 4 * facts.heads // slices
+    is_gpt2 = any("c_fc" in one.name for one in layer)
+    used += widths.computed * (inner + 3 * queries if is_gpt2 else 2 * inner + (0 if _repeats(plan) else keys))
+    return Kept(size * tokens, used * tokens)
+
+
+def _result(plan: Plan, weight: Weight) -> int:
+    """Returns the elements per token that a matrix's product gives a rank, if its result is kept."""
+    slices = plan.parts("matrices")
+    if ".lora_A." in weight.name:
+        slices = 1
+    # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.overwrites`).
+    if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.pipeline == 1:
+        return 0
+    return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
+
+
+def _repeats(plan: Plan) -> bool:
+    """Whether keys and values are repeated for the queries that share them."""
+    kernel = plan.recipe.model.attention_kernel
+    return kernel == "eager" or (kernel == "sdpa" and _has_mask(plan))
+
+
 def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
     """Returns the bytes of the copies of weights that autocast makes in each pass for use in the backward pass."""
     if not plan.recipe.parallel.precision.startswith("autocast"):
@@ -226,8 +281,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     facts, recipe = plan.model, plan.recipe
     queries = facts.heads * facts.head_dim // plan.parts("matrices")
     keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
-    repeated = recipe.model.attention_kernel == "eager" or (recipe.model.attention_kernel == "sdpa" and _has_mask(plan))
-    inner = queries + (2 * queries if repeated else 2 * keys) + queries
+    inner = queries + (2 * queries if _repeats(plan) else 2 * keys) + queries
     saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
         is_trained = any("q_norm" in one.name and one.trained for one in layer)
@@ -305,10 +359,12 @@ def _mask(plan: Plan) -> int:
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
 
 
-def _of_each(plan: Plan, weights: Weights, layers: range, tokens: int) -> list[int]:
+def _of_each(
+    plan: Plan, weights: Weights, layers: Sequence[int], tokens: int, count: Callable[[Plan, Weights, int, int], T]
+) -> list[T]:
     """Returns the bytes of some layers, computed once for equal ones."""
     alike = {id(weights.layer(index)): index for index in layers}
-    known = {layer: layer_bytes(plan, weights, index, tokens) for layer, index in alike.items()}
+    known = {layer: count(plan, weights, index, tokens) for layer, index in alike.items()}
     return [known[id(weights.layer(index))] for index in layers]
 
 

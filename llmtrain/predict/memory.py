@@ -153,6 +153,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
         fixed = {"communication": activations.sent, "framework": framework}
         saved, begun = activations.saved, state.forward + state.late
         candidates = (
+            state.forward.plus(activations=saved + activations.casts, logits=activations.gradient),
             state.forward.plus(activations=saved, logits=activations.logits),
             begun.plus(activations=saved, logits=activations.gradient),
             begun.plus(activations=saved + activations.working),

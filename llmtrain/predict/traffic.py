@@ -120,9 +120,10 @@ class CommunicationGroups:
         return [transfer for axis in axes for transfer in WITHIN_LAYERS[axis.name](self, held)]
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
-        """Yields the transfers of tensor groups. Activation checkpointing repeats those of the forward pass."""
+        """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
         rows, columns = BESIDE_EXPERTS if self.plan.parallel.expert > 1 else (ROW_PRODUCTS, COLUMN_PRODUCTS)
-        sums = held.layers * (rows * (2 if self.share.checkpointing else 1) + columns)
+        # A recomputation ends before the last product of the layer, whose result nothing needs.
+        sums = held.layers * (rows + columns) + self.share.computed_again(held)
         hidden_states = ((self.hidden_states, self.groups.tensor),)
         yield Transfer("all_reduce", hidden_states, sums)
         if held.head and not self.plan.model.tied_embeddings:
@@ -152,7 +153,7 @@ class CommunicationGroups:
         yield Transfer("all_reduce", ((dispatched, tensor),), held.layers)
 
     def _passes(self, held: StageParameters) -> int:
-        return held.layers * (3 if self.share.checkpointing else 2)
+        return 2 * held.layers + self.share.computed_again(held)
 
     def _tied(self, found: Traffic) -> None:
         """Adds the reduction of the gradients of a tied embedding, which the first and the last stage hold."""

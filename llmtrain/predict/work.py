@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -99,7 +100,12 @@ class DeviceShare:
         self.compute_bytes = BYTES[COMPUTE_DTYPE[recipe.parallel.precision]]
         self.weight_bytes = BYTES[WEIGHT_DTYPE[recipe.parallel.precision]]
         self.gradient_bytes = BYTES[recipe.parallel.grad_accum_dtype]
-        self.checkpointing = recipe.parallel.activation_checkpointing == "full"
+        self.again = recipe.parallel.activation_checkpointing
+        """What is computed again in the backward pass."""
+
+    def computed_again(self, held: StageParameters) -> int:
+        """Returns the layers of a stage that are computed again, in whole or in part."""
+        return 0 if self.again == "none" else math.ceil(held.layers / self.plan.parallel.checkpoint_every)
 
     def own(self, held: StageParameters) -> float:
         """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
@@ -146,6 +152,7 @@ class Worker(DeviceShare):
         passes = self.assumed.residual_passes * held.layers * facts.hidden_size
         passes += self.assumed.width_passes * held.active / facts.hidden_size / slices
         memory = passes * self.tokens * self.compute_bytes / self.bandwidth
+        again = self.computed_again(held) / held.layers
         weights = self.own(held) * self.weight_bytes / self.bandwidth
         floor = held.layers * self.floor
         layers = max(products + attention + memory + weights, floor)
@@ -159,7 +166,7 @@ class Worker(DeviceShare):
         passes = 2 if self.plan.recipe.objective.name == "kto" else 1
         return Work(
             forward=passes * (layers + head_product + head_memory / 2),
-            recompute=held.reached * (layers if self.checkpointing else 0.0)
+            recompute=held.reached * again * (memory if self.again == "selective" else layers)
             + (head_product if self.loss_twice else 0.0),
             backward=max(backward, held.reached * floor)
             + (BACKWARD if facts.trains_head else 1.0) * head_product

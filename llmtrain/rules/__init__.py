@@ -23,6 +23,7 @@ from llmtrain.rules import (
     objective,
     pipeline,
     precision,
+    recompute,
     tensor,
     zero,
 )
@@ -42,6 +43,7 @@ LEGALITY: tuple[Rule, ...] = (
     *adapter.RULES,
     *objective.RULES,
     *kernels.RULES,
+    *recompute.RULES,
     *layout.RULES,
     *checkpoint.RULES,
     *DEEPSPEED_RULES,

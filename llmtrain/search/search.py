@@ -22,15 +22,14 @@ from llmtrain.rules import LEGALITY, allowed, backends, broken, layout, pipeline
 from llmtrain.search.nearest import as_arguments
 from llmtrain.search.room import Fits, Room
 from llmtrain.search.variants import (
-    CHECKPOINTING,
     DEGREES,
     MICRO_BATCH,
     ZERO_STAGE,
     Fields,
     changed,
-    choices,
     degrees,
     micro_batches,
+    recomputations,
     stores,
     value_of,
 )
@@ -147,11 +146,11 @@ def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator
 
 
 def _batches(stored: Draft, fields: Fields) -> Iterator[tuple[Fields, Draft]]:
-    """Yields the legal micro-batches of a draft, with and without activation checkpointing."""
+    """Yields the legal micro-batches of a draft, with everything that may be computed again."""
     assert stored.data_parallel_size is not None, "the rules of layout have refused the rest"
     sizes = _micro_batches(stored.recipe, stored.data_parallel_size)
-    for micro, checkpointing in itertools.product(sizes, choices(stored.recipe)[CHECKPOINTING]):
-        batch = {MICRO_BATCH: micro, CHECKPOINTING: checkpointing}
+    for micro, again in itertools.product(sizes, recomputations(stored.recipe)):
+        batch = {MICRO_BATCH: micro, **again}
         draft = Draft(changed(stored.recipe, batch), stored.cluster, stored.facts)
         if allowed(draft, LEGALITY):
             yield fields | batch, draft

@@ -52,7 +52,7 @@ def _layout(plan: Plan) -> str:
     parts = [f"dp{plan.data_parallel_size}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
     parts += [f"zero{parallel.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
     if parallel.activation_checkpointing != "none":
-        parts.append("checkpointing")
+        parts.append("checkpointing" if parallel.activation_checkpointing == "full" else "selective")
     parts.append(offload_name(parallel.offload_optimizer, parallel.offload_param))
     return "-".join(filter(None, parts))
 

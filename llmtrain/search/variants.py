@@ -23,6 +23,7 @@ ZERO_STAGE = "parallel.zero_stage"
 OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
 NVME_PATH = "parallel.nvme_path"
 CHECKPOINTING = "parallel.activation_checkpointing"
+EVERY = "parallel.checkpoint_every"
 MICRO_BATCH = "batch.micro_batch_size"
 
 
@@ -60,6 +61,14 @@ def stores(recipe: Recipe) -> Iterator[Fields]:
         yield {ZERO_STAGE: stage, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
 
 
+def recomputations(recipe: Recipe) -> Iterator[Fields]:
+    """Yields what may be computed again: each choice for all layers, and the recipe's own for some of them."""
+    kinds = choices(recipe)[CHECKPOINTING]
+    yield from ({CHECKPOINTING: kind, EVERY: 1} for kind in kinds)
+    if recipe.parallel.checkpoint_every > 1:
+        yield {field: value_of(recipe, field) for field in (CHECKPOINTING, EVERY)}
+
+
 def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
     """Returns the sizes that divide a replica's share of the batch, smallest first; empty if it is no integer.
 
@@ -86,6 +95,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     }
     for field in OFFLOADS:
         values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
+    values[EVERY] = (1,)
     values[NVME_PATH] = (None, path) if path else (None,)
     return values
 

@@ -14,6 +14,7 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.models.build import model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.proof.tiny import with_layers
+from llmtrain.models.recompute import use_recomputation
 from llmtrain.plan import Plan
 from llmtrain.runtime.host_memory import keep_freed_memory
 from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores
@@ -61,8 +62,7 @@ class Trial:
                 trust_remote_code=recipe.model.trust_remote_code,
             )
         self.model.train()
-        if recipe.parallel.activation_checkpointing == "full":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        use_recomputation(self.model, recipe.parallel)
         install_kernels(self.model, plan)
         self.targets = int((batch.labels != -100).sum())
 

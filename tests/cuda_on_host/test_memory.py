@@ -53,6 +53,7 @@ EXPERTS = {
 ACCELERATE = {"parallel.backend": "accelerate"}
 FSDP2 = {**ACCELERATE, "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 FULL = {"parallel.activation_checkpointing": "full"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 LORA = {"model.adapter": {"rank": 8}}
 CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 8, "batch.global_batch_size": 32}
 CAUSAL = {"data.mask_documents": False}
@@ -78,6 +79,13 @@ TWO = {
     "ZeRO-3, bf16": zero(3, "bf16"),
     "ZeRO-1, bf16, recomputed": zero(1, "bf16", **FULL),
     "ZeRO-3, recomputed": zero(3, **FULL),
+    "ZeRO-1, bf16, selective": zero(1, "bf16", **SELECTIVE),
+    "ZeRO-2, bf16, selective, causal": zero(2, "bf16", **SELECTIVE, **CAUSAL),
+    "ZeRO-0, autocast, recomputed": zero(0, "autocast_bf16", **FULL),
+    "ZeRO-3, selective": zero(3, **SELECTIVE),
+    "FSDP2, bf16, selective": {**FSDP2, "parallel.precision": "bf16", **SELECTIVE},
+    "ZeRO-0, autocast, selective": zero(0, "autocast_bf16", **SELECTIVE),
+    "ZeRO-1, bf16, every second layer": zero(1, "bf16", **FULL, **{"parallel.checkpoint_every": 2}),
     "ZeRO-2, bf16, causal": zero(2, "bf16", **CAUSAL),
     "ZeRO-1, bf16, offload": zero(1, "bf16", **{"parallel.offload_optimizer": "cpu"}),
     "ZeRO-2, offload": zero(2, **{"parallel.offload_optimizer": "cpu"}),
@@ -90,13 +98,17 @@ TWO = {
     "FSDP2": FSDP2,
     "FSDP2, bf16": {**FSDP2, "parallel.precision": "bf16"},
     "pipeline": zero(1, **over(pipeline=2)),
+    "pipeline, selective": zero(1, **over(pipeline=2), **SELECTIVE),
+    "tensor, selective": zero(1, **over(tensor=2), **SELECTIVE),
     "pipeline, bf16, recomputed": zero(1, "bf16", **over(pipeline=2), **FULL),
     "tensor": zero(1, **over(tensor=2)),
     "tensor, bf16": zero(1, "bf16", **over(tensor=2)),
     "sequence": zero(1, **over(sequence=2)),
     "sequence, bf16": zero(2, "bf16", **over(sequence=2)),
     "experts": zero(1, **EXPERTS),
+    "experts, selective": zero(1, **EXPERTS, **SELECTIVE),
     "LoRA": zero(2, "bf16", **LORA),
+    "LoRA, selective": zero(2, "bf16", **LORA, **SELECTIVE),
     "LoRA, ZeRO-3": zero(3, "bf16", **LORA),
     "LoRA in 4 bit": zero(2, "bf16", **LORA, **{"model.quantize": "nf4"}),
     "loss in chunks": zero(2, "bf16", **CHUNKED),

@@ -126,18 +126,20 @@ def _run(draft: Draft) -> list[tuple[Did, Trace]]:
 def _train(rank: int, draft: Draft) -> tuple[Did, Trace]:
     plan = assemble(draft)
     engine = build_engine(plan, render(plan), CPU)
-    calls = [0]
-    for layer in _own_layers(engine):
-        layer.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    calls, again = [0], _layers_again(engine, plan.parallel)
+    for layer in again:
+        # The layer's first module, since a selective checkpoint is within the layer's own call.
+        next(layer.children()).register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     # A plan that is none may have more ranks than readers.
     reader = engine.data_parallel_rank % plan.readers
     shape = (plan.read_size, plan.batch.gradient_accumulation_steps, reader, plan.readers)
     run, passes = _trace(engine, draft.recipe, *shape, calls=calls)
-    return _did(engine, plan, passes / max(len(_own_layers(engine)) * STEPS * shape[1], 1)), _numpy(run)
+    return _did(engine, plan, passes / max(len(again) * STEPS * shape[1], 1)), _numpy(run)
 
 
-def _own_layers(engine: Any) -> list[torch.nn.Module]:
-    layers = decoder_layers(engine.model)[1]
+def _layers_again(engine: Any, parallel: ParallelConfig) -> list[torch.nn.Module]:
+    """Layers of this rank that are to be computed again, if any are."""
+    layers = list(decoder_layers(engine.model)[1])[:: parallel.checkpoint_every]
     return [layer for layer in layers if next(layer.parameters(), None) is not None]
 
 
@@ -153,7 +155,7 @@ def _asked(plan: Plan) -> Did:
         "offloaded states": parallel.offload_optimizer != "none",
         "offloaded parameters": parallel.offload_param != "none",
         "states on a disk": parallel.offload_optimizer == "nvme",
-        "layers run again": parallel.activation_checkpointing == "full",
+        "layers run again": parallel.activation_checkpointing != "none",
     }
 
 
@@ -175,7 +177,8 @@ def _did(engine: Any, plan: Plan, passes: float) -> Did:
         "offloaded states": bool(getattr(optimizer, "cpu_offload", False) or _flag(optimizer, "offload_optimizer")),
         "offloaded parameters": _flag(optimizer, "offload_param"),
         "states on a disk": _flag(optimizer, "swap_optimizer"),
-        "layers run again": passes > 1,
+        # A stage may have none of every k-th layer.
+        "layers run again": passes > 1 if passes else plan.parallel.activation_checkpointing != "none",
     }
 
 

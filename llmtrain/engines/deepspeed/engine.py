@@ -44,6 +44,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
+from llmtrain.models.recompute import gathers_layers, use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
@@ -149,14 +150,10 @@ class DeepSpeedEngine:
         self.module = self._build(ds_config)
         stage = self.module.stage if self.pipeline else None
         self.model: PreTrainedModel = stage.model if stage else self.module
-        if recipe.parallel.activation_checkpointing == "full":
-            # Checkpoints each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it
-            # sees no other layers.
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Each layer of a stage, as in every engine. DeepSpeed's interval would count stages, since it sees no layers.
+        use_recomputation(self.model, recipe.parallel)
         use_kernels(self.model, plan, has_head=stage is None or stage.is_last)
-        if plan.parallel.zero_stage == 3 and recipe.kernels.blocks == "compiled":
-            # A layer compiled as one graph has no modules left between which ZeRO-3 could gather and release
-            # parameters, so ZeRO-3 gathers the layer as a whole, with hooks around it.
+        if plan.parallel.zero_stage == 3 and gathers_layers(recipe):
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None

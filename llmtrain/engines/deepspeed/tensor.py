@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.module_inject.layers import LinearAllreduce
 from torch import Tensor, nn
 from torch import distributed as dist
 
@@ -15,6 +16,7 @@ from llmtrain.engines.deepspeed.tensor_check import cannot_split, check_split, h
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
+from llmtrain.models.recompute import overwrites
 from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
 from llmtrain.runtime.alone import is_alone
 
@@ -51,8 +53,11 @@ class TensorAxis(EngineAxis):
         return model
 
     def attach(self, engine: DeepSpeedEngine) -> None:
-        """Removes a check of DeepSpeed that would use other ranks' GPUs."""
+        """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
         check_no_inputs(engine.engine)
+        for module in engine.model.modules():
+            if isinstance(module, LinearAllreduce):
+                overwrites(module)
 
     @contextmanager
     def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:

@@ -1,0 +1,47 @@
+"""Times forward and backward passes that compute something again beside those that do not; prints a line of JSON.
+
+python -m benchmarks.programs.recompute selective --set model.config.hidden_size=1024
+
+Both take turns in one process, as in `llmtrain tune`. `kept_share` is what the plan counts for a layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+RECIPE = "recipes/tiny.py"
+
+
+def main() -> None:
+    """Measures the passes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("again", choices=("selective", "full"))
+    parser.add_argument("--set", action="append", default=[], dest="fields")
+    options = parser.parse_args()
+    import torch
+
+    from llmtrain.cluster import Cluster
+    from llmtrain.data import Schedule, prepare
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.predict.activations import kept_bytes, layer_bytes
+    from llmtrain.rules import resolve
+    from llmtrain.tune.trial import Trial, in_turn
+
+    recipe, _ = load_recipe(RECIPE, options.fields)
+    plain = resolve(recipe, Cluster())
+    again = resolve(recipe.with_(**{"parallel.activation_checkpointing": options.again}), Cluster())
+    batch = Schedule.of(plain, prepare(recipe), dp_rank=0).train_batch(0).micro_batches[0]
+    trials = [Trial(plan, batch, torch.device("cpu")) for plan in (plain, again)]
+    for trial in trials:
+        trial.warm()
+    compared = in_turn(*trials)
+    weights, tokens = again.model.weights, batch.input_ids.numel()
+    assert weights is not None
+    kept = kept_bytes(again, weights, 0, tokens).size / layer_bytes(plain, weights, 0, tokens)
+    found = {"pass_ms": 1000 * compared.seconds * compared.ratio, "ratio": compared.ratio, "kept_share": kept}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

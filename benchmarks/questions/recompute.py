@@ -1,0 +1,54 @@
+"""What computing activations again costs, and what it saves."""
+
+from collections.abc import Sequence
+
+from benchmarks.pairs import Case, Side
+from benchmarks.question import Question, Result, Verdict, case_of, median_of
+
+MOST_TIME, MOST_KEPT = 1.05, 0.6
+FIELDS = (
+    *("model.config.hidden_size=1024", "model.config.intermediate_size=3584", "data.sequence_length=512"),
+    *("model.config.num_attention_heads=8", "model.config.num_key_value_heads=2", "batch.micro_batch_size=2"),
+    *("data.mask_documents=false", "kernels.blocks=eager", "kernels.loss=whole"),
+)
+"""The proportions of Llama 3 8B, at a quarter of its width."""
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    """Each kind, beside passes that keep everything."""
+    sets = [word for field in FIELDS[quick * 2 :] for word in ("--set", field)]
+    kinds = ("selective", "full")
+    return [
+        Case(kind, [Side(f"{kind} / none", ["python", "-m", "benchmarks.programs.recompute", kind, *sets])])
+        for kind in kinds
+    ]
+
+
+def verdicts(result: Result) -> Sequence[Verdict]:
+    """Of selective recomputation."""
+    case = case_of(result, "selective")
+    ratio, kept = (median_of(case, "selective / none", number) for number in ("ratio", "kept_share"))
+    return [
+        Verdict(f"selective: at most {MOST_TIME:.2f} × the time of a pass", f"{ratio:.3f} ×", ratio <= MOST_TIME),
+        Verdict(f"selective: at most {MOST_KEPT:.0%} of the activations", f"{kept:.0%}", kept <= MOST_KEPT),
+    ]
+
+
+QUESTION = Question(
+    name="recompute",
+    title="What recomputation costs, on a CPU",
+    asks=(
+        "Forward and backward passes of two layers and the head, in fp32, with activations computed again "
+        "(`parallel.activation_checkpointing`) and without, take turns in one process. The layers have the "
+        "proportions of Llama 3 8B at a quarter of its width. The share of activations is what the plan counts for a "
+        "layer; tests compare it with tensors. There is no update, which would make the share of the time smaller."
+    ),
+    cases=cases,
+    columns={
+        "pass_ms": ("ms a pass", ".0f"),
+        "ratio": ("× none", ".3f"),
+        "kept_share": ("activations kept", ".0%"),
+    },
+    verdicts=verdicts,
+    minutes=6,
+)

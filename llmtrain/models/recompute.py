@@ -1,0 +1,106 @@
+"""Computes parts of decoder layers again in the backward pass, instead of keeping them since the forward pass.
+
+`full` is the model's own switch: of a layer only the input is kept. `selective` keeps the results of matrix products
+and of attention as well, and computes norms, rotations and activation functions again, which takes little time. It is
+torch's selective checkpoint around each layer's `forward`, so the hooks with which ZeRO-3 and FSDP2 gather the weights
+of a layer stay outside: what they do differs between the two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.plan.stages import is_recomputed
+from llmtrain.recipe import ParallelConfig, Recipe
+
+PRODUCTS = frozenset(
+    f"{namespace}::{name}"
+    for namespace, names in {
+        "aten": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"),
+        "transformers": ("grouped_mm_fallback",),
+        "torch_attn": ("_varlen_attn",),
+    }.items()
+    for name in names
+)
+"""Operations whose results `selective` keeps, beside those of attention."""
+ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn")
+"""How the names of attention kernels begin. flash-attn registers its operations under `flash_attn` and similar."""
+
+_overwritten = False
+"""Whether products are not kept at the moment, because something will overwrite them."""
+
+
+def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
+    """Sets which layers of a model, or of a stage of it, compute what again.
+
+    Called before layers are compiled: a selective checkpoint then is a part of each layer's graph.
+    """
+    if parallel.activation_checkpointing == "none":
+        return
+    if parallel.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, layer in enumerate(decoder_layers(model)[1]):
+        if isinstance(layer, Placeholder):
+            continue
+        again = is_recomputed(parallel, number)
+        if parallel.activation_checkpointing == "full":
+            layer.gradient_checkpointing = again
+        elif again:
+            layer.forward = _selective(layer.forward)
+
+
+def gathers_layers(recipe: Recipe) -> bool:
+    """Whether ZeRO-3 has to gather each layer as a whole, with hooks around it and none between its modules.
+
+    A layer compiled as one graph has no modules left. The two passes of a selective checkpoint must run the same
+    operations, but ZeRO-3 prefetches other weights in each.
+    """
+    return recipe.kernels.blocks == "compiled" or recipe.parallel.activation_checkpointing == "selective"
+
+
+def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+    return run
+
+
+def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of a layer's forward pass, and of its recomputation."""
+    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    contexts = create_selective_checkpoint_contexts(_policy)
+    return contexts
+
+
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operation.name().partition(".")[0]
+    is_kept = not _overwritten and (name in PRODUCTS or name.startswith(ATTENTION))
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _overwriting() -> Iterator[None]:
+    global _overwritten
+    _overwritten = True
+    try:
+        yield
+    finally:
+        _overwritten = False
+
+
+def overwrites(module: nn.Module) -> None:
+    """Marks a module that overwrites the results of its products, so that they are computed again and not kept."""
+    inner: Callable[..., Any] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _overwriting():
+            return inner(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]

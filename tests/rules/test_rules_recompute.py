@@ -1,0 +1,40 @@
+"""What may be computed again in the backward pass, and with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.plan.draft import Draft
+from llmtrain.rules import LEGALITY, broken
+from tests.helpers.small_plan import small_plan
+
+FULL = {"parallel.activation_checkpointing": "full"}
+SELECTIVE = {"parallel.activation_checkpointing": "selective"}
+EVERY = {"parallel.checkpoint_every": 2}
+COMPILED = {"kernels.blocks": "compiled"}
+BF16 = {"parallel.precision": "bf16", "parallel.zero_stage": 1}
+INSTEAD = "--set parallel.activation_checkpointing=full"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (FULL | EVERY, {}),
+        (SELECTIVE | EVERY, {}),
+        (EVERY, {"recompute.every": f"{INSTEAD}, or --set parallel.checkpoint_every=1"}),
+        (SELECTIVE | {"parallel.pipeline": 2, "parallel.zero_stage": 1}, {}),
+        (SELECTIVE | {"parallel.tensor": 2}, {}),
+        (SELECTIVE | {"parallel.zero_stage": 3}, {}),
+        (SELECTIVE | {"model.attention": "varlen", **BF16}, {}),
+        (SELECTIVE | COMPILED, {}),
+        (SELECTIVE | COMPILED | {"model.attention": "varlen", **BF16}, {"recompute.selective": INSTEAD}),
+        (SELECTIVE | {"kernels.blocks": "liger"}, {"recompute.selective": INSTEAD}),
+        (FULL | {"kernels.blocks": "liger"}, {}),
+        (SELECTIVE | {"parallel.backend": "data_parallel"}, {"recompute.selective": INSTEAD}),
+        (FULL | {"parallel.backend": "data_parallel"}, {}),
+    ],
+)
+def test_plans_that_compute_again(fields, expected):
+    draft = Draft(small_plan().recipe.with_(**fields), Cluster(devices_per_node=2, device="h100"), small_plan().model)
+    assert {problem.rule: problem.fix for problem in broken(draft, LEGALITY)[0]} == expected
