@@ -16,7 +16,7 @@ FIELDS = (
 
 def cases(quick: bool) -> Sequence[Case]:
     """Each kind, beside passes that keep everything."""
-    sets = [word for field in FIELDS[quick * 2 :] for word in ("--set", field)]
+    sets = ["--turns", "3" if quick else "40", *(word for field in FIELDS for word in ("--set", field))]
     kinds = ("selective", "full")
     return [
         Case(kind, [Side(f"{kind} / none", ["python", "-m", "benchmarks.programs.recompute", kind, *sets])])
