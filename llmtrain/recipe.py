@@ -390,6 +390,11 @@ class ParallelConfig(Part):
     `full` keeps the input only, and computes the whole layer again."""
     checkpoint_every: PositiveInt = 1
     """Applies `activation_checkpointing` to every k-th layer, beginning with the first; the others keep everything."""
+    offload_activations: bool = False
+    """Keeps the inputs of fully recomputed layers in pinned host memory, and copies them while other layers compute."""
+    tiled_mlp: bool = False
+    """Computes feed-forward layers as many tokens at a time as the model is wide, and again in the backward pass (ALST,
+    arXiv 2506.13996), for sequences that are much longer than that."""
     offload_optimizer: OffloadDevice = "none"
     """Where optimizer states are stored."""
     offload_param: OffloadDevice = "none"

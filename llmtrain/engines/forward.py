@@ -33,6 +33,7 @@ from llmtrain.models import (
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.proof.varlen_check import check_attention
+from llmtrain.models.tiled import check_tiles, use_tiles
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan
@@ -121,6 +122,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
         check_layers(config, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
         liger.check_blocks(config, device)
+    if recipe.parallel.tiled_mlp:
+        check_tiles(config)
     if kernels.fp8 != "off":
         precision.check_fp8(kernels.fp8, device)
     if kernels.loss == "liger":
@@ -143,6 +146,8 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
         compile_layers(model, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
         liger.use_blocks(model)
+    if recipe.parallel.tiled_mlp:
+        use_tiles(model, plan.model.hidden_size)
     if not has_head:
         return
     if kernels.loss == "liger":

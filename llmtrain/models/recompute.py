@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from llmtrain.models.offload import OffloadedInputs
 from llmtrain.models.stages import Placeholder, decoder_layers
+from llmtrain.overrides.transformers import checkpoint_with
 from llmtrain.plan.stages import is_recomputed
 from llmtrain.recipe import ParallelConfig, Recipe
 
@@ -44,25 +47,32 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     """
     if parallel.activation_checkpointing == "none":
         return
-    if parallel.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for number, layer in enumerate(decoder_layers(model)[1]):
-        if isinstance(layer, Placeholder):
-            continue
-        again = is_recomputed(parallel, number)
-        if parallel.activation_checkpointing == "full":
-            layer.gradient_checkpointing = again
-        elif again:
+    layers = [
+        (layer, is_recomputed(parallel, number))
+        for number, layer in enumerate(decoder_layers(model)[1])
+        if not isinstance(layer, Placeholder)
+    ]
+    if parallel.activation_checkpointing == "selective":
+        for layer in (layer for layer, again in layers if again):
             layer.forward = _selective(layer.forward)
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer, again in layers:
+        layer.gradient_checkpointing = again
+    if parallel.offload_activations:
+        inputs = OffloadedInputs()
+        for number, layer in enumerate(layer for layer, again in layers if again):
+            checkpoint_with(layer, partial(inputs.run, number == 0))
 
 
 def gathers_layers(recipe: Recipe) -> bool:
     """Whether ZeRO-3 has to gather each layer as a whole, with hooks around it and none between its modules.
 
     A layer compiled as one graph has no modules left. The two passes of a selective checkpoint must run the same
-    operations, but ZeRO-3 prefetches other weights in each.
+    operations, but ZeRO-3 prefetches other weights in each. A feed-forward layer in tiles would be gathered for each.
     """
-    return recipe.kernels.blocks == "compiled" or recipe.parallel.activation_checkpointing == "selective"
+    parallel = recipe.parallel
+    return recipe.kernels.blocks == "compiled" or parallel.activation_checkpointing == "selective" or parallel.tiled_mlp
 
 
 def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,3 +99,8 @@ def draw_weights(owner: PreTrainedModel, module: nn.Module) -> None:
 def unsaved_names(model: PreTrainedModel) -> set[str]:
     """Returns the names of weights that `transformers` does not save."""
     return set(model._keys_to_ignore_on_save or ())
+
+
+def checkpoint_with(layer: nn.Module, run: Callable[..., Any]) -> None:
+    """Lets a decoder layer whose checkpointing is switched on run by `run`, in place of torch's `checkpoint`."""
+    layer._gradient_checkpointing_func = run  # type: ignore[assignment]

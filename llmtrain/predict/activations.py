@@ -66,6 +66,8 @@ class Activations:
     """The logits' gradient, when the loss is done, and logits of finished micro-batches."""
     sent: int
     """Tensors between pipeline stages."""
+    host: int
+    """Inputs of layers in host memory."""
 
 
 def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, ...] | None = None) -> Activations:
@@ -91,9 +93,13 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
     again = dict(zip(recomputed, _of_each(plan, weights, recomputed, tokens, kept_bytes), strict=True))
     whole = dict(zip(layers, each, strict=True))
     saved = flying * sum(again[index].size if index in again else size for index, size in whole.items())
+    host = 0
+    if plan.parallel.offload_activations:
+        # On the device are the input of the newest layer, and of the one below it on its way back.
+        saved -= max(0, flying * len(again) - 2) * stream
+        host = flying * len(again) * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - one.used for index, one in again.items())])
-    # Gradients of the three products of a feed-forward layer, less the saved one that is used by then.
-    working += max((2 * widths.computed * _inner(plan, weights.layer(index)) * tokens for index in layers), default=0)
+    working += max((_feed_forward_gradients(plan, weights, index, tokens) for index in layers), default=0)
     is_last = stage == plan.parallel.pipeline - 1
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
@@ -112,7 +118,13 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         gradient=min(loss, gradient) + kept.logits,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
         sent=kept.streams or ((flying + 1) * stream if plan.parallel.pipeline > 1 else 0),
+        host=host,
     )
+
+
+def pinned(size: int) -> int:
+    """Returns the bytes of pinned memory that torch takes for a tensor: the next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def _loss(plan: Plan, tokens: int) -> int:
@@ -165,12 +177,30 @@ def in_flight(plan: Plan, stage: int) -> int:
 def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
-    per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths) + _feed_forward(plan, layer, widths)
+    per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths)
+    if not plan.parallel.tiled_mlp or tokens <= plan.batch.micro_batch_size * plan.model.hidden_size:
+        per_token += _feed_forward(plan, layer, widths)
     per_token += _adapters(plan, layer, widths)
     of_layer = lower_copies(plan, weights, layer)
     if plan.recipe.model.attention_kernel == "sdpa" and _has_mask(plan):
         of_layer += widths.computed * _mask(plan)  # the boolean mask as numbers to add, computed again in each layer
     return per_token * tokens + of_layer
+
+
+def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
+    """Returns the bytes of a feed-forward layer's backward pass beside what the layer saves.
+
+    These are gradients of its three products, less the saved one that is used by then. In tiles they are of one tile,
+    as is what is saved; then gradients of the weights are summed in fp32, and that of the input is written.
+    """
+    layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
+    gradients = 2 * widths.computed * _inner(plan, layer)
+    tile = facts.hidden_size * plan.batch.micro_batch_size
+    if not plan.parallel.tiled_mlp or tokens <= tile:
+        return gradients * tokens
+    dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
+    sums = (4 + widths.stream) * sum(sliced(plan, weights, one) for one in dense)
+    return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
                 forward=max(candidates, key=lambda parts: parts.total).plus(**fixed),
                 backward=state.backward.plus(**fixed),
                 update=state.update.plus(framework=framework),
-                host=state.host,
+                host=state.host + activations.host,
                 host_copies=saved_bytes(plan, weights, stage) if plan.recipe.checkpoint.background else 0,
                 in_flight=in_flight(plan, stage),
             )

@@ -162,4 +162,5 @@ def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
 
 def _offloads(plan: Plan) -> bool:
     parallel = plan.recipe.parallel
-    return parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    states = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
+    return states or parallel.offload_activations

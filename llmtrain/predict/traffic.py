@@ -102,6 +102,9 @@ class CommunicationGroups:
         """Returns all transfers of the ranks of a stage."""
         found = Traffic(self._within_layers(held), [], [], [])
         # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
+        if self.plan.parallel.offload_activations:
+            inputs = 2 * self.share.computed_again(held) * held.reached
+            found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
         messages = 2 if self.plan.parallel.pipeline == 2 else 4
         found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)

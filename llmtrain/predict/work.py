@@ -167,12 +167,21 @@ class Worker(DeviceShare):
         return Work(
             forward=passes * (layers + head_product + head_memory / 2),
             recompute=held.reached * again * (memory if self.again == "selective" else layers)
+            + held.reached * self._tiled(held) * products
             + (head_product if self.loss_twice else 0.0),
             backward=max(backward, held.reached * floor)
             + (BACKWARD if facts.trains_head else 1.0) * head_product
             + head_memory / 2
             + accumulation / self.bandwidth,
         )
+
+    def _tiled(self, held: StageParameters) -> float:
+        """Returns the share of the layers' products that feed-forward layers in tiles compute once more."""
+        facts = self.facts
+        if not self.plan.parallel.tiled_mlp or self.tokens <= self.plan.batch.micro_batch_size * facts.hidden_size:
+            return 0.0
+        attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
+        return max(0.0, 1 - held.layers * attention / held.active)
 
     def _head(self) -> tuple[float, float]:
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""

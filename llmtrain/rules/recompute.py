@@ -41,4 +41,48 @@ def selective(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.activation_checkpointing", f"'selective' was given, but {'; '.join(reasons)}", FULL)
 
 
-RULES = (every, selective)
+@rule(
+    "recompute.offload",
+    "Only the inputs of fully recomputed layers are few enough to be copied while layers compute. nn.DataParallel runs "
+    "its copies of a layer in threads, which would share one stream of copies.",
+    "read",
+)
+def offload(draft: Draft) -> Iterator[Fault]:
+    """Refuses offloaded activations if there are no inputs of recomputed layers, or if threads share them."""
+    parallel = draft.parallel
+    if not parallel.offload_activations:
+        return
+    if parallel.activation_checkpointing != "full":
+        message = f"was given, but activation_checkpointing is '{parallel.activation_checkpointing}'"
+        yield Fault("parallel.offload_activations", message, FULL)
+    if parallel.strategy == "data_parallel":
+        message = "was given, but nn.DataParallel runs layers in threads"
+        yield Fault("parallel.offload_activations", message, assignment(parallel__offload_activations="false"))
+
+
+@rule(
+    "recompute.tiles",
+    "Tiles call the feed-forward part of a layer, which must give each token's result alone. Each family is tried on a "
+    "tiny copy when the engine is built.",
+    "run",
+)
+def tiles(draft: Draft) -> Iterator[Fault]:
+    """Refuses feed-forward layers in tiles with experts, and with what changes how a layer is called."""
+    parallel = draft.parallel
+    if not parallel.tiled_mlp:
+        return
+    reasons = []
+    if draft.facts is not None and draft.facts.experts:
+        reasons.append("routers choose experts for all tokens of a micro-batch together")
+    if draft.recipe.kernels.blocks == "compiled":
+        reasons.append("the graph of a compiled layer would contain each tile")
+    if parallel.activation_checkpointing == "selective":
+        reasons.append("selective checkpoints would keep the products of all tiles")
+    if parallel.strategy == "data_parallel":
+        reasons.append("nn.DataParallel does not copy its methods correctly")
+    if reasons:
+        message = f"was given, but {'; '.join(reasons)}"
+        yield Fault("parallel.tiled_mlp", message, assignment(parallel__tiled_mlp="false"))
+
+
+RULES = (every, selective, offload, tiles)

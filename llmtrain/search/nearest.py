@@ -37,6 +37,8 @@ WEIGHTS = {
     **dict.fromkeys(DEGREES, 1.0),
     "parallel.activation_checkpointing": 1.0,
     "parallel.checkpoint_every": 1.0,
+    "parallel.offload_activations": 1.0,
+    "parallel.tiled_mlp": 1.0,
     "parallel.nvme_path": 0.5,
     "parallel.offload_optimizer": 1.5,
     "parallel.offload_param": 1.5,
@@ -52,6 +54,7 @@ RELATED = {
         "parallel.zero_stage",
         "parallel.activation_checkpointing",
         "parallel.checkpoint_every",
+        "parallel.offload_activations",
         *DEGREES,
         "parallel.offload_optimizer",
         "parallel.offload_param",
@@ -156,7 +159,7 @@ def _distance(field: str, present: Any, value: Any) -> float:
     steps = 1.0
     if field == "parallel.zero_stage":
         steps = abs(value - present)
-    elif isinstance(value, int):
+    elif isinstance(value, int) and not isinstance(value, bool):
         steps += abs(math.log2(value / present))
     return WEIGHTS[field] * steps
 

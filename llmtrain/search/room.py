@@ -8,7 +8,7 @@ from typing import Any
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.plan import Plan
 from llmtrain.predict import Shortage
-from llmtrain.search.variants import CHECKPOINTING, EVERY, MICRO_BATCH, changed
+from llmtrain.search.variants import CHECKPOINTING, EVERY, MICRO_BATCH, OFFLOAD_INPUTS, changed
 
 Fits = Callable[[Plan], Shortage | None]
 """By how much a plan does not fit; None if it fits."""
@@ -31,7 +31,7 @@ class Room:
         The smallest micro-batch has the fewest activations, the largest one has no gradients at the same time: every
         other variant needs more than one of the two.
         """
-        plain = {MICRO_BATCH: 1, CHECKPOINTING: "full", EVERY: 1}
+        plain = {MICRO_BATCH: 1, CHECKPOINTING: "full", EVERY: 1, OFFLOAD_INPUTS: draft.parallel.offload_activations}
         key = changed(draft.recipe, plain).parallel
         if key not in self._hopeless:
             assert draft.data_parallel_size is not None, "a legal draft has whole degrees"

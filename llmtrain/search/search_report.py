@@ -53,6 +53,8 @@ def _layout(plan: Plan) -> str:
     parts += [f"zero{parallel.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
     if parallel.activation_checkpointing != "none":
         parts.append("checkpointing" if parallel.activation_checkpointing == "full" else "selective")
+    if parallel.offload_activations:
+        parts.append("offload_inputs")
     parts.append(offload_name(parallel.offload_optimizer, parallel.offload_param))
     return "-".join(filter(None, parts))
 
@@ -63,6 +65,8 @@ def _as_json(found: RankedPlan) -> dict[str, Any]:
         "layout": found.plan.layout(),
         "batch": found.plan.batch.model_dump(),
         "activation_checkpointing": found.plan.recipe.parallel.activation_checkpointing,
+        "checkpoint_every": found.plan.recipe.parallel.checkpoint_every,
+        "offload_activations": found.plan.recipe.parallel.offload_activations,
         "offload_optimizer": found.plan.recipe.parallel.offload_optimizer,
         "offload_param": found.plan.recipe.parallel.offload_param,
         "time": found.time.model_dump(),

@@ -24,6 +24,7 @@ OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
 NVME_PATH = "parallel.nvme_path"
 CHECKPOINTING = "parallel.activation_checkpointing"
 EVERY = "parallel.checkpoint_every"
+OFFLOAD_INPUTS = "parallel.offload_activations"
 MICRO_BATCH = "batch.micro_batch_size"
 
 
@@ -62,11 +63,15 @@ def stores(recipe: Recipe) -> Iterator[Fields]:
 
 
 def recomputations(recipe: Recipe) -> Iterator[Fields]:
-    """Yields what may be computed again: each choice for all layers, and the recipe's own for some of them."""
+    """Yields what may be computed again: each choice for all layers, and what the recipe asks for.
+
+    Its every k-th layer, and host memory for inputs, are the user's choice: predictions price neither the cores nor the
+    memory of a host.
+    """
     kinds = choices(recipe)[CHECKPOINTING]
-    yield from ({CHECKPOINTING: kind, EVERY: 1} for kind in kinds)
-    if recipe.parallel.checkpoint_every > 1:
-        yield {field: value_of(recipe, field) for field in (CHECKPOINTING, EVERY)}
+    plain = [{CHECKPOINTING: kind, EVERY: 1, OFFLOAD_INPUTS: False} for kind in kinds]
+    own = {field: value_of(recipe, field) for field in plain[0]}
+    yield from (plain if own in plain else [*plain, own])
 
 
 def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
@@ -95,7 +100,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     }
     for field in OFFLOADS:
         values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
-    values[EVERY] = (1,)
+    values |= {EVERY: (1,), OFFLOAD_INPUTS: (False, True), "parallel.tiled_mlp": (False,)}
     values[NVME_PATH] = (None, path) if path else (None,)
     return values
 

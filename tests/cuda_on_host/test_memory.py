@@ -53,6 +53,8 @@ EXPERTS = {
 ACCELERATE = {"parallel.backend": "accelerate"}
 FSDP2 = {**ACCELERATE, "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 FULL = {"parallel.activation_checkpointing": "full"}
+OFFLOAD = {"parallel.offload_activations": True}
+TILES = {"parallel.tiled_mlp": True}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 LORA = {"model.adapter": {"rank": 8}}
 CHUNKED = {"kernels.loss": "chunked", "batch.micro_batch_size": 8, "batch.global_batch_size": 32}
@@ -80,6 +82,12 @@ TWO = {
     "ZeRO-1, bf16, recomputed": zero(1, "bf16", **FULL),
     "ZeRO-3, recomputed": zero(3, **FULL),
     "ZeRO-1, bf16, selective": zero(1, "bf16", **SELECTIVE),
+    "ZeRO-1, bf16, inputs offloaded": zero(1, "bf16", **FULL, **OFFLOAD),
+    "ZeRO-3, inputs offloaded": zero(3, **FULL, **OFFLOAD),
+    "ZeRO-2, tiles": zero(2, **TILES),
+    "ZeRO-1, bf16, recomputed, tiles": zero(1, "bf16", **FULL, **TILES),
+    "ZeRO-3, bf16, recomputed, offloaded, tiles": zero(3, "bf16", **FULL, **OFFLOAD, **TILES),
+    "pipeline, inputs offloaded": zero(1, **over(pipeline=2), **FULL, **OFFLOAD),
     "ZeRO-2, bf16, selective, causal": zero(2, "bf16", **SELECTIVE, **CAUSAL),
     "ZeRO-0, autocast, recomputed": zero(0, "autocast_bf16", **FULL),
     "ZeRO-3, selective": zero(3, **SELECTIVE),

@@ -9,16 +9,18 @@ import torch
 
 from llmtrain.engines.deepspeed import engine, tensor
 from llmtrain.models import model_configuration
-from llmtrain.models.liger import unavailable, use_blocks
+from llmtrain.models.liger import use_blocks
 from llmtrain.models.proof.compare import Comparison
-from llmtrain.models.proof.cut import CPU, reference
+from llmtrain.models.proof.cut import reference
 from llmtrain.models.recompute import gathers_layers, use_recomputation
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
+from tests.helpers import triton_on_cpu
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import moe_recipe
 from tests.helpers.traces import Trace, assert_same, engine_of, plan_of, trace
+from tests.helpers.triton_on_cpu import needs_liger
 
 STEPS = 3
 ACCELERATE = {"parallel.backend": "accelerate"}
@@ -53,7 +55,6 @@ TWO = {
     "stages": STAGES,
     "tensor": zero(1, **{"parallel.tensor": 2}),
     "tensor, ZeRO-3": zero(3, "bf16", **{"parallel.tensor": 2}),
-    "tensor, GPT-2": zero(1, **{"parallel.tensor": 2}, **GPT2),
     "sequence": zero(2, **{"parallel.sequence": 2}),
     "LoRA": zero(2, **LORA),
     "LoRA, stages": {**STAGES, **LORA},
@@ -145,15 +146,14 @@ def test_sums_of_autotp_overwrite_what_would_be_kept():
     recipe = tiny_recipe(**TWO["tensor"])
     plain, again = run_ranks(2, _unmarked, [recipe, recipe.with_(**AGAIN["selective"])], 2)[0]
     assert plain.losses[0] == again.losses[0]
-    assert abs(again.grad_norms[0] / plain.grad_norms[0] - 1) > 0.01
+    assert abs(again.grad_norms[0] / plain.grad_norms[0] - 1) > 1e-3
 
 
+@needs_liger
 @pytest.mark.breadth
-def test_the_rotation_of_liger_overwrites_what_would_be_kept(monkeypatch):
+def test_the_rotation_of_liger_overwrites_what_would_be_kept():
     """It is why `recompute.selective` refuses Liger's layers."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    if unavailable(CPU):
-        pytest.skip(f"needs Liger's kernels: {unavailable(CPU)}")
+    triton_on_cpu.complete()
     model = reference(model_configuration(tiny_recipe()), "eager").train()
     use_blocks(model)
     comparison = Comparison(model, model.config)

@@ -12,6 +12,9 @@ from tests.helpers.small_plan import small_plan
 FULL = {"parallel.activation_checkpointing": "full"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 EVERY = {"parallel.checkpoint_every": 2}
+OFFLOAD = {"parallel.offload_activations": True}
+TILES = {"parallel.tiled_mlp": True}
+NO_TILES = "--set parallel.tiled_mlp=false"
 COMPILED = {"kernels.blocks": "compiled"}
 BF16 = {"parallel.precision": "bf16", "parallel.zero_stage": 1}
 INSTEAD = "--set parallel.activation_checkpointing=full"
@@ -33,6 +36,19 @@ INSTEAD = "--set parallel.activation_checkpointing=full"
         (FULL | {"kernels.blocks": "liger"}, {}),
         (SELECTIVE | {"parallel.backend": "data_parallel"}, {"recompute.selective": INSTEAD}),
         (FULL | {"parallel.backend": "data_parallel"}, {}),
+        (FULL | OFFLOAD, {}),
+        (FULL | OFFLOAD | {"parallel.pipeline": 2, "parallel.zero_stage": 1}, {}),
+        (OFFLOAD, {"recompute.offload": INSTEAD}),
+        (TILES, {}),
+        (TILES | FULL | OFFLOAD | {"parallel.zero_stage": 3}, {}),
+        (TILES | COMPILED, {"recompute.tiles": NO_TILES}),
+        (TILES | SELECTIVE, {"recompute.tiles": NO_TILES}),
+        (TILES | {"parallel.backend": "data_parallel"}, {"recompute.tiles": NO_TILES}),
+        (SELECTIVE | OFFLOAD, {"recompute.offload": INSTEAD}),
+        (
+            FULL | OFFLOAD | {"parallel.backend": "data_parallel"},
+            {"recompute.offload": "--set parallel.offload_activations=false"},
+        ),
     ],
 )
 def test_plans_that_compute_again(fields, expected):

@@ -23,6 +23,7 @@ NODE = Cluster(devices_per_node=8, device="h100")
 LARGE = load_recipe("recipes/llama3_8b.py", [])[0].with_(
     **{"parallel.zero_stage": 1, "parallel.activation_checkpointing": "none", "batch.global_batch_size": 64}
 )
+MICRO_64 = load_recipe("recipes/llama_1b.py", [])[0].with_(**{"batch.micro_batch_size": 64, "kernels.loss": "whole"})
 FACTS = model_facts(LARGE.model, LARGE.vocab_size)
 
 
@@ -59,7 +60,8 @@ def test_they_are_the_fastest_of_all_that_fit():
     assert not any(one < other for one in fields for other in fields)
 
 
-def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines(refused):
+def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines():
+    refused = refusal(MICRO_64, Cluster(device="a100"))
     said = refused.report().splitlines()
     start = said.index("cheapest ways to make it fit, with the same global batch:")
     assert [line.strip() for line in said[start + 1 :: 2]] == list(refused.nearest)
@@ -71,9 +73,7 @@ def test_figures_are_shown_and_paths_to_paste_stay_alone_on_their_lines(refused)
 
 
 def test_one_change_is_enough_where_one_is():
-    fields = {"batch.micro_batch_size": 64, "kernels.loss": "whole"}
-    recipe = load_recipe("recipes/llama_1b.py", [])[0].with_(**fields)
-    first, second, third = refusal(recipe, Cluster(device="a100")).nearest
+    first, second, third = refusal(MICRO_64, Cluster(device="a100")).nearest
     assert first == "--set batch.micro_batch_size=8"
     assert second == "--set parallel.zero_stage=2 --set parallel.activation_checkpointing=full"
     assert third == "--set parallel.activation_checkpointing=full --set parallel.offload_optimizer=cpu"

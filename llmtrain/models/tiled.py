@@ -1,0 +1,107 @@
+"""Computes feed-forward layers in tiles along the sequence (ALST, arXiv 2506.13996).
+
+What a feed-forward layer keeps, and what its gradients take, is then of one tile, however long the sequence is. Of a
+whole sequence only its input and output exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.errors import FamilyError
+from llmtrain.models.proof.compare import Comparison
+from llmtrain.models.proof.cut import MODEL_ERRORS, reference
+from llmtrain.models.proof.tiny import shrink_configuration
+from llmtrain.models.stages import Placeholder, decoder_layers
+
+NAMES = ("mlp", "feed_forward", "ffn")
+"""What families call the feed-forward part of a layer."""
+TOLERANCE = 1e-5
+"""Largest allowed deviation, in fp32, of a loss, and of a gradient relative to the largest gradient. Gradients of
+weights are summed over tiles: the order of summation of a few hundred terms differs, by some units of 2⁻²⁴."""
+LAYERS = 4
+
+
+class NoTilesError(Exception):
+    """The feed-forward part of a family's layers cannot be computed in tiles."""
+
+
+def use_tiles(model: PreTrainedModel, tile: int) -> None:
+    """Lets the feed-forward part of each layer of a model, or of a stage of it, compute `tile` tokens at a time.
+
+    Raises NoTilesError for layers without such a part, or with dropout in it, which would draw other numbers.
+    """
+    for layer in decoder_layers(model)[1]:
+        if isinstance(layer, Placeholder):
+            continue
+        module = next((part for name in NAMES if (part := getattr(layer, name, None)) is not None), None)
+        if not isinstance(module, nn.Module):
+            raise NoTilesError(f"its layers have no {', '.join(NAMES)}")
+        if any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
+            raise NoTilesError("it has dropout")
+        module.forward = _in_tiles(module, module.forward, tile)
+
+
+def _in_tiles(module: nn.Module, forward: Callable[[Tensor], Tensor], tile: int) -> Callable[[Tensor], Tensor]:
+    def run(hidden: Tensor) -> Tensor:
+        if hidden.size(1) <= tile:
+            return forward(hidden)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        output: Tensor = _Tiles.apply(forward, tile, hidden, *trained)
+        return output
+
+    return run
+
+
+class _Tiles(torch.autograd.Function):
+    """A function of each token, [batch, T, width] → [batch, T, width], in tiles of some tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], tile: int, hidden: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run, ctx.tile, ctx.weights = run, tile, weights
+        ctx.save_for_backward(hidden)
+        device = hidden.device.type
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+        return torch.cat([run(part.contiguous()) for part in hidden.split(tile, dim=1)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Sums the gradients of the weights in fp32; in bf16, each of many tiles would round the sum."""
+        (hidden,) = ctx.saved_tensors
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
+        of_hidden = torch.empty_like(hidden)
+        tiles = (one.split(ctx.tile, dim=1) for one in (hidden, gradient, of_hidden))
+        for part, of_output, of_part in zip(*tiles, strict=True):
+            own = part.detach().contiguous().requires_grad_()
+            with torch.enable_grad(), torch.autocast(hidden.device.type, **ctx.autocast):
+                output = ctx.run(own)
+            found = torch.autograd.grad(output, (own, *ctx.weights), of_output)
+            of_part.copy_(found[0])
+            for total, one in zip(sums, found[1:], strict=True):
+                total.add_(one)
+        return None, None, of_hidden, *(one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True))
+
+
+def check_tiles(config: PreTrainedConfig) -> None:
+    """Compares a tiny copy of the model in tiles of a few tokens with the plain one, in fp32 on the CPU.
+
+    Raises FamilyError if they deviate, or if the family has no feed-forward part that computes each token alone.
+    """
+    refused = f"true was given for {config.model_type}"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = reference(shrink_configuration(config, LAYERS), "eager")
+            comparison = Comparison(model, model.config)
+            use_tiles(model, 5)
+            deviation = comparison.deviation()
+    except (*MODEL_ERRORS, NoTilesError, StrictDataclassError) as error:
+        raise FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, str(error)) from error
+    if deviation > TOLERANCE:
+        reason = f"its loss or gradients would deviate by {deviation:.0e}"
+        raise FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, reason)
