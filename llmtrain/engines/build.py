@@ -18,7 +18,7 @@ from llmtrain.engines.forward import install_kernels
 from llmtrain.engines.plain import Distribution, PlainLoop
 from llmtrain.models import build_model
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute import use_recomputation
+from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.overrides import check_overrides
 from llmtrain.overrides.deepspeed import forget_groups
 from llmtrain.plan import Plan

@@ -33,7 +33,7 @@ from llmtrain.models import (
 from llmtrain.models.chunked import check_chunks
 from llmtrain.models.compiled import check_compiler, check_layers, compile_layers, compiled_loss, share_processors
 from llmtrain.models.proof.varlen_check import check_attention
-from llmtrain.models.tiled import check_tiles, use_tiles
+from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of, document_indices, mask_arguments
 from llmtrain.plan import Plan

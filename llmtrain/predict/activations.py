@@ -240,7 +240,7 @@ def _result(plan: Plan, weight: Weight) -> int:
     slices = plan.parts("matrices")
     if ".lora_A." in weight.name:
         slices = 1
-    # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.overwrites`).
+    # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
     if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.pipeline == 1:
         return 0
     return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)

@@ -14,7 +14,7 @@ from llmtrain.engines.forward import forward, install_kernels
 from llmtrain.models.build import model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.proof.tiny import with_layers
-from llmtrain.models.recompute import use_recomputation
+from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.plan import Plan
 from llmtrain.runtime.host_memory import keep_freed_memory
 from llmtrain.system.host import CoreMeter, busy, most_cores_of_others, own_cores

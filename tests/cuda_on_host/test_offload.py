@@ -10,7 +10,7 @@ import torch
 from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.models import offload
+from llmtrain.models.recompute import offload
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
 from llmtrain.rules import resolve

@@ -12,7 +12,7 @@ from llmtrain.models import model_configuration
 from llmtrain.models.liger import use_blocks
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import reference
-from llmtrain.models.recompute import gathers_layers, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from tests.helpers import triton_on_cpu

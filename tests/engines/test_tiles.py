@@ -10,7 +10,7 @@ from torch import Tensor
 from llmtrain.engines import forward
 from llmtrain.errors import FamilyError
 from llmtrain.models import model_configuration
-from llmtrain.models.tiled import check_tiles, use_tiles
+from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
-from llmtrain.models import build_model, recompute
+from llmtrain.models import build_model
 from llmtrain.models.proof import trace
 from llmtrain.models.proof.trace import traced_layers
-from llmtrain.models.recompute import use_recomputation
+from llmtrain.models.recompute import checkpoints
+from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
 from llmtrain.predict import memory_of
@@ -134,7 +135,7 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
 @contextmanager
 def caches(found: list[list[torch.Tensor]]) -> Iterator[None]:
     """Notes what the selective checkpoint of each layer keeps, which no hook of autograd sees."""
-    policy = recompute._policy
+    policy = checkpoints._policy
 
     def contexts() -> tuple[object, object]:
         own: list[torch.Tensor] = []
@@ -150,7 +151,7 @@ def caches(found: list[list[torch.Tensor]]) -> Iterator[None]:
         return create_selective_checkpoint_contexts(noted)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute, "_contexts", contexts)
+        patch.setattr(checkpoints, "_contexts", contexts)
         yield
 
 

@@ -44,7 +44,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.packed.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute import gathers_layers, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,

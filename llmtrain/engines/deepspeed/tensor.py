@@ -16,7 +16,7 @@ from llmtrain.engines.deepspeed.tensor_check import cannot_split, check_split, h
 from llmtrain.engines.state.shards import gather_whole, split_of
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute import overwrites
+from llmtrain.models.recompute.checkpoints import overwrites
 from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
 from llmtrain.runtime.alone import is_alone
 

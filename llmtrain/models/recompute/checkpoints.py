@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from llmtrain.models.offload import OffloadedInputs
+from llmtrain.models.recompute.offload import OffloadedInputs
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.overrides.transformers import checkpoint_with
 from llmtrain.plan.stages import is_recomputed
