@@ -58,7 +58,7 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer, again in layers:
-        layer.gradient_checkpointing = again
+        layer.gradient_checkpointing = again  # type: ignore[assignment]
     if parallel.offload_activations:
         inputs = OffloadedInputs()
         for number, layer in enumerate(layer for layer, again in layers if again):
@@ -85,7 +85,7 @@ def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Returns the contexts of a layer's forward pass, and of its recomputation."""
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_policy)
+    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
 
 
@@ -113,4 +113,4 @@ def overwrites(module: nn.Module) -> None:
         with _overwriting():
             return inner(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -37,7 +37,7 @@ class OffloadedInputs:
 
     def _keep(self, tensor: Tensor, is_first: bool) -> _Copy:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         if self._newest is not None:
             self._newest.leave()
         self._newest = _Copy(tensor.detach(), self._stream, None if is_first else self._newest)
@@ -82,7 +82,8 @@ class _Copy:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            event: torch.cuda.Event = self._stream.record_event()
+            return event
 
 
 def _unpack(kept: Tensor | _Copy) -> Tensor:

@@ -53,7 +53,7 @@ def _in_tiles(module: nn.Module, forward: Callable[[Tensor], Tensor], tile: int)
         if hidden.size(1) <= tile:
             return forward(hidden)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        output: Tensor = _Tiles.apply(forward, tile, hidden, *trained)
+        output: Tensor = _Tiles.apply(forward, tile, hidden, *trained)  # type: ignore[no-untyped-call]
         return output
 
     return run
@@ -68,7 +68,7 @@ class _Tiles(torch.autograd.Function):
         ctx.save_for_backward(hidden)
         device = hidden.device.type
         ctx.autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-        return torch.cat([run(part.contiguous()) for part in hidden.split(tile, dim=1)], dim=1)
+        return torch.cat([run(part.contiguous()) for part in torch.split(hidden, tile, dim=1)], dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,7 +76,7 @@ class _Tiles(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
         of_hidden = torch.empty_like(hidden)
-        tiles = (one.split(ctx.tile, dim=1) for one in (hidden, gradient, of_hidden))
+        tiles = (torch.split(one, ctx.tile, dim=1) for one in (hidden, gradient, of_hidden))
         for part, of_output, of_part in zip(*tiles, strict=True):
             own = part.detach().contiguous().requires_grad_()
             with torch.enable_grad(), torch.autocast(hidden.device.type, **ctx.autocast):
