@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from llmtrain.engines import forward
 from llmtrain.errors import FamilyError
-from llmtrain.models import model_configuration
+from llmtrain.models import build_model, model_configuration
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import tiny_recipe
@@ -86,3 +87,10 @@ def test_a_part_that_mixes_tokens_is_refused(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "forward", mixing)
     with pytest.raises(FamilyError, match="deviate"):
         check_tiles(model_configuration(tiny_recipe()))
+
+
+def test_dropout_is_refused():
+    """A tiny copy has none, so the model itself is looked at."""
+    recipe = tiny_recipe(**MODELS["gpt2"], **{"model.config.resid_pdrop": 0.1})
+    with pytest.raises(FamilyError, match="dropout"):
+        use_tiles(build_model(recipe, torch.float32, torch.device("cpu")), TILE)

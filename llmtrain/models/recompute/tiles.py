@@ -28,23 +28,25 @@ weights are summed over tiles: the order of summation of a few hundred terms dif
 LAYERS = 4
 
 
-class NoTilesError(Exception):
-    """The feed-forward part of a family's layers cannot be computed in tiles."""
+def no_tiles(config: PreTrainedConfig, reason: str) -> FamilyError:
+    """Returns the refusal of a family whose feed-forward layers cannot be computed in tiles."""
+    refused = f"true was given for {config.model_type}"
+    return FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, reason)
 
 
 def use_tiles(model: PreTrainedModel, tile: int) -> None:
     """Lets the feed-forward part of each layer of a model, or of a stage of it, compute `tile` tokens at a time.
 
-    Raises NoTilesError for layers without such a part, or with dropout in it, which would draw other numbers.
+    Raises FamilyError for layers without such a part, or with dropout in it, which would draw other numbers.
     """
     for layer in decoder_layers(model)[1]:
         if isinstance(layer, Placeholder):
             continue
         module = next((part for name in NAMES if (part := getattr(layer, name, None)) is not None), None)
         if not isinstance(module, nn.Module):
-            raise NoTilesError(f"its layers have no {', '.join(NAMES)}")
+            raise no_tiles(model.config, f"its layers have no {', '.join(NAMES)}")
         if any(isinstance(one, nn.Dropout) and one.p > 0 for one in module.modules()):
-            raise NoTilesError("it has dropout")
+            raise no_tiles(model.config, "the feed-forward part of its layers has dropout, which would be drawn again")
         module.forward = _in_tiles(module, module.forward, tile)
 
 
@@ -93,15 +95,13 @@ def check_tiles(config: PreTrainedConfig) -> None:
 
     Raises FamilyError if they deviate, or if the family has no feed-forward part that computes each token alone.
     """
-    refused = f"true was given for {config.model_type}"
     try:
         with torch.random.fork_rng(devices=[]):
             model = reference(shrink_configuration(config, LAYERS), "eager")
             comparison = Comparison(model, model.config)
             use_tiles(model, 5)
             deviation = comparison.deviation()
-    except (*MODEL_ERRORS, NoTilesError, StrictDataclassError) as error:
-        raise FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, str(error)) from error
+    except (*MODEL_ERRORS, StrictDataclassError) as error:
+        raise no_tiles(config, f"its tiny copy fails ({type(error).__name__}: {error})") from error
     if deviation > TOLERANCE:
-        reason = f"its loss or gradients would deviate by {deviation:.0e}"
-        raise FamilyError("recompute.tiles", "parallel.tiled_mlp", "false", refused, reason)
+        raise no_tiles(config, f"its loss or gradients would deviate by {deviation:.0e}")
