@@ -48,6 +48,12 @@ def tokens_of_loss(plan: Plan) -> int:
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length // plan.parallel.sequence
 
 
+def feeds_in_tiles(plan: Plan) -> bool:
+    """Whether feed-forward layers run tile by tile: if a rank's part of a sequence is longer than the model is wide."""
+    length = plan.recipe.data.sequence_length // plan.parallel.sequence
+    return plan.parallel.tiled_mlp and length > plan.model.hidden_size
+
+
 def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
     """Returns the number of tokens whose logits Liger's loss holds at once.
 

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from llmtrain.plan.axes import CHOSEN
-from llmtrain.plan.kernels import CHUNK_TOKENS, LOGIT_BYTES, chunks_loss, is_one_chunk, liger_chunk, recomputes_loss
+from llmtrain.plan.kernels import (
+    CHUNK_TOKENS,
+    LOGIT_BYTES,
+    chunks_loss,
+    feeds_in_tiles,
+    is_one_chunk,
+    liger_chunk,
+    recomputes_loss,
+)
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters, is_recomputed, reached_layers
 from llmtrain.plan.weights import Weight, Weights
@@ -178,7 +186,7 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes that autograd saves in one decoder layer, for so many tokens of a rank."""
     layer, widths = weights.layer(index), WIDTHS[plan.recipe.parallel.precision]
     per_token = _norms(plan, layer, widths) + _attention(plan, layer, widths)
-    if not plan.parallel.tiled_mlp or tokens <= plan.batch.micro_batch_size * plan.model.hidden_size:
+    if not feeds_in_tiles(plan):
         per_token += _feed_forward(plan, layer, widths)
     per_token += _adapters(plan, layer, widths)
     of_layer = lower_copies(plan, weights, layer)
@@ -195,9 +203,9 @@ def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: in
     """
     layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
     gradients = 2 * widths.computed * _inner(plan, layer)
-    tile = facts.hidden_size * plan.batch.micro_batch_size
-    if not plan.parallel.tiled_mlp or tokens <= tile:
+    if not feeds_in_tiles(plan):
         return gradients * tokens
+    tile = facts.hidden_size * plan.batch.micro_batch_size
     dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
     sums = (4 + widths.stream) * sum(sliced(plan, weights, one) for one in dense)
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens

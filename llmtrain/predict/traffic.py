@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmtrain.plan.axes import CHOSEN
+from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
 from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
@@ -101,10 +102,10 @@ class CommunicationGroups:
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
         found = Traffic(self._within_layers(held), [], [], [])
-        # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
+        # Activations and their gradients: with one neighbour at the ends of the pipeline, and with two in between.
         messages = 2 if self.plan.parallel.pipeline == 2 else 4
         found.waited.append(Transfer("p2p", ((self.hidden_states, self.groups.pipeline),), messages))
         self._tied(found)
@@ -125,8 +126,10 @@ class CommunicationGroups:
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
         rows, columns = BESIDE_EXPERTS if self.plan.parallel.expert > 1 else (ROW_PRODUCTS, COLUMN_PRODUCTS)
-        # A recomputation ends before the last product of the layer, whose result nothing needs.
-        sums = held.layers * (rows + columns) + self.share.computed_again(held)
+        # A recomputation ends before the last product of the layer, whose result nothing needs, unless that is within
+        # tiles. These are computed again in any case.
+        again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
+        sums = held.layers * (rows + columns) + again + tiled * (held.layers + again)
         hidden_states = ((self.hidden_states, self.groups.tensor),)
         yield Transfer("all_reduce", hidden_states, sums)
         if held.head and not self.plan.model.tied_embeddings:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
-from llmtrain.plan.kernels import chunks_loss, is_one_chunk, recomputes_loss
+from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 from llmtrain.plan.stages import head_parameters, reached_layers
@@ -178,7 +178,7 @@ class Worker(DeviceShare):
     def _tiled(self, held: StageParameters) -> float:
         """Returns the share of the layers' products that feed-forward layers in tiles compute once more."""
         facts = self.facts
-        if not self.plan.parallel.tiled_mlp or self.tokens <= self.plan.batch.micro_batch_size * facts.hidden_size:
+        if not feeds_in_tiles(self.plan):
             return 0.0
         attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
         return max(0.0, 1 - held.layers * attention / held.active)

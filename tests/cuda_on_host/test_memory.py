@@ -114,7 +114,6 @@ TWO = {
     "sequence": zero(1, **over(sequence=2)),
     "sequence, bf16": zero(2, "bf16", **over(sequence=2)),
     "experts": zero(1, **EXPERTS),
-    "experts, selective": zero(1, **EXPERTS, **SELECTIVE),
     "LoRA": zero(2, "bf16", **LORA),
     "LoRA, selective": zero(2, "bf16", **LORA, **SELECTIVE),
     "LoRA, ZeRO-3": zero(3, "bf16", **LORA),
