@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from llmtrain.engines.deepspeed import engine, tensor
-from llmtrain.models import model_configuration
+from llmtrain.errors import FamilyError
+from llmtrain.models import build_model, model_configuration
 from llmtrain.models.liger import use_blocks
 from llmtrain.models.proof.compare import Comparison
 from llmtrain.models.proof.cut import reference
 from llmtrain.models.recompute.checkpoints import gathers_layers, use_recomputation
+from llmtrain.models.stages import decoder_layers
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from tests.helpers import triton_on_cpu
@@ -169,3 +171,13 @@ def test_compiled_layers_keep_less_and_compute_the_same():
     recipes = [tiny_recipe(), tiny_recipe(**fields, **AGAIN["selective"])]
     plain, again = run_ranks(1, _train, recipes, 1)[0]
     assert_same(again, plain, "compiled")
+
+
+def test_layers_without_switches_of_their_own_are_refused():
+    model = build_model(tiny_recipe(), torch.float32, torch.device("cpu"))
+    layers = decoder_layers(model)[1]
+    layers[1] = torch.nn.Identity()
+    for fields in ({"parallel.checkpoint_every": 2}, {"parallel.offload_activations": True}):
+        parallel = tiny_recipe(**{"parallel.activation_checkpointing": "full"}, **fields).parallel
+        with pytest.raises(FamilyError, match="all together"):
+            use_recomputation(model, parallel)

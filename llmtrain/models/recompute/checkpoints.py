@@ -8,7 +8,7 @@ of a layer stay outside: what they do differs between the two passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from llmtrain.errors import FamilyError
 from llmtrain.models.recompute.offload import OffloadedInputs
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.overrides.transformers import checkpoint_with
@@ -57,12 +59,22 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
             layer.forward = _selective(layer.forward)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    if parallel.checkpoint_every > 1 or parallel.offload_activations:
+        _check_switches(model, [layer for layer, _ in layers])
     for layer, again in layers:
         layer.gradient_checkpointing = again  # type: ignore[assignment]
     if parallel.offload_activations:
         inputs = OffloadedInputs()
         for number, layer in enumerate(layer for layer, again in layers if again):
             checkpoint_with(layer, partial(inputs.run, number == 0))
+
+
+def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Raises FamilyError if layers have no switches of their own, as in some models with code of their own."""
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        refused = f"was given for {model.config.model_type}, or offload_activations"
+        reason = "its layers can be computed again all together only"
+        raise FamilyError("recompute.every", "parallel.checkpoint_every", 1, refused, reason)
 
 
 def gathers_layers(recipe: Recipe) -> bool:
