@@ -41,7 +41,6 @@ CHOICES: dict[str, Sequence[Any]] = {
     "parallel.activation_checkpointing": ("none", "none", "selective", "full"),
     "parallel.checkpoint_every": (1, 1, 2),
     "parallel.offload_activations": (False, False, False, True),
-    "parallel.tiled_mlp": (False, False, False, True),
     "parallel.offload_optimizer": ("none", "none", "none", "cpu", "nvme"),
     "parallel.offload_param": ("none", "none", "none", "cpu", "nvme"),
     "parallel.nvme_path": (None, None, None, "/tmp/llmtrain-nvme"),
