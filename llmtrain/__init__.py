@@ -1,14 +1,17 @@
 """Train language models with DeepSpeed: one recipe, every strategy, the same training run.
 
-A recipe file imports everything it needs from here.
+A recipe file imports everything it needs from here, and so does a program that plans, trains and reads runs.
 """
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 from llmtrain.system.stops import importing, stop_at_once
 
 with importing():
     from llmtrain.cluster import Cluster
+    from llmtrain.library import lint, load_run, plan, train, verify
     from llmtrain.recipe import (
         BatchConfig,
         CheckpointConfig,
@@ -54,8 +57,27 @@ __all__ = [
     "TrainConfig",
     "TrainedTokenizer",
     "WatchdogConfig",
+    "lint",
+    "load_run",
     "main",
+    "plan",
+    "train",
+    "verify",
 ]
+
+
+class _Library(ModuleType):
+    """This module, in which `plan`, `train`, `verify` and `lint` are the functions, not the packages of these names.
+
+    Python stores a package in its parent when it is first imported, which would replace the function.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and name in __all__):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Library
 
 
 def main(recipe: Callable[[], Recipe]) -> None:

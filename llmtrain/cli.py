@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_type_hints
 
 import typer
 
+from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.checkpoint import one_checkpoint
@@ -25,7 +26,7 @@ from llmtrain.commands.plan import MOST_WORKERS, JsonOption, PlanRequest, Recipe
 from llmtrain.commands.recipe import app as recipe_app
 from llmtrain.commands.report import ReportRequest, compare_runs, inspect_run, report_runs
 from llmtrain.commands.start import TrainRequest
-from llmtrain.errors import Exit, Problem, RecipeError, UserError
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
 from llmtrain.system.streams import quiet_libraries, take_any_text
@@ -91,6 +92,8 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
         finally:
             if sys.stdout is not None:  # a recipe may have closed it
                 sys.stdout.flush()
+    except StoppedError as error:
+        sys.exit(error.exit_code)
     except UserError as error:
         refuse(error)
     except Stopped as stopped:
@@ -227,32 +230,22 @@ def verify(
     """
     from rich.console import Console
 
-    from llmtrain.cluster import local_cluster
-    from llmtrain.commands.precheck import without_uncut
-    from llmtrain.data import Progress, prepare
     from llmtrain.plan.load import load_recipe, with_variant
-    from llmtrain.run_dir import RunDir, default_run_dir
-    from llmtrain.search.enumerate import enumerate_plans
-    from llmtrain.verify import certify
-    from llmtrain.verify.job import choose, comparable
+    from llmtrain.run_dir import default_run_dir
     from llmtrain.verify.table import summary, table
 
     chosen_recipe = with_variant(recipe, "verify")
     if chosen_recipe != recipe:
         print(f"verifying {chosen_recipe}, the variant that the recipe provides for this", file=sys.stderr)
-    declared = comparable(load_recipe(chosen_recipe, assignments)[0], steps)
-    cluster = local_cluster(nproc)
-    runnable, refused = enumerate_plans(declared, cluster.world_size, cluster.device)
-    chosen, refused = without_uncut(choose(runnable, refused, plans), refused)
-    prepare(declared, Progress(Console(stderr=True)))
-    folder = RunDir(run_dir) if run_dir else default_run_dir(declared, "verify")
-    certificate = certify.verify(declared, chosen, refused, steps, folder)
+    declared, _ = load_recipe(chosen_recipe, assignments)
+    folder = run_dir or default_run_dir(declared, "verify").path
+    certificate = library.verify(declared, nproc=nproc, plans=plans, steps=steps, run_dir=folder)
     if as_json:
         print(json.dumps(certificate.document(), indent=2))
     else:
         console = Console()
         console.print(table(certificate))
-        for line in (*summary(certificate), f"certificate {folder.path / 'certificate.json'}"):
+        for line in (*summary(certificate), f"certificate {folder / 'certificate.json'}"):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     sys.exit(1 if certificate.deviating else Exit.DONE)
 

@@ -129,6 +129,18 @@ class DivergedError(UserError):
     exit_code = Exit.WORKER
 
 
+class StoppedError(UserError):
+    """A signal ended a run, which has said so; the same call continues it."""
+
+    def __init__(self, code: int, run_dir: object) -> None:
+        """code: RESUME if everything is saved, INTERRUPTED if it ended at once."""
+        self.exit_code = Exit(code)
+        how = "saved what it had" if code == Exit.RESUME else "ended at once"
+        super().__init__(
+            Problem("run.stopped", str(run_dir), f"a signal stopped the run, which {how}", "start it again")
+        )
+
+
 class WorkerError(UserError):
     """A worker process died."""
 

@@ -23,7 +23,7 @@ LAYERS = (
     {"predict"},
     {"rules"},
     {"search"},
-    {"ds_config", "run_dir", "run_lock", "launch"},
+    {"ds_config", "planned", "run_dir", "run_lock", "launch"},
     {"data"},
     {"overrides"},
     {"models"},
@@ -34,12 +34,12 @@ LAYERS = (
     {"train"},
     {"verify", "dry_run", "doctor"},
     {"self_test"},
-    {"commands"},
+    {"commands", "library"},
     {"cli"},
     {"script", "__init__", "__main__"},
 )
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
-PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "cli", "script"}
+PURE = set().union(*LAYERS[:8]) | {"report", "doctor", "commands", "library", "cli", "script"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 
 

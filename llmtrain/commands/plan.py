@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.errors import Problem, RecipeError, nearest, reason, short
 
 if TYPE_CHECKING:
     from llmtrain.cluster import Cluster
     from llmtrain.plan import Plan
+    from llmtrain.planned import Planned
     from llmtrain.predict import PlanMemory
     from llmtrain.recipe import Recipe
 
@@ -75,17 +77,10 @@ def named_cluster(written_for: Cluster | None, nodes: int | None, per_node: int 
 
 def print_plan(plan: Plan, console: Any, memory: PlanMemory | None) -> None:
     """Prints model, layout, memory, predicted time and notes."""
-    from llmtrain.plan.described import model_line, split_lines
-    from llmtrain.predict.time import described as described_time
-    from llmtrain.predict.time import predict
+    from llmtrain.planned import Planned
 
-    lines = [model_line(plan), *split_lines(plan), *(memory.described() if memory else ())]
-    if time := predict(plan):
-        lines.append(described_time(time, measured=plan.cluster.measured is not None))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
-    for one in plan.notes:
-        console.print(f"note: {one['message']} [{one['rule']}]", highlight=False, markup=False, soft_wrap=True)
+    for line in Planned(plan, memory).lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,59 +119,34 @@ def show_plan(request: PlanRequest) -> None:
         if request.search:
             _search(declared, cluster, request)
             return
-        plan, memory = _resolved(declared, cluster, request.trace)
+        planned = library.plan(declared, cluster, trace=request.trace)
     except RecipeError as error:
         if request.as_json:
             print(json.dumps(error.as_dict(), indent=2))
             sys.exit(error.exit_code)
         raise
-    _show(plan, memory, request)
+    _show(planned, request)
 
 
-def _resolved(declared: Recipe, cluster: Cluster, trace: bool) -> tuple[Plan, PlanMemory | None]:
-    from llmtrain.commands.precheck import check_stages, suggesting
-    from llmtrain.predict import memory_of
-    from llmtrain.rules import resolve
-
-    with suggesting(declared, cluster):
-        plan = resolve(declared, cluster)
-    if plan.model.source != "arithmetic":  # otherwise the check is left to a process that may load torch
-        check_stages(plan)
-    return plan, memory_of(plan, _trace(plan) if trace else None)
-
-
-def _trace(plan: Plan) -> tuple[int, ...]:
-    """Traces the model and returns the bytes that each layer saves for its backward pass."""
-    from llmtrain.models.proof.trace import traced_layers
-
-    return traced_layers(plan)
-
-
-def _show(plan: Plan, memory: PlanMemory | None, request: PlanRequest) -> None:
+def _show(planned: Planned, request: PlanRequest) -> None:
     from rich.console import Console
 
-    from llmtrain.ds_config import render
-    from llmtrain.predict.time import predict
-
-    ds_config = render(plan)
     written: list[str] = []
     if request.write:
         try:
-            written = _write(request.write, plan, memory, ds_config)
+            written = _write(request.write, planned)
         except OSError as error:
             message = f"{short(str(request.write))} cannot be written: {reason(error)}"
             raise RecipeError(Problem("plan.write", "--write", message, "name a folder")) from None
     if request.as_json:
-        time = predict(plan)
-        known = {"memory": memory and memory.summary(), "time": time and time.model_dump()}
-        print(json.dumps({**plan.summary(), **known, "ds_config": ds_config or None}, indent=2))
+        print(json.dumps(planned.document(), indent=2))
     else:
-        print_plan(plan, Console(), memory)
+        print_plan(planned.plan, Console(), planned.memory)
     if written:
         print(f"wrote {', '.join(written)} to {request.write}", file=sys.stderr if request.as_json else None)
 
 
-def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[str, Any]) -> list[str]:
+def _write(folder: Path, planned: Planned) -> list[str]:
     """Writes the plan, its configurations for DeepSpeed and accelerate, and diagrams of memory and schedule.
 
     Returns the names of the files.
@@ -185,13 +155,14 @@ def _write(folder: Path, plan: Plan, memory: PlanMemory | None, ds_config: dict[
     from llmtrain.predict.drawn import memory_svg
     from llmtrain.predict.schedule import schedule_svg
 
+    plan = planned.plan
     files = {"plan.json": plan.model_dump_json(indent=2) + "\n"}
-    if ds_config:
-        files["ds_config.json"] = json.dumps(ds_config, indent=2) + "\n"
+    if planned.ds_config:
+        files["ds_config.json"] = json.dumps(planned.ds_config, indent=2) + "\n"
     if has_configuration(plan):
         files["accelerate.yaml"] = render_configuration(plan, (folder / "ds_config.json").absolute())
-    if memory:
-        files["memory.svg"] = memory_svg(memory)
+    if planned.memory:
+        files["memory.svg"] = memory_svg(planned.memory)
     if plan.parallel.pipeline > 1:
         files["schedule.svg"] = schedule_svg(plan.parallel.pipeline, plan.batch)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from llmtrain.commands.plan import (
 )
 from llmtrain.errors import CheckpointError, Exit, MachineError, Problem, RecipeError, UserError
 from llmtrain.system.host import sleep_beside_others
+from llmtrain.system.stops import leave
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -174,7 +176,13 @@ def train_here(request: TrainRequest, rank: Rank | None, tool: Tool | None = Non
     tool: the program that starts the workers instead of this process.
     """
     if rank is None:
-        _as_launcher(request, tool)
+
+        def load() -> tuple[Recipe, RunDir]:
+            declared, _ = request.load()
+            return declared, request.folder(declared)
+
+        steps, restarts = request.max_steps, request.max_restarts
+        sys.exit(train_local(load, request.nproc, request.resume, steps, restarts, tool, ended=leave))
     else:
         _as_worker(request, rank)
 
@@ -216,13 +224,26 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
+def train_local(
+    load: Callable[[], tuple[Recipe, RunDir]],
+    nproc: int | None,
+    resume: str,
+    max_steps: int | None,
+    max_restarts: int,
+    tool: Tool | None = None,
+    ended: Callable[[int], object] = int,
+) -> int:
+    """Trains on this machine with one worker per device, and returns the exit code.
+
+    load: returns the recipe and the run directory. tool: the program that starts the workers instead of this process.
+    ended: is called with the exit code before signals are handled as usual again.
+    """
     from llmtrain.cluster import local_cluster
     from llmtrain.launch.jobs.accelerate import processes_asked
     from llmtrain.launch.local import common_environment
     from llmtrain.launch.template import Template
 
-    cluster = local_cluster(request.nproc or processes_asked())
+    cluster = local_cluster(nproc or processes_asked())
     _offer_self_test(cluster)
     if cluster.spec.on_cpu:
         _settle_threads(cluster.devices_per_node)
@@ -234,11 +255,23 @@ def _as_launcher(request: TrainRequest, tool: Tool | None) -> None:
         from llmtrain.commands.precheck import check_machine
         from llmtrain.ds_config import render
 
-        declared, _ = request.load()
-        folder = request.folder(declared)
-        plan = startable(declared, cluster, folder, request.resume, None)
+        declared, folder = load()
+        plan = startable(declared, cluster, folder, resume, None)
         check_machine(plan)
-        sys.exit(_launch(request, plan, render(plan), folder, tool, forked_from))
+        start = _Start(folder, resume, max_steps, max_restarts, tool, forked_from)
+        return _launch(start, plan, render(plan), ended)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How workers are started."""
+
+    folder: RunDir
+    resume: str
+    max_steps: int | None
+    max_restarts: int
+    tool: Tool | None
+    forked_from: Template | None
 
 
 def _offer_self_test(cluster: Cluster) -> None:
@@ -302,14 +335,7 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "choose another --run-dir"))
 
 
-def _launch(
-    request: TrainRequest,
-    plan: Plan,
-    ds_config: dict[str, Any],
-    folder: RunDir,
-    tool: Tool | None,
-    forked_from: Template | None,
-) -> int:
+def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object]) -> int:
     """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
     from rich.console import Console
 
@@ -320,24 +346,26 @@ def _launch(
     from llmtrain.launch.tools import check_tool
     from llmtrain.predict import memory_of
     from llmtrain.run_lock import RunLock
-    from llmtrain.system.stops import caught_signals, leave
+    from llmtrain.system.stops import caught_signals
 
-    console = Console()
-    if tool:
-        check_tool(tool, plan)
+    console, folder = Console(), start.folder
+    if start.tool:
+        check_tool(start.tool, plan)
     print_plan(plan, console, memory_of(plan))
-    if request.resume == "auto" and (nothing_left := _nothing_left(plan, folder, request.max_steps)):
+    if start.resume == "auto" and (nothing_left := _nothing_left(plan, folder, start.max_steps)):
         console.print(nothing_left, highlight=False, soft_wrap=True)
         return Exit.DONE
     with RunLock.take(folder.path, _say) as lock:
-        checkpoint = check_resume(plan, folder, request.resume, is_local=True)
-        if forked_from:
-            forked_from.start(common_environment(plan.workers))  # a new one, with one worker that drives all devices
+        checkpoint = check_resume(plan, folder, start.resume, is_local=True)
+        if start.forked_from:
+            start.forked_from.start(
+                common_environment(plan.workers)
+            )  # a new one, with one worker that drives all devices
         check_stages(plan)
         prepared = prepare(plan.recipe, Progress(console))
         plan = with_steps(plan, prepared)
         console.print(report(prepared, plan.recipe))
-        if plan.recipe.train.epochs and (nothing_left := _nothing_left(plan, folder, request.max_steps)):
+        if plan.recipe.train.epochs and (nothing_left := _nothing_left(plan, folder, start.max_steps)):
             console.print(nothing_left, highlight=False, soft_wrap=True)
             return Exit.DONE
         if checkpoint:
@@ -347,32 +375,27 @@ def _launch(
         console.print(f"run directory {folder.path}", highlight=False, soft_wrap=True)
         with caught_signals():
             # Batch systems repeat signals: one that arrives after the end must not change the exit code.
-            code = _run(request, plan, folder, tool, forked_from, console)
+            code = _run(start, plan, console)
             lock.release()
-            leave(code)
+            ended(code)
+            return code
 
 
-def _run(
-    request: TrainRequest,
-    plan: Plan,
-    folder: RunDir,
-    tool: Tool | None,
-    forked_from: Template | None,
-    console: Console,
-) -> int:
+def _run(start: _Start, plan: Plan, console: Console) -> int:
     """Runs the workers and returns the exit code."""
     from llmtrain.launch.tools import ToolJob, run_by_tool
     from llmtrain.train.restart import train_with_restarts
 
-    arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(request.max_steps)] if request.max_steps else [])]
-    if tool:
-        console.print(f"starting workers with {tool}")
-        return run_by_tool(ToolJob(tool, plan, folder, (*arguments, "--resume", request.resume)))
+    folder, resume, template = start.folder, start.resume, start.forked_from
+    arguments = [f"--run-dir={folder.path}", *(["--max-steps", str(start.max_steps)] if start.max_steps else [])]
+    if start.tool:
+        console.print(f"starting workers with {start.tool}")
+        return run_by_tool(ToolJob(start.tool, plan, folder, (*arguments, "--resume", resume)))
     command = [sys.executable, "-m", "llmtrain.train.worker", *arguments]
-    restarts, allowed_s = request.max_restarts, plan.recipe.watchdog.min_seconds
-    code = train_with_restarts(command, plan.workers, folder, request.resume, restarts, console, forked_from, allowed_s)
-    if forked_from:
-        forked_from.close()
+    restarts, allowed_s = start.max_restarts, plan.recipe.watchdog.min_seconds
+    code = train_with_restarts(command, plan.workers, folder, resume, restarts, console, template, allowed_s)
+    if template:
+        template.close()
     return code
 
 

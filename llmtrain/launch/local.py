@@ -29,7 +29,7 @@ from llmtrain.launch.standstill import ALLOWED_S, LOOK_S, Standstill
 from llmtrain.run_dir import RunDir
 from llmtrain.system.durable import open_log
 from llmtrain.system.heartbeat import Board
-from llmtrain.system.host import own_cores
+from llmtrain.system.host import limit_spinning, own_cores
 from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def common_environment(world_size: int, env: Mapping[str, str] | None = None) ->
     """Returns the environment that all workers of a machine share. env: variables that override this process's own."""
     # By default every worker would start as many threads as there are cores.
     threads = max(1, own_cores() // world_size)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
+    common = {"OMP_NUM_THREADS": str(threads), **os.environ, **(env or {}), LAUNCHER_VARIABLE: "local"}
+    limit_spinning(common)  # a program that imports llmtrain has not done so
+    return common
 
 
 def _own_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MOST_ROWS = 4_000_000
 MOST_COLUMNS = 256
@@ -44,6 +47,12 @@ class MetricsTable:
     def get(self, name: str) -> Column:
         """Returns a column, or one of NaN."""
         return self[name] if name in self else np.full(len(self), np.nan)
+
+    def to_pandas(self) -> DataFrame:
+        """Returns the table as a data frame of pandas, which `datasets` brings."""
+        from pandas import DataFrame
+
+        return DataFrame({name: self[name] for name in self._columns})
 
     def last(self, name: str) -> float | None:
         """Returns the last finite number of a column, or None."""

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmtrain.errors import Problem, RecipeError, UserError
+from llmtrain.errors import Problem, RecipeError, StoppedError, UserError
 from llmtrain.launch.template import Template
 from llmtrain.run_dir import RunDir, environment, write_json
 from llmtrain.run_lock import RunLock
@@ -34,7 +34,7 @@ def verify(
     """Trains the reference and every plan, compares them, and writes `certificate.json`.
 
     The verdict of a plan whose workers fail is that failure. recipe: as returned by `comparable`; its data must be
-    prepared. Exits if the workers were stopped by a signal. Raises RecipeError for a folder with other content, and
+    prepared. Raises StoppedError if a signal stopped the workers, RecipeError for a folder with other content, and
     errors of workers that do not belong to a plan.
     """
     folder = run_dir.path
@@ -75,7 +75,7 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, template: Template | 
             _say(f"FAILED: {verdict.failure}\n")
         else:
             if code:
-                sys.exit(code)
+                raise StoppedError(code, run_dir.path)
             return
         judged = {verdict.name for verdict in read_verdicts(run_dir.path)}
         if all(name in judged for name, _ in job.of_size(world_size)):

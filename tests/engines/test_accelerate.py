@@ -17,6 +17,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.ds_config import render
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
+from llmtrain.plan import installed
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.installed import check_runnable
 from llmtrain.plan.model_facts import model_facts
@@ -381,7 +382,7 @@ def test_deepspeed_under_accelerate_has_the_same_configuration():
 
 def test_without_the_package_it_is_refused(monkeypatch):
     plan = plan_of(_recipe("ddp", 0, 2), 2)
-    monkeypatch.setattr("llmtrain.plan.installed.find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"backend\.installed") as caught:
         check_runnable(plan)
     assert "pip install accelerate" in str(caught.value)

@@ -6,6 +6,7 @@ import pytest
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
+from llmtrain.plan import installed
 from llmtrain.plan.draft import Draft, assemble
 from llmtrain.plan.model_facts import model_facts
 from tests.helpers import flash_stand_in
@@ -111,7 +112,7 @@ def _train_on_flash(rank: int, recipes: dict, ranks: int) -> dict[str, tuple[Tra
     runs = {}
     with pytest.MonkeyPatch.context() as patch:
         told = flash_stand_in.install(patch)
-        patch.setattr("llmtrain.plan.installed.KERNELS", {})
+        patch.setattr(installed, "KERNELS", {})
         for name, recipe in recipes.items():
             told.clear()
             # Past the rules, which know of no such kernel on a CPU.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from llmtrain.cluster import Cluster
@@ -15,6 +17,7 @@ from llmtrain.recipe import Recipe, parse_assignments
 __all__ = [
     "PythonRecipe",
     "RecipeFile",
+    "declared",
     "is_running",
     "is_yaml",
     "load_recipe",
@@ -26,6 +29,8 @@ __all__ = [
 
 _lines: dict[str, str] = {}
 """File and line of each field that a file gives, of the recipe that was loaded last."""
+_loaded: Recipe | None = None
+"""That recipe."""
 
 
 def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | None]:
@@ -33,6 +38,7 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
 
     Raises RecipeError for a wrong file, variant, recipe or assignment, and as `grown` does.
     """
+    global _loaded
     path, _, variant = spec.partition(":")
     file = open_recipe(Path(path))
     recipe, cluster = file.recipe(variant), file.cluster(variant)
@@ -41,7 +47,22 @@ def load_recipe(spec: str, assignments: list[str]) -> tuple[Recipe, Cluster | No
     _lines.update({name: line for name, line in file.lines(variant).items() if name not in fields})
     recipe = recipe.with_(**fields) if fields else recipe
     _check_length(recipe)
-    return grown(recipe), cluster
+    _loaded = grown(recipe)
+    return _loaded, cluster
+
+
+def declared(recipe: Recipe | str | PathLike[str], variant: str = "") -> tuple[Recipe, Cluster | None]:
+    """Returns what `load_recipe` does for a recipe's file, or for a recipe that is an object.
+
+    variant: as for `with_variant`.
+    """
+    if not isinstance(recipe, Recipe):
+        spec = os.fspath(recipe)
+        return load_recipe(with_variant(spec, variant) if variant else spec, [])
+    if recipe != _loaded:
+        _lines.clear()
+    _check_length(recipe)
+    return grown(recipe), None
 
 
 def open_recipe(path: Path, extending: tuple[Path, ...] = ()) -> RecipeFile:

@@ -1,0 +1,189 @@
+"""The functions of `import llmtrain`; the commands call them, too.
+
+They raise `UserError`, and load what they need when they are called. A recipe is an object, or a file as on the command
+line: `mine.py`, `mine.yaml:variant`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError, reason
+
+if TYPE_CHECKING:
+    from llmtrain.cluster import Cluster
+    from llmtrain.lint import Reader, Result
+    from llmtrain.planned import Planned
+    from llmtrain.recipe import Recipe
+    from llmtrain.report import RunData
+    from llmtrain.verify import Certificate
+
+
+@contextmanager
+def _naming_lines() -> Iterator[None]:
+    """Adds the lines of a YAML recipe to an error."""
+    try:
+        yield
+    except UserError as error:
+        from llmtrain.plan.load import with_lines
+
+        raise with_lines(error) from None
+
+
+@_naming_lines()
+def plan(recipe: Recipe | str | PathLike[str], cluster: Cluster | None = None, *, trace: bool = False) -> Planned:
+    """Resolves a recipe for a cluster, and predicts its memory and the time of a step.
+
+    cluster: by default the one that the recipe's file describes, then this machine. trace: whether to measure what each
+    layer saves for the backward pass by tracing the model, which loads torch. Raises RecipeError with all faults, and
+    with the nearest legal plans.
+    """
+    from llmtrain.cluster import local_cluster
+    from llmtrain.commands.precheck import check_stages, suggesting
+    from llmtrain.plan.load import declared
+    from llmtrain.planned import Planned
+    from llmtrain.predict import memory_of
+    from llmtrain.rules import resolve
+
+    wanted, written_for = declared(recipe)
+    cluster = cluster or written_for or local_cluster()
+    with suggesting(wanted, cluster):
+        resolved = resolve(wanted, cluster)
+    if resolved.model.source != "arithmetic":  # otherwise the check is left to a process that may load torch
+        check_stages(resolved)
+    traced = None
+    if trace:
+        from llmtrain.models.proof.trace import traced_layers
+
+        traced = traced_layers(resolved)
+    return Planned(resolved, memory_of(resolved, traced))
+
+
+@_naming_lines()
+def train(
+    recipe: Recipe | str | PathLike[str],
+    *,
+    nproc: int | None = None,
+    run_dir: str | PathLike[str] | None = None,
+    resume: str | PathLike[str] = "auto",
+    max_steps: int | None = None,
+    max_restarts: int = 0,
+) -> RunData:
+    """Trains a recipe on this machine, in processes of its own, and returns the run.
+
+    nproc: number of workers; by default one per GPU, or one on a CPU. run_dir: by default `runs/NAME`. resume: `auto`
+    continues from the newest checkpoint, `never` starts anew, or a checkpoint folder. max_steps: stops after this step.
+    max_restarts: how many times a job that died is restarted. Call it in the main thread: a signal makes the run save
+    and stop, and StoppedError is raised. Raises other UserErrors for what cannot be started and for workers that died.
+    """
+    from llmtrain.commands.start import train_local
+    from llmtrain.launch import discover
+    from llmtrain.plan.load import declared
+    from llmtrain.run_dir import RunDir, default_run_dir
+
+    _check_main_thread("train")
+    if rank := discover(os.environ, sys.argv):
+        message = f"starts workers, but {rank.launcher} has started this process as a worker"
+        raise RecipeError(Problem("library.worker", "llmtrain.train", message, f"{rank.launcher} mine.py"))
+    wanted, _ = declared(recipe)
+    folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, variant_of(recipe))
+    code = train_local(
+        lambda: (wanted, folder), nproc, os.fspath(resume), max_steps=max_steps, max_restarts=max_restarts
+    )
+    if code != Exit.DONE:
+        raise StoppedError(code, folder.path)
+    return load_run(folder.path)
+
+
+@_naming_lines()
+def verify(
+    recipe: Recipe | str | PathLike[str],
+    *,
+    nproc: int | None = None,
+    plans: str = "all",
+    steps: int = 10,
+    run_dir: str | PathLike[str] | None = None,
+) -> Certificate:
+    """Trains every plan on this machine, and compares each with a plain PyTorch loop.
+
+    recipe: the variant `verify` of a file is used if there is one and none is named. nproc: largest number of workers.
+    plans: `all`, or names and patterns separated by commas. steps: optimizer steps of each run. run_dir: by default
+    `runs/NAME-verify`. `Certificate.deviating` names the plans that differ. Call it in the main thread.
+    """
+    from rich.console import Console
+
+    from llmtrain.cluster import local_cluster
+    from llmtrain.commands.precheck import without_uncut
+    from llmtrain.data import Progress, prepare
+    from llmtrain.plan.load import declared
+    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.search.enumerate import enumerate_plans
+    from llmtrain.verify import certify
+    from llmtrain.verify.job import choose, comparable
+
+    _check_main_thread("verify")
+    wanted = comparable(declared(recipe, "verify")[0], steps)
+    cluster = local_cluster(nproc)
+    runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
+    chosen, refused = without_uncut(choose(runnable, refused, plans), refused)
+    prepare(wanted, Progress(Console(stderr=True)))
+    folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, "verify")
+    return certify.verify(wanted, chosen, refused, steps, folder)
+
+
+def lint(
+    configuration: str | PathLike[str] | Mapping[str, Any],
+    *,
+    reader: Reader | None = None,
+    world_size: int | None = None,
+    data_parallel: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    deepspeed: str | None = None,
+    allow: Collection[str] = (),
+) -> Result:
+    """Finds settings of a DeepSpeed configuration that are refused, ignored, changed or misread.
+
+    configuration: a file, or its content as a dictionary. reader: the program that reads it, by default guessed.
+    world_size, data_parallel: the numbers of ranks for which the batch sizes are checked. arguments: of the Trainer, to
+    compare with. deepspeed: a version or a range; by default the installed one. allow: rules, or `rule:key`, that are
+    not reported. A file that cannot be read is a finding, too. Raises RecipeError for wrong arguments.
+    """
+    from llmtrain.lint import Use, allowed, examine
+
+    use = Use(reader, world_size, data_parallel, dict(arguments or {}), deepspeed)
+    if not isinstance(configuration, Mapping):
+        return examine(os.fspath(configuration), Path(configuration), use, allowed(allow, "allow"))
+    try:
+        text = json.dumps(configuration, indent=2)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(Problem("lint.json", "configuration", f"is not JSON: {reason(error)}")) from None
+    return examine("", text, use, allowed(allow, "allow"))
+
+
+def load_run(path: str | PathLike[str]) -> RunData:
+    """Reads a run directory: recipe, plan, metrics, events, checkpoints; also while the run goes on.
+
+    Raises RecipeError if the folder is none. What cannot be read is left out, and named in `problems`.
+    """
+    from llmtrain.report import load_run as read
+
+    return read(Path(path))
+
+
+def variant_of(recipe: Recipe | str | PathLike[str]) -> str | None:
+    """Returns the variant that the name of a recipe's file ends with, or None."""
+    return None if not isinstance(recipe, str | PathLike) else os.fspath(recipe).partition(":")[2] or None
+
+
+def _check_main_thread(function: str) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        message = "was called in another thread, which cannot receive the signals that stop a run"
+        raise RecipeError(Problem("library.thread", f"llmtrain.{function}", message, "call it in the main thread"))
