@@ -10,15 +10,15 @@ from dataclasses import MISSING, Field, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
-from llmtrain.commands.checkpoint import one_checkpoint
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+from llmtrain.commands.export import ExportRequest, export_model
 from llmtrain.commands.generate import GenerateRequest, generate_text
 from llmtrain.commands.init import InitRequest, write_recipe
 from llmtrain.commands.lint import LintRequest, lint_files
@@ -29,7 +29,7 @@ from llmtrain.commands.start import TrainRequest
 from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError
 from llmtrain.system.host import limit_spinning
 from llmtrain.system.stops import Stopped, before_the_first_step, leave, say, stop_by_exception
-from llmtrain.system.streams import quiet_libraries, take_any_text
+from llmtrain.system.streams import take_any_text
 
 app = typer.Typer(
     help="Train language models with DeepSpeed: one recipe, every strategy, the same training run.",
@@ -299,45 +299,13 @@ def tune(
     tune_kernels(recipe, assignments, nproc, as_json)
 
 
-@app.command()
-def export(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory or checkpoint folder.")],
-    out: Annotated[Path, typer.Argument(help="Folder to create.")],
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Data type of the weights; default: the one that the forward pass uses."),
-    ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = "5GB",
-    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add an adapter to its base: of a run, or of a folder of PEFT.")
-    ] = False,
-    base: Annotated[
-        str | None, typer.Option(help="Folder or hub name of an adapter's base; default: where the run found it.")
-    ] = None,
-    into: Annotated[
-        Literal["trained", "full"],
-        typer.Option(
-            help="With --merge, of a base trained with in 4 bit: the values in training, or those of its files."
-        ),
-    ] = "trained",
-) -> None:
-    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card."""
-    if into != "trained" and not merge:
-        raise RecipeError(Problem("export.merge", "--into", "is for --merge", "give --merge, too"))
-    if merge:
-        from llmtrain.commands.merge import merge_adapter
+@command
+def export(request: ExportRequest) -> None:
+    """Write a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer, model card.
 
-        merge_adapter(path, out, tokenizer, dtype, max_shard_size, base, into)
-        return
-    folder = one_checkpoint(path)
-    with quiet_libraries():
-        from llmtrain.checkpoint.export import export as export_checkpoint  # after the path is known: this loads torch
-        from llmtrain.checkpoint.export import size_in_bytes
-
-        tokenizer = tokenizer or folder.parent.parent / "tokenizer"
-        export_checkpoint(folder, tokenizer, out, dtype, size_in_bytes(max_shard_size), base=base)
-    print(f"exported {folder} to {out}")
+    --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
+    """
+    export_model(request)
 
 
 @command

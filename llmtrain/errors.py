@@ -25,7 +25,7 @@ class Exit(IntEnum):
     DATA = 3
     CHECKPOINT = 4
     WORKER = 5  # a worker died
-    RESUME = 75  # stopped on a signal after saving (EX_TEMPFAIL): run the same command again
+    RESUME = 75  # stopped on a signal after saving, or the hub failed (EX_TEMPFAIL): run it again
     INTERRUPTED = 130  # ended at once by a second SIGINT, or by SIGQUIT
 
 
@@ -121,6 +121,12 @@ class CheckpointError(UserError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
     exit_code = Exit.CHECKPOINT
+
+
+class HubError(UserError):
+    """The hub was not reached, or failed; what was written here is complete."""
+
+    exit_code = Exit.RESUME
 
 
 class DivergedError(UserError):

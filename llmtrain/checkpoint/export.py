@@ -20,7 +20,7 @@ from llmtrain.checkpoint.base import base_of, check_base, moved, state_source
 from llmtrain.checkpoint.check import verify
 from llmtrain.checkpoint.contents import read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
-from llmtrain.checkpoint.model_card import model_card
+from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.engines.state.writer import size_of

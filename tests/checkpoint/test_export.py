@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, P
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export, size_in_bytes
 from llmtrain.checkpoint.folder import newest
-from llmtrain.checkpoint.model_card import portable
+from llmtrain.checkpoint.hub.model_card import portable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.models import build_model

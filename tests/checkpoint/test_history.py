@@ -12,8 +12,8 @@ import pytest
 
 from llmtrain.checkpoint.contents import Segment, TrainerState, changes, course, read_state, with_plan
 from llmtrain.checkpoint.folder import STATE_FILE, is_exported, new_folder, write_exported
+from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.checkpoint.manifest import Manifest
-from llmtrain.checkpoint.model_card import model_card
 from llmtrain.engines.optim import rate_of
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.traces import plan_of

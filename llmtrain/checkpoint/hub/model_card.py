@@ -18,6 +18,8 @@ from llmtrain.plan.described import split_lines
 from llmtrain.system.untrusted import read_bytes
 
 BATCH = "batch.global_batch_size"
+FOLDER = "FOLDER"
+"""What the card calls the model, until its repository is known."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 Line = dict[str, Any]
 MOST_METRICS_BYTES = 1 << 34
@@ -55,8 +57,8 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
             "\n## Use\n",
             "```python",
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            f'model = AutoModelForCausalLM.from_pretrained("{FOLDER}", dtype="auto")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{FOLDER}")',
             "```",
             *_changes(state),
             f"\n## Plan{_since(state)}\n",

@@ -1,0 +1,1 @@
+"""What the hub gets: a model card, and the upload."""

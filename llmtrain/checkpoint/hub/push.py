@@ -1,0 +1,138 @@
+"""Uploads an exported folder to the hub, in one commit, so that nobody sees half a model.
+
+The hub's client reads the token from HF_TOKEN or from its own file, and sends it; nothing here stores or prints it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from llmtrain.checkpoint.hub.model_card import FOLDER, portable
+from llmtrain.errors import HubError, Problem, RecipeError, reason
+from llmtrain.system.untrusted import UNREADABLE, read_json, read_text
+
+CARD = "README.md"
+_TRY_AGAIN = (408, 429)
+"""Answers of the 400s that are not about the request."""
+
+
+def check_exported(folder: Path) -> None:
+    """Raises RecipeError for a folder that is no exported model, or one that others could not use."""
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file() and not (folder / "config.json").is_file():
+        message = "is no exported folder: it has no config.json and no adapter_config.json"
+        raise RecipeError(Problem("hub.folder", str(folder), message, "name a folder for the export: RUN OUT --push …"))
+    problems = [
+        Problem("hub.folder", str(path), "is not a plain file", "export to a new folder")
+        for path in _content(folder)
+        if path.is_symlink() or not path.is_file()
+    ]
+    try:
+        base = read_json(adapter, dict[str, Any]).get("base_model_name_or_path") if adapter.is_file() else None
+    except UNREADABLE as error:
+        raise RecipeError(Problem("hub.folder", str(adapter), f"cannot be read: {reason(error)}")) from None
+    if isinstance(base, str) and portable(base) != base:
+        message = f"belongs to weights in {base}, a folder of this machine"
+        problems.append(Problem("hub.base", str(folder), message, "export with --merge, and push that"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def open_repository(name: str, public: bool) -> None:
+    """Creates a repository, or finds it. So missing rights are known before an export takes its time.
+
+    public: whether others may see it. Raises RecipeError for what the hub refuses, and for a repository that exists and
+    is not as private as asked for, HubError if the hub is not reached.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if name.count("/") != 1:
+        raise RecipeError(Problem("hub.name", "--push", f"'{name}' is not OWNER/NAME", "--push OWNER/NAME"))
+    with _answers(name):
+        if not get_token():
+            raise RecipeError(Problem("hub.token", "HF_TOKEN", "there is no token for the hub", "hf auth login"))
+        hub = HfApi()
+        try:
+            hub.create_repo(name, private=not public)
+        except Exception as error:
+            if _status(error) != 409:
+                raise
+            found = hub.repo_info(name)
+            if bool(found.private) == public:  # a private model must not be published by an old, public repository
+                state = "private" if found.private else "public"
+                fix = "leave --public out" if public else "--public"
+                raise RecipeError(
+                    Problem("hub.exists", name, f"exists and is {state}", f"{fix}, or another name")
+                ) from None
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads a folder that `check_exported` accepts to a repository, and returns the address of the commit.
+
+    The model card then names the repository. Raises as `open_repository` does; the folder stays as it is.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    def content(path: Path) -> str | bytes:
+        if path.name != CARD:
+            return str(path)
+        return read_text(path).replace(f'"{FOLDER}"', f'"{name}"').encode()
+
+    with _answers(name, f"llmtrain export {folder} --push {name}"):
+        files = [CommitOperationAdd(str(path.relative_to(folder)), content(path)) for path in _content(folder)]
+        return str(HfApi().create_commit(name, files, commit_message="Add the model and its card").commit_url)
+
+
+def _content(folder: Path) -> list[Path]:
+    """Returns what a folder and the folders in it hold, except for hidden files and folders."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith("."):
+            found += _content(path) if path.is_dir() and not path.is_symlink() else [path]
+    return found
+
+
+@contextmanager
+def _answers(name: str, again: str = "") -> Iterator[None]:
+    """Makes errors of the hub's client a user's. again: the command that tries it again."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except RecipeError:
+        raise
+    except HFValidationError as error:
+        raise RecipeError(Problem("hub.name", "--push", reason(error), "--push OWNER/NAME")) from None
+    except Exception as error:  # the client raises those of its HTTP library, too
+        status, said = _status(error), reason(_answer(error))
+        if token := os.environ.get("HF_TOKEN") or get_token():
+            said = said.replace(token, "…")
+        if status == 401:
+            message = "the hub does not accept the token"
+            raise RecipeError(Problem("hub.token", name, message, "hf auth login, or another HF_TOKEN")) from None
+        if status in (402, 403):
+            fix = "use a token that may write there, or another owner"
+            raise RecipeError(Problem("hub.rights", name, f"the hub refuses to write there: {said}", fix)) from None
+        if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
+            raise RecipeError(Problem("hub.refused", name, f"the hub refuses it: {said}")) from None
+        raise HubError(Problem("hub.reached", constants.ENDPOINT, said, again or "try again")) from None
+
+
+def _answer(error: BaseException) -> BaseException:
+    """Returns the error in which the hub's answer is, or the first one."""
+    one: BaseException | None = error
+    while one is not None:
+        if hasattr(one, "response"):
+            return one
+        one = one.__cause__
+    return error
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(_answer(error), "response", None), "status_code", None)
+    return status if isinstance(status, int) else None

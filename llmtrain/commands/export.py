@@ -1,0 +1,124 @@
+"""`llmtrain export`: writes a checkpoint as a Hugging Face folder, merges adapters, and uploads to the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from llmtrain.commands.checkpoint import one_checkpoint
+from llmtrain.errors import Problem, RecipeError
+from llmtrain.system.streams import quiet_libraries
+
+SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """The options of the command line."""
+
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="Run directory or checkpoint folder; with --push and without OUT, an exported folder.",
+        ),
+    ]
+    out: Annotated[Path | None, typer.Argument(help="Folder to create.")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Data type of the weights; default: the one that the forward pass uses."),
+    ] = None
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one weight file.")] = SHARD_SIZE
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of the tokenizer; default: the run's own.")] = None
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add an adapter to its base: of a run, or of a folder of PEFT.")
+    ] = False
+    base: Annotated[
+        str | None, typer.Option(help="Folder or hub name of an adapter's base; default: where the run found it.")
+    ] = None
+    into: Annotated[
+        Literal["trained", "full"],
+        typer.Option(
+            help="With --merge, of a base trained with in 4 bit: the values in training, or those of its files."
+        ),
+    ] = "trained"
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload the folder to this repository of the hub, private if it is new."
+        ),
+    ] = None
+    public: Annotated[bool, typer.Option("--public", help="With --push: a repository that everybody can see.")] = False
+
+
+def export_model(request: ExportRequest) -> None:
+    """Writes the folder, if one is named, and uploads it, if asked to. Raises UserError."""
+    from llmtrain.checkpoint.folder import check_new
+
+    if problems := list(_conflicts(request)):
+        raise RecipeError(problems)
+    if request.out is None:
+        _push(request.path, request)
+        return
+    is_peft = request.merge and (request.path / "adapter_config.json").is_file()
+    source = request.path if is_peft else one_checkpoint(request.path)
+    if request.push:
+        from llmtrain.checkpoint.hub.push import open_repository
+
+        check_new(request.out)
+        open_repository(request.push, request.public)
+    _write(source, request.out, is_peft, request)
+    print(f"merged {source} into {request.out}" if request.merge else f"exported {source} to {request.out}")
+    if request.push:
+        _push(request.out, request)
+
+
+def _conflicts(request: ExportRequest) -> Iterator[Problem]:
+    if request.into != "trained" and not request.merge:
+        yield Problem("export.merge", "--into", "is for --merge", "give --merge, too")
+    if request.public and not request.push:
+        yield Problem("export.push", "--public", "is for --push", "give --push OWNER/NAME, too")
+    if request.out is None and not request.push:
+        yield Problem("export.out", "OUT", "is required", "name a folder to create")
+    elif request.out is None:
+        written = {
+            "--dtype": request.dtype,
+            "--max-shard-size": request.max_shard_size != SHARD_SIZE,
+            "--tokenizer": request.tokenizer,
+            "--merge": request.merge,
+            "--base": request.base,
+        }
+        for option, value in written.items():
+            if value:
+                yield Problem("export.out", option, "needs OUT, a folder to create", "name it before --push")
+
+
+def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> None:
+    """Writes the folder; loads torch."""
+    with quiet_libraries():
+        from llmtrain.checkpoint.export import export, size_in_bytes
+        from llmtrain.checkpoint.merge import merge, merge_checkpoint
+
+        most = size_in_bytes(request.max_shard_size)
+        if is_peft:
+            merge(source, out, request.tokenizer, request.base, request.dtype, most, request.into)
+            return
+        tokenizer = request.tokenizer or source.parent.parent / "tokenizer"
+        if request.merge:
+            merge_checkpoint(source, tokenizer, out, request.dtype, most, request.base, request.into)
+        else:
+            export(source, tokenizer, out, request.dtype, most, base=request.base)
+
+
+def _push(folder: Path, request: ExportRequest) -> None:
+    from llmtrain.checkpoint.hub.push import check_exported, open_repository, push
+
+    assert request.push is not None
+    check_exported(folder)
+    if request.out is None:
+        open_repository(request.push, request.public)
+    print(f"pushed {folder} to {push(folder, request.push)}")
