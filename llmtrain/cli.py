@@ -99,8 +99,10 @@ def main(arguments: list[str] | None = None, program: typer.Typer = app) -> None
     except Stopped as stopped:
         say(before_the_first_step(stopped.number))
         leave(Exit.RESUME)
-    except BrokenPipeError:
-        # The reader of our output has exited (`llmtrain plan ... | head`).
+    except (BrokenPipeError, SystemExit) as end:
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+            raise
+        # The reader of our output has exited (`llmtrain plan ... | head`); typer makes this an exit with 1.
         _drop_output()
         sys.exit(Exit.DONE)
     except OSError as error:

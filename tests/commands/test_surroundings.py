@@ -41,6 +41,7 @@ def _one_line(result: subprocess.CompletedProcess[str], code: int, *words: str) 
     [
         ("$L plan {tiny} >&-", 0, ""),
         ("$L plan {tiny} 0<&- >&- 2>&-", 0, ""),
+        ("$L recipe schema | true; exit ${{PIPESTATUS[0]}}", 0, ""),
         ("$L plan {tiny} > /dev/full", USAGE, "error: the output: No space left on device"),
         ("$L plan nothing.py 2> /dev/full", USAGE, ""),
         ("PYTHONIOENCODING=ascii $L plan {tiny}", 0, ""),
