@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import typer
 
 from llmtrain.errors import DataError, Problem, RecipeError, reason, shown
 from llmtrain.recipe import ModelConfig, Part, Recipe, part_in
-from llmtrain.system.untrusted import json_fault
+from llmtrain.system.untrusted import expanded, json_fault
 
 Kind = Literal["text", "conversations", "preferences"]
 LLAMA = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -57,7 +58,8 @@ def write_recipe(request: InitRequest) -> None:
             file.write(text)
     except OSError as error:
         raise RecipeError(Problem("init.file", str(request.file), f"cannot be written: {reason(error)}")) from None
-    print(f"wrote {request.file}: {kind} from {request.data}")
+    where = "" if _is_here(request.data) else ", a dataset of the hub, since there is no such file or folder here"
+    print(f"wrote {request.file}: {kind} from {request.data}{where}")
     look = " --show 1" if kind != "text" else ""
     print(f"look at the data:  llmtrain data {request.file}{look}\ntrain:             llmtrain train {request.file}")
 
@@ -74,12 +76,16 @@ def _asked(request: InitRequest) -> InitRequest:
 
 
 def _problems(request: InitRequest) -> list[Problem]:
+    from llmtrain.data.sources.formats import kind_of
+    from llmtrain.plan.hub import is_path
     from llmtrain.plan.load.file import SUFFIXES
 
     problems = []
     for option, text in (("--data", request.data), ("--model", request.model)):
         if text and (fault := json_fault(text)):
             problems.append(Problem("init.text", option, f"{shown(text)} was given: {fault}"))
+    if (data := request.data) and not problems and not _is_here(data) and (is_path(data) or kind_of(Path(data))):
+        problems.append(Problem("init.data", "--data", f"{shown(data)} does not exist"))
     if request.file.suffix not in SUFFIXES:
         problems.append(Problem("init.file", str(request.file), f"must end in {', '.join(SUFFIXES)}"))
     if request.file.exists():
@@ -91,6 +97,14 @@ def _problems(request: InitRequest) -> list[Problem]:
         message = "compare completions with those of pretrained weights, and a new model has none"
         problems.append(Problem("init.model", "preferences", message, "--model FOLDER or hub name"))
     return problems
+
+
+def _is_here(data: str) -> bool:
+    """Whether data are built in, or files or folders of this machine."""
+    from llmtrain.data.sources.files import STDLIB
+    from llmtrain.data.sources.stdlib_chat import STDLIB_CHAT
+
+    return data in (STDLIB, STDLIB_CHAT) or glob.has_magic(data) or expanded(data).exists()
 
 
 def _kind_of(data: str) -> Kind:

@@ -41,6 +41,20 @@ def _init(*words: str) -> None:
     app(["init", *words], standalone_mode=False)
 
 
+@pytest.mark.parametrize("name", ["./nowhere", "nowhere.txt", "/no/such/folder"])
+def test_a_file_that_does_not_exist_is_no_dataset_of_the_hub(folder, name):
+    code, message = refused("mine.yaml", "--data", name)
+    assert (code, message) == (2, f"--data: '{name}' does not exist [init.data]")
+    assert not Path("mine.yaml").exists()
+
+
+def test_it_says_that_a_name_is_looked_for_on_the_hub(folder, capsys):
+    _init("mine.yaml", "--data", "owner/name")
+    assert "text from owner/name, a dataset of the hub" in capsys.readouterr().out
+    _init("here.yaml", "--data", "texts.jsonl")
+    assert "the hub" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("suffix", ["py", "yaml"])
 @pytest.mark.parametrize(
     ("options", "fields"),
