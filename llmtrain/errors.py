@@ -89,6 +89,10 @@ class UserError(Exception):
             "nearest": list(self.nearest),
         }
 
+    def _render_traceback_(self) -> list[str]:
+        """Is what IPython shows in a notebook instead of a traceback."""
+        return [self.report()]
+
     @staticmethod
     def _line(problem: Problem) -> str:
         return str(problem) if problem.rule else problem.message

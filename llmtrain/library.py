@@ -118,14 +118,13 @@ def verify(
     plans: `all`, or names and patterns separated by commas. steps: optimizer steps of each run. run_dir: by default
     `runs/NAME-verify`. `Certificate.deviating` names the plans that differ. Call it in the main thread.
     """
-    from rich.console import Console
-
     from llmtrain.cluster import local_cluster
     from llmtrain.commands.precheck import without_uncut
     from llmtrain.data import Progress, prepare
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
     from llmtrain.search.enumerate import enumerate_plans
+    from llmtrain.system.streams import plain_console
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose, comparable
 
@@ -134,7 +133,7 @@ def verify(
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
     chosen, refused = without_uncut(choose(runnable, refused, plans), refused)
-    prepare(wanted, Progress(Console(stderr=True)))
+    prepare(wanted, Progress(plain_console(stderr=True)))
     folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, "verify")
     return certify.verify(wanted, chosen, refused, steps, folder)
 

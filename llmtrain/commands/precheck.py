@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
-
 from llmtrain.cluster import Cluster
 from llmtrain.errors import MachineError, RecipeError
 from llmtrain.launch.disks import disk_problems
@@ -21,7 +19,7 @@ from llmtrain.rules import resolve
 from llmtrain.search.cheapest import cheapest_ways
 from llmtrain.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.search.nearest import nearest_plans
-from llmtrain.system.streams import quiet_libraries
+from llmtrain.system.streams import plain_console, quiet_libraries
 
 WITHOUT_PIPELINE = {"parallel.pipeline": 1}
 
@@ -84,7 +82,10 @@ def check_stages(plan: Plan) -> None:
     from llmtrain.models import find_stages
 
     text = f"comparing a tiny copy of the model in {plan.parallel.pipeline} stages with the whole model"
-    with suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE), Console(stderr=True).status(text):
+    with (
+        suggesting(plan.recipe, plan.cluster, WITHOUT_PIPELINE),
+        plain_console(stderr=True).status(text),
+    ):
         find_stages(plan.recipe, plan.parallel.pipeline, plan.parallel.tensor)
 
 

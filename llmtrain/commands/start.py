@@ -337,7 +337,6 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
 
 def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object]) -> int:
     """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
-    from rich.console import Console
 
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.commands.precheck import check_stages
@@ -347,8 +346,9 @@ def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callabl
     from llmtrain.predict import memory_of
     from llmtrain.run_lock import RunLock
     from llmtrain.system.stops import caught_signals
+    from llmtrain.system.streams import plain_console
 
-    console, folder = Console(), start.folder
+    console, folder = plain_console(), start.folder
     if start.tool:
         check_tool(start.tool, plan)
     print_plan(plan, console, memory_of(plan))

@@ -31,6 +31,7 @@ from llmtrain.system.durable import open_log
 from llmtrain.system.heartbeat import Board
 from llmtrain.system.host import limit_spinning, own_cores
 from llmtrain.system.stops import QUIT, STOPS, before_the_first_step, caught_signals, say
+from llmtrain.system.streams import plain_console
 
 if TYPE_CHECKING:
     from llmtrain.launch.template import Forked, Template
@@ -139,10 +140,8 @@ def _settle(
     template: Template, env: Mapping[str, str], events: SimpleQueue[_LocalWorker | int], standstill: Standstill
 ) -> int | None:
     """Waits until workers can be forked. Returns the signal that arrived before, if any."""
-    from rich.console import Console
-
     template.start(env)
-    with Console().status("starting workers"):
+    with plain_console().status("starting workers"):
         while not template.settled(_POLL_S):
             standstill.look(template.process)
             if not events.empty():

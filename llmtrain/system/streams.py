@@ -16,6 +16,7 @@ from llmtrain.errors import UserError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+    from rich.console import Console
 
 
 class _Lossy(io.FileIO):
@@ -87,6 +88,17 @@ def quiet_libraries() -> Iterator[None]:
             os.write(2, os.pread(held, os.fstat(held).st_size, 0))
         for descriptor in (held, *own.values()):
             os.close(descriptor)
+
+
+def plain_console(stderr: bool = False) -> Console:
+    """Returns a console that draws bars and spinners on a terminal only.
+
+    Notebooks, as some CI, set FORCE_COLOR, which rich takes for a terminal; and it makes an output of each line there.
+    """
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, force_jupyter=False, force_terminal=stream is not None and stream.isatty())
 
 
 def _redirect(descriptors: Mapping[int, int]) -> None:

@@ -86,7 +86,7 @@ def take_over_output(run_dir: RunDir, rank: Rank) -> WorkerOutput:
     faulthandler.enable(file=2)
     now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
     print(f"--- {now}: rank {rank.rank} of {rank.world_size}, process {os.getpid()} on {socket.gethostname()}")
-    console = _Terminal(file=stdout) if rank.is_main else Console(quiet=True)
+    console = _Terminal(file=stdout, force_terminal=stdout.isatty()) if rank.is_main else Console(quiet=True)
     return WorkerOutput(console, stderr, run_dir, rank, time.time())
 
 
