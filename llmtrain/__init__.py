@@ -11,6 +11,7 @@ from llmtrain.system.stops import importing, stop_at_once
 
 with importing():
     from llmtrain.cluster import Cluster
+    from llmtrain.errors import UserError
     from llmtrain.library import lint, load_run, plan, train, verify
     from llmtrain.recipe import (
         BatchConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "Source",
     "TrainConfig",
     "TrainedTokenizer",
+    "UserError",
     "WatchdogConfig",
     "lint",
     "load_run",

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,38 @@ def test_the_dry_run_of_the_tutorial_of_two_nodes(tmp_path):
         line for line in shell_lines(_tutorial("two_nodes")) if line.startswith("llmtrain") and "--dry-run" in line
     ][:1]
     _run(line.replace("recipes/", f"{ROOT}/recipes/"), tmp_path)
+
+
+LIBRARY_GUIDE = (ROOT / "docs/guides/library.md").read_text(encoding="utf-8")
+
+
+def _run_blocks(wanted: Callable[[str], bool], folder: Path) -> str:
+    """Runs the Python of the guide to the library as one program, for the recipe of README with fewer steps."""
+    _write_recipe(README, folder)
+    recipe = (folder / "mine.py").read_text().replace("max_steps=100", "max_steps=4").replace("steps=20", "steps=1")
+    (folder / "mine.py").write_text(recipe)
+    shutil.copy(ROOT / "ds_configs/tiny.json", folder / "ds_config.json")
+    blocks = re.findall(r"^```python\n(.*?)^```", LIBRARY_GUIDE, re.DOTALL | re.MULTILINE)
+    code = "import llmtrain as lt\n" + "\n".join(filter(wanted, blocks))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_what_the_guide_to_the_library_plans_and_lints(own_folder):
+    said = _run_blocks(lambda block: "run" not in block and "verify" not in block, own_folder)
+    assert "{'dp': 4, 'pp': 1, 'tp': 1, 'sp': 1, 'ep': 1, 'zero_stage': 0} 1" in said
+    assert "batch.divides batch.global_batch_size" in said
+    assert "error lint.unknown_key zero_optimisation" in said
+
+
+@pytest.mark.breadth
+def test_the_guide_to_the_library(own_folder):
+    said = _run_blocks(lambda block: True, own_folder)
+    assert "trained 4 steps" in said
+    assert "all plans train as plain PyTorch does" in said
 
 
 def test_the_commands_of_the_guide_to_lint():
