@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from llmtrain.launch.jobs.kubernetes import USER, KubernetesOptions
+from tests.helpers.launching_doc import shell_lines
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
@@ -42,6 +44,15 @@ def test_kubernetes_finds_the_recipes_and_its_user():
     assert re.findall("WORKDIR (.*)", text)[-1] == KubernetesOptions(image="image", pvc="claim").workdir
     assert re.findall("USER (.*)", text) == [str(USER)]
     assert f"--uid {USER} " in text
+
+
+def test_the_example_for_kubernetes_is_what_the_command_of_the_guide_prints():
+    guide = (ROOT / "docs/guides/containers.md").read_text(encoding="utf-8")
+    [line] = [line for line in shell_lines(guide) if "--launcher kubernetes" in line]
+    command = [sys.executable, "-m", *shlex.split(line)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "examples/kubernetes.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.breadth
