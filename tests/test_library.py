@@ -88,12 +88,12 @@ def test_a_refused_plan_has_all_faults_and_the_nearest_plans():
 
 
 def test_an_error_names_the_line_of_its_own_recipe_only(tmp_path):
+    other = load_recipe("recipes/tiny.py", [])[0].with_(**{"parallel.pipeline": 2, "parallel.zero_stage": 2})
     file = tmp_path / "mine.yaml"
     file.write_text(f"extends: {ROOT}/recipes/tiny.py\nparallel:\n  pipeline: 2\n  zero_stage: 3\n")
     two = llmtrain.Cluster(devices_per_node=2)
     with pytest.raises(RecipeError, match=r"mine\.yaml:4: parallel\.zero_stage"):
         llmtrain.plan(file, two)
-    other = load_recipe("recipes/tiny.py", [])[0].with_(**{"parallel.pipeline": 2, "parallel.zero_stage": 2})
     with pytest.raises(RecipeError) as caught:
         llmtrain.plan(other, two)
     assert [problem.field for problem in caught.value.problems] == ["parallel.zero_stage"]
