@@ -89,7 +89,7 @@ def train(
     from llmtrain.plan.load import declared
     from llmtrain.run_dir import RunDir, default_run_dir
 
-    _check_main_thread("train")
+    _check_call("train", nproc=nproc, max_steps=max_steps)
     if rank := discover(os.environ, sys.argv):
         message = f"starts workers, but {rank.launcher} has started this process as a worker"
         raise RecipeError(Problem("library.worker", "llmtrain.train", message, f"{rank.launcher} mine.py"))
@@ -128,7 +128,7 @@ def verify(
     from llmtrain.verify import certify
     from llmtrain.verify.job import choose, comparable
 
-    _check_main_thread("verify")
+    _check_call("verify", nproc=nproc, steps=steps)
     wanted = comparable(declared(recipe, "verify")[0], steps)
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
@@ -182,7 +182,13 @@ def variant_of(recipe: Recipe | str | PathLike[str]) -> str | None:
     return None if not isinstance(recipe, str | PathLike) else os.fspath(recipe).partition(":")[2] or None
 
 
-def _check_main_thread(function: str) -> None:
+def _check_call(function: str, **numbers: int | None) -> None:
+    if problems := [
+        Problem("library.number", name, f"{value} was given: must be at least 1")
+        for name, value in numbers.items()
+        if value is not None and value < 1
+    ]:
+        raise RecipeError(problems)
     if threading.current_thread() is not threading.main_thread():
         message = "was called in another thread, which cannot receive the signals that stop a run"
         raise RecipeError(Problem("library.thread", f"llmtrain.{function}", message, "call it in the main thread"))

@@ -127,6 +127,8 @@ def test_the_metrics_of_a_run_are_columns(tmp_path):
         (lambda: llmtrain.lint({}, allow=["no_such_rule"]), "no rule"),
         (lambda: llmtrain.plan("recipes/nothing.py"), "does not exist"),
         (lambda: llmtrain.load_run("recipes"), "not a run directory"),
+        (lambda: llmtrain.train("recipes/tiny.py", nproc=0), "nproc: 0 was given"),
+        (lambda: llmtrain.verify("recipes/tiny.py", steps=-1), "steps: -1 was given"),
     ],
 )
 def test_wrong_arguments_are_errors_for_people(call, words):

@@ -231,7 +231,7 @@ def train_local(
     max_steps: int | None,
     max_restarts: int,
     tool: Tool | None = None,
-    ended: Callable[[int], object] = int,
+    ended: Callable[[int], object] | None = None,
 ) -> int:
     """Trains on this machine with one worker per device, and returns the exit code.
 
@@ -335,9 +335,8 @@ def _check_named(checkpoint: Path, folder: RunDir) -> None:
         raise CheckpointError(Problem("resume.path", "--resume", message, "choose another --run-dir"))
 
 
-def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object]) -> int:
+def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callable[[int], object] | None) -> int:
     """Checks the pipeline's stages and prepares the data here, then trains with one worker per device."""
-
     from llmtrain.checkpoint.before import check_data, check_resume
     from llmtrain.commands.precheck import check_stages
     from llmtrain.data import Progress, Schedule, prepare, report, with_steps
@@ -357,10 +356,8 @@ def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callabl
         return Exit.DONE
     with RunLock.take(folder.path, _say) as lock:
         checkpoint = check_resume(plan, folder, start.resume, is_local=True)
-        if start.forked_from:
-            start.forked_from.start(
-                common_environment(plan.workers)
-            )  # a new one, with one worker that drives all devices
+        if start.forked_from:  # a new one, with one worker that drives all devices
+            start.forked_from.start(common_environment(plan.workers))
         check_stages(plan)
         prepared = prepare(plan.recipe, Progress(console))
         plan = with_steps(plan, prepared)
@@ -377,7 +374,8 @@ def _launch(start: _Start, plan: Plan, ds_config: dict[str, Any], ended: Callabl
             # Batch systems repeat signals: one that arrives after the end must not change the exit code.
             code = _run(start, plan, console)
             lock.release()
-            ended(code)
+            if ended:
+                ended(code)
             return code
 
 
