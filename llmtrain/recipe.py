@@ -446,6 +446,20 @@ class EvalConfig(Part):
     """Largest number of sequences to evaluate on, taken evenly from all sources; default: all."""
 
 
+class SamplesConfig(Part):
+    """Texts that the model writes while it trains, also to the trackers and `samples.jsonl` of the run directory."""
+
+    every_steps: NonNegativeInt = 0
+    """Steps between samples; the run also ends with them. 0: never."""
+    prompts: Many[Annotated[str, Field(min_length=1)]] = ()
+    """Texts to continue. If the training data are conversations, a prompt is the question of a user."""
+    tokens: PositiveInt = 48
+    """Largest number of tokens of a continuation, which ends with the sequence of `data.sequence_length` tokens at the
+    latest. Each token takes a forward pass of a micro-batch."""
+    temperature: NonNegativeFloat = 0.0
+    """0: always the most likely token. Else one of the 50 most likely tokens is drawn, in the same way at each step."""
+
+
 class CheckpointConfig(Part):
     """When to save checkpoints, and which to keep."""
 
@@ -536,8 +550,8 @@ class WatchdogConfig(Part):
     factor: NonNegativeFloat = 10.0
     """Multiple of the 99th percentile of the last 1,000 steps' times."""
     phase_seconds: NonNegativeFloat = 1800.0
-    """The same limit in seconds for a save, a batch of an evaluation, and each of the first two steps, which compile.
-    0: no limit."""
+    """The same limit in seconds for a save, a batch of an evaluation, a token of the samples, and each of the first two
+    steps, which compile. 0: no limit."""
     straggler_ratio: NonNegativeFloat = 1.5
     """A rank whose own work takes this many times as long as that of the median rank is reported. 0: never."""
 
@@ -579,6 +593,7 @@ class Recipe(Part):
     parallel: ParallelConfig = ParallelConfig()
     train: TrainConfig
     evaluation: EvalConfig = EvalConfig()
+    samples: SamplesConfig = SamplesConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     kernels: KernelsConfig = KernelsConfig()

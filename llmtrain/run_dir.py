@@ -37,7 +37,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
-    r"|kernels\.(blocks|loss|threads)|(evaluation|checkpoint|guard|logging|watchdog|profile|export)\..*"
+    r"|kernels\.(blocks|loss|threads)|(evaluation|samples|checkpoint|guard|logging|watchdog|profile|export)\..*"
 )
 
 PACKAGES = (

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from llmtrain.data import MicroBatch
 from llmtrain.engines.guard import Measured, over_ranks
 from llmtrain.engines.optim import schedule
 from llmtrain.engines.plain import Distribution
@@ -86,15 +87,25 @@ class Accelerated(Distribution):
         return over_ranks(loss, grad_norm)
 
     def sum(self, total: Tensor) -> Tensor:
-        """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass; sums over ranks.
+        """Sums over ranks."""
+        self._free()
+        dist.all_reduce(total)
+        return total
+
+    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
+        """Returns what `Engine.next_logits` returns."""
+        found = super().next_logits(batch, device)
+        self._free()
+        return found
+
+    def _free(self) -> None:
+        """Frees the parameters that FSDP2 gathered in a forward pass and keeps for a backward pass.
 
         Otherwise a checkpoint would contain them in place of the shards.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        dist.all_reduce(total)
-        return total
 
     def whole(self, weight: Tensor) -> Tensor:
         """Gathers the shards of a weight."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import Completions, MicroBatch
-from llmtrain.engines.forward import forward
+from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import Distribution
 from llmtrain.models import Objective
 from llmtrain.plan import Plan
@@ -43,6 +43,10 @@ class DataParallel(Distribution):
         held = micro_batch.completions.tensors if micro_batch.completions else ()
         loss_sums, auxiliaries = self.module(micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, *held)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
+
+    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
+        """Runs the model itself, on the first device."""
+        return next_logits(self.model, self.model, batch, device)
 
     def describe(self) -> dict[str, Any]:
         """Adds all devices."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from llmtrain.data import StepBatch
+from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.guard import Guard
 from llmtrain.engines.state.writer import Writer
 from llmtrain.models import Objective
@@ -50,6 +50,13 @@ class Engine(Protocol):
 
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""
+
+    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        """Returns the logits [vocab] of the token after a position, in fp32, by the row of the batch.
+
+        The position is the one that has a label. Every rank is given the same batch, and returns the rows whose logits
+        it computes; each row is returned by at least one rank.
+        """
 
     def rewards(self) -> Tensor | None:
         """Returns [5]: sums over the completions of the batch that was trained or evaluated last, which

@@ -8,10 +8,12 @@ receive the boundaries as arguments of the forward pass.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -195,6 +197,53 @@ def forward(
         return loss_sum, None
     # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
     return loss_sum, router_loss_weight(model.config) * auxiliary
+
+
+@torch.no_grad()
+def next_logits(
+    call: Callable[..., Any], model: PreTrainedModel, batch: MicroBatch, device: torch.device
+) -> dict[int, Tensor]:
+    """Returns what `Engine.next_logits` returns, for the rows of which this rank holds the position with a label."""
+    place = Places.of(batch.labels)
+    with documents_known(batch) as documents:
+        output = call(
+            input_ids=batch.input_ids.to(device),
+            position_ids=batch.position_ids.to(device),
+            use_cache=False,
+            **place.arguments(model, device),
+            **bounds_for(model, batch, device, documents),
+        )
+    return place.rows_of(output.logits)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The positions with a label, one in a row at most; only their columns go through the head."""
+
+    rows: list[int]
+    columns: list[int]
+
+    @classmethod
+    def of(cls, labels: Tensor) -> Self:
+        """Finds them in [batch, T], on the host."""
+        rows, columns = (labels >= 0).nonzero(as_tuple=True)
+        return cls(rows.tolist(), columns.tolist())
+
+    @property
+    def kept(self) -> list[int]:
+        """The columns of the logits; any one if there is no position."""
+        return sorted(set(self.columns)) or [0]
+
+    def arguments(self, model: PreTrainedModel, device: torch.device) -> dict[str, Tensor]:
+        """Returns the argument of a model's forward pass with which it computes only these columns, if it has one."""
+        takes = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+        return {"logits_to_keep": torch.tensor(self.kept, device=device)} if takes else {}
+
+    def rows_of(self, logits: Tensor) -> dict[int, Tensor]:
+        """Returns the logits of each row; of [batch, T, vocab], or of the kept columns."""
+        kept = self.kept if logits.size(1) == len(self.kept) else range(logits.size(1))
+        pairs = zip(self.rows, self.columns, strict=True)
+        return {row: logits[row, kept.index(column)].float() for row, column in pairs}
 
 
 def objective_of(recipe: Recipe, slices: ProcessGroup | None = None) -> Objective | None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import forward, objective_of
+from llmtrain.engines.forward import forward, next_logits, objective_of
 from llmtrain.engines.guard import Guard, Measured
 from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.state.held import held
@@ -64,6 +64,10 @@ class Distribution:
     def forward(self, micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
         return forward(self.module, self.model, micro_batch, device, self.objective)
+
+    def next_logits(self, batch: MicroBatch, device: torch.device) -> dict[int, Tensor]:
+        """Returns what `Engine.next_logits` returns."""
+        return next_logits(self.module, self.model, batch, device)
 
     def weigh(self, loss_sum: Tensor, terms: int) -> Tensor:
         """Returns the loss whose gradients, reduced over ranks, are those of the mean over all terms.
@@ -206,6 +210,12 @@ class PlainLoop:
         for micro_batch in batch.micro_batches:
             total += self.forward(micro_batch)[0]
         return self.distribution.sum(total) / batch.terms
+
+    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        """Returns the logits of the token after the position with a label, by row."""
+        self.distribution.module.eval()
+        with autocast(self.recipe.parallel.precision, self.device.type):
+            return self.distribution.next_logits(batch, self.device)
 
     def rewards(self) -> Tensor | None:
         """Returns the sums of the last batch's rewards over all ranks."""

@@ -29,7 +29,7 @@ from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
 from llmtrain.plan.hub import stored_file
 from llmtrain.recipe import Recipe
-from llmtrain.runtime.agree import broadcast, gather, world_size
+from llmtrain.runtime.agree import broadcast, gather, highest
 
 FORMAT = 1
 """Version of how they are computed and kept; part of their key."""
@@ -112,10 +112,7 @@ def log_probs(
                 first, end = (int(one) for one in view.offsets[sequence : sequence + 2])
                 values[first:end] = row[: end - first]
         beat()
-    if world_size() > 1:
-        shared = values.to(engine.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)  # ranks that share a sequence have equal values
-        values = shared.cpu()
+    values = highest(values, engine.device)  # ranks that share a sequence have equal values
     return values.masked_fill(values == -torch.inf, torch.nan).numpy()
 
 

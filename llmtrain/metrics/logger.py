@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and the trackers: one record per logged step and per evaluation, on rank 0."""
+"""`metrics.jsonl`, `samples.jsonl` and the trackers, on rank 0: a record per logged step, evaluation and sample."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,8 +70,11 @@ class MetricsLogger:
         warn: is called with a message about a full disk.
         """
         self._plan, self._run_dir = plan, run_dir
-        forget_after(run_dir, start_step)
+        for file in (run_dir.metrics_file, run_dir.samples_file):
+            forget_after(file, start_step)
         self._lines = _Lines(run_dir.metrics_file, warn)
+        self._samples = _Lines(run_dir.samples_file, warn) if plan.recipe.samples.every_steps else None
+        self._files = [lines for lines in (self._lines, self._samples) if lines]
         self._trackers = Trackers(run_dir, plan.recipe, start_step)
 
     def log_step(self, metrics: StepMetrics) -> Record:
@@ -122,13 +125,22 @@ class MetricsLogger:
         """Writes what happened besides steps and evaluations."""
         note_event(self._run_dir, event, step, text)
 
+    def log_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
+        """Writes prompts with the texts that the model wrote after `step` steps."""
+        assert self._samples is not None, "the recipe asks for samples"
+        for number, (prompt, text) in enumerate(samples):
+            self._samples.add(json.dumps({"step": step, "prompt": prompt, "text": text}))
+            self._trackers.log_text(f"samples/{number}", prompt + text, step)
+
     def flush(self) -> None:
         """Waits until all lines are on disk, as far as the disk accepts them."""
-        self._lines.flush()
+        for lines in self._files:
+            lines.flush()
 
     def close(self) -> None:
         """Ends the run in the trackers."""
-        self._lines.close()
+        for lines in self._files:
+            lines.close()
         self._trackers.close()
 
     def __enter__(self) -> Self:
@@ -205,15 +217,15 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-def forget_after(run_dir: RunDir, step: int) -> None:
+def forget_after(file: Path, step: int) -> None:
     """Removes the lines of steps after `step`, all of them for 0 (a new run), and a truncated last line."""
     try:
-        text = read_bytes(run_dir.metrics_file, MOST_BYTES).decode(errors="replace")
+        text = read_bytes(file, MOST_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return
     kept = "".join(f"{line}\n" for line in text.splitlines() if step and 0 <= _step(line) <= step)
     if kept != text:
-        write_atomically(run_dir.metrics_file, kept)
+        write_atomically(file, kept)
 
 
 def _step(line: str) -> int:

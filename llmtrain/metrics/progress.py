@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
+from rich.panel import Panel
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
+
+from llmtrain.system.visible import visible
 
 REFRESH_PER_SECOND = 4
 SPEED_PERIOD_S = 120.0
@@ -72,6 +75,11 @@ class TrainingProgress:
             self._bar.refresh()  # otherwise the previous live line would be shown again below the printed one
         self._print(_plain_line(record, self._max_steps))
 
+    def show_samples(self, step: int, samples: Iterable[tuple[str, str]]) -> None:
+        """Shows prompts with their continuations."""
+        for prompt, text in samples:
+            self._console.print(sample_panel(prompt, text, f"sample after step {step:,}"))
+
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
         """Shows what the run does instead of training: `evaluating`, `saving`."""
@@ -105,6 +113,11 @@ class TrainingProgress:
 
     def _print(self, line: str) -> None:
         self._console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def sample_panel(prompt: str, text: str, title: str) -> Panel:
+    """Returns a prompt and its continuation in a frame; control characters are shown, not obeyed."""
+    return Panel(Text.assemble((visible(prompt), "bold"), visible(text)), title=title, title_align="left")
 
 
 def _bar(console: Console) -> Progress:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from textwrap import indent
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
@@ -65,6 +66,10 @@ class Trackers:
         numbers = {name: value for name, value in values.items() if value is not None}
         self._thread.submit(self._log, numbers, step)
 
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Sends a text to the trackers that show texts, without waiting; MLflow's metrics are numbers."""
+        self._thread.submit(self._log_text, name, text, step)
+
     def close(self) -> None:
         """Sends the rest and ends the run in each tracker."""
         self._thread.submit(self._each, "at its end", lambda tracker: tracker.finish())
@@ -85,6 +90,14 @@ class Trackers:
             self._waiting = False
             self._trackers["tensorboard"] = _start("tensorboard", self._run_dir, self._recipe, step - 1, {})
         self._each(f"at step {step:,}", lambda tracker: tracker.log(numbers, step=step))
+
+    def _log_text(self, name: str, text: str, step: int) -> None:
+        # TensorBoard reads Markdown, in which an indented text is shown as it is.
+        shown = {"tensorboard": indent(text, "    ", lambda line: True), "wandb": text}
+        self._each(
+            f"at step {step:,}",
+            lambda tracker: tracker.name in shown and tracker.log({name: shown[tracker.name]}, step=step),
+        )
 
     def _each(self, when: str, call: Callable[[Any], object]) -> None:
         for name, tracker in list(self._trackers.items()):

@@ -130,6 +130,8 @@ class Stage(nn.Module):
 
     targets: Tensor | None = None
     """Labels [batch, T] of the next micro-batch, for a last stage whose model accepts them (`ChunkedLoss`)."""
+    kept: Mapping[str, Any] = MappingProxyType({})
+    """Arguments by which a last stage computes the logits of some columns only, in the next micro-batch."""
     bounds: Mapping[str, Any] = MappingProxyType({})
     """Arguments with which attention keeps the documents of the next micro-batch apart (`models.varlen`)."""
     context: AbstractContextManager[Any] = nullcontext()
@@ -185,7 +187,7 @@ class Stage(nn.Module):
         """
         states, position_ids, *extras = inputs
         tokens = states if self.is_first else self._tokens(position_ids, extras)
-        arguments = {"input_ids": tokens, "use_cache": False, **self.bounds}
+        arguments = {"input_ids": tokens, "use_cache": False, **self.bounds, **self.kept}
         if self._takes_positions:
             arguments["position_ids"] = position_ids
         if self.targets is not None:
@@ -221,7 +223,7 @@ class Stage(nn.Module):
     def _forget(self) -> None:
         """Releases the activations. The engine keeps those that it needs, for several micro-batches at a time."""
         self.targets = None
-        self.bounds, self.context = {}, nullcontext()
+        self.bounds, self.kept, self.context = {}, {}, nullcontext()
         self._received_routers = ()
         for entry in self._entry:
             entry.received = None

@@ -179,18 +179,26 @@ class Plan(Part):
     def shortens_batches(self) -> bool:
         """Whether a micro-batch is only as long as its targets need.
 
-        That is, if sequences are not packed and nothing wants equal lengths: stages and slices exchange tensors of one
-        size, compiled kernels are compiled for it, and the balancing loss of experts is a mean over all tokens.
+        That is, if sequences are not packed and nothing wants equal lengths: the balancing loss of experts is a mean
+        over all tokens.
         """
-        recipe, kernels = self.recipe, self.recipe.kernels
+        recipe = self.recipe
         return (
             recipe.data.packing == "none"
             and not recipe.objective.of_completions
             and not self.model.experts
-            and self.parallel.pipeline == self.parallel.sequence == 1
+            and not self.has_one_shape
             and self.parallel.backend == "deepspeed"
-            and "compiled" not in (kernels.blocks, kernels.loss)
         )
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all micro-batches must have the same shape.
+
+        Stages and slices exchange tensors of one size, and compiled kernels are compiled for it.
+        """
+        kernels = self.recipe.kernels
+        return self.parallel.pipeline * self.parallel.sequence > 1 or "compiled" in (kernels.blocks, kernels.loss)
 
     @property
     def read_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Rules for checkpoints and the evaluation: options without effect are refused."""
+"""Rules for checkpoints, evaluations and samples: options without effect are refused."""
 
 from __future__ import annotations
 
@@ -106,4 +106,16 @@ def weight(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"evaluation.sources.{number}.weight", message, "leave it out")
 
 
-RULES = (keeps_all, never_saved, never_evaluated, never, fraction, weight)
+@rule("samples.never", "Samples need both prompts and steps after which they are written.", "arithmetic")
+def samples_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses prompts that are never continued, and samples without prompts."""
+    samples = draft.recipe.samples
+    if samples.prompts and not samples.every_steps:
+        fix = assignment(samples__every_steps=draft.recipe.train.max_steps or 100)
+        yield Fault("samples.prompts", "prompts were given, but samples.every_steps is 0", fix)
+    if samples.every_steps and not samples.prompts:
+        message = f"{samples.every_steps} was given, but there are no samples.prompts"
+        yield Fault("samples.every_steps", message, """--set 'samples.prompts=["Once upon a time"]'""")
+
+
+RULES = (keeps_all, never_saved, never_evaluated, never, fraction, weight, samples_never)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from llmtrain.errors import CheckpointError, Problem
@@ -39,6 +41,18 @@ def broadcast(value: T, source: int = 0, group: Group = None) -> T:
     shared = [value]
     dist.broadcast_object_list(shared, src=source, group=group)
     return shared[0]
+
+
+def highest(values: Tensor, device: torch.device) -> Tensor:
+    """Returns the largest of the values of all ranks at each place, on every rank and on the CPU.
+
+    device: the one over which the ranks communicate.
+    """
+    if world_size() == 1:
+        return values
+    shared = values.to(device)
+    dist.all_reduce(shared, dist.ReduceOp.MAX)
+    return shared.cpu()
 
 
 def world_size() -> int:

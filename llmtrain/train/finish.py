@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.manifest import missing_parts, read_manifests, some
 from llmtrain.data import Prepared
+from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
@@ -41,5 +40,4 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
         except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
             console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
             return
-        text = f"[bold]{escape(prompt)}[/bold]{escape(continuation)}"
-        console.print(Panel(text, title="sample", title_align="left"))
+        console.print(sample_panel(prompt, continuation, "sample"))

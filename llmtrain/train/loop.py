@@ -21,6 +21,7 @@ from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.train.profiling import StepProfiler
+from llmtrain.train.sampling import Sampler
 from llmtrain.train.signals import Agreement
 
 
@@ -45,6 +46,8 @@ class Run:
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
+    sampler: Sampler | None = None
+    """Set if the recipe asks for samples."""
 
 
 class TooManySkippedError(Exception):
@@ -95,6 +98,8 @@ def fit(run: Run) -> None:
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
+                if run.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
+                    sample(run, run.sampler)
             if _due(recipe.checkpoint.every_steps, state.step):
                 with meter.saving():
                     _save(run)
@@ -124,9 +129,16 @@ def evaluate(run: Run) -> None:
         by_source = {name: loss / terms[name] for name, loss in losses.items()}
         known, means = run.data.eval_bytes(most), _reward_metrics(run, rewards.tolist())
         bytes_per_token = known / sum(terms.values()) if known else None
-        run.progress.show(
-            run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token)
-        )
+        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token))
+
+
+def sample(run: Run, sampler: Sampler) -> None:
+    """Continues the prompts of the recipe, and logs the texts."""
+    with run.progress.busy("sampling"), run.heart.phase(Phase.EVALUATING):
+        samples = sampler.continued(run.engine, run.heart.beat)
+    if run.metrics:
+        run.metrics.log_samples(run.state.step, samples)
+        run.progress.show_samples(run.state.step, samples)
 
 
 def _save(run: Run) -> None:

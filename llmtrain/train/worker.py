@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
     from llmtrain.metrics import BusyCores
+    from llmtrain.train.sampling import Sampler
 
 
 def main(
@@ -158,6 +159,7 @@ class _Worker:
         from llmtrain.engines.reference_model import with_references
         from llmtrain.overrides import untried_versions
         from llmtrain.runtime.devices import free_device_memory
+        from llmtrain.train.sampling import Sampler
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -190,7 +192,8 @@ class _Worker:
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
-        stopped = self._fit(engine, data, saver, state, stop_step)
+        sampler = Sampler(plan, prepared) if plan.recipe.samples.every_steps else None
+        stopped = self._fit(engine, data, saver, state, stop_step, sampler)
         engine.close()
         dist.destroy_process_group()
         self.heart.done()
@@ -219,14 +222,22 @@ class _Worker:
         if self.plan.kernels.milliseconds:
             self._say(chosen_line(self.plan.kernels))
 
-    def _fit(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+    def _fit(
+        self,
+        engine: Engine,
+        data: Schedule,
+        saver: Saver,
+        state: TrainerState,
+        stop_step: int,
+        sampler: Sampler | None,
+    ) -> bool:
         """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
         from llmtrain.train.loop import TooManySkippedError
         from llmtrain.train.rollback import Trouble, go_back
 
         while True:
             try:
-                return self._attempt(engine, data, saver, state, stop_step)
+                return self._attempt(engine, data, saver, state, stop_step, sampler)
             except TooManySkippedError as error:
                 with self.heart.phase(Phase.LOADING):
                     saver.settle()
@@ -240,7 +251,15 @@ class _Worker:
                     f"on with sample {state.samples:,} of the data"
                 )
 
-    def _attempt(self, engine: Engine, data: Schedule, saver: Saver, state: TrainerState, stop_step: int) -> bool:
+    def _attempt(
+        self,
+        engine: Engine,
+        data: Schedule,
+        saver: Saver,
+        state: TrainerState,
+        stop_step: int,
+        sampler: Sampler | None,
+    ) -> bool:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         from llmtrain.metrics import MetricsLogger, TrainingProgress
         from llmtrain.runtime.distributed import barrier
@@ -260,7 +279,7 @@ class _Worker:
                 cores = self._cores()
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
                 parts = (recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores)
-                fit(Run(*parts, profiler=profiler))
+                fit(Run(*parts, profiler=profiler, sampler=sampler))
                 profiler.close()
                 stop.close()
                 heart.finish()

@@ -148,8 +148,24 @@ def test_a_line_that_was_cut_off_is_dropped(run_dir, plan):
     whole = run_dir.metrics_file.read_text()
     with run_dir.metrics_file.open("a") as file:
         file.write('{"step": 15, "lo')
-    forget_after(run_dir, 20)
+    forget_after(run_dir.metrics_file, 20)
     assert run_dir.metrics_file.read_text() == whole
+
+
+def test_samples_are_lines_of_their_own_file_and_forgotten_as_metrics_are(run_dir, plan):
+    asked = {"samples.every_steps": 10, "samples.prompts": ["a", "b"]}
+    sampling = plan.model_copy(update={"recipe": plan.recipe.with_(**asked)})
+    lines = [{"step": step, "prompt": "a\u2028", "text": f"{step}\n"} for step in (10, 20, 30)]
+    for start, logged in ((0, lines), (20, lines[2:])):
+        with MetricsLogger(run_dir, sampling, start) as logger:
+            for line in logged:
+                logger.log_samples(line["step"], [(line["prompt"], line["text"])])
+    assert [strict(line) for line in run_dir.samples_file.read_text().splitlines()] == lines
+    with MetricsLogger(run_dir, plan):
+        assert run_dir.samples_file.read_text() == ""
+    run_dir.samples_file.unlink()
+    train(run_dir, plan, 10, 20)
+    assert not run_dir.samples_file.exists()
 
 
 def test_a_new_run_in_an_old_folder_starts_empty(run_dir, plan):

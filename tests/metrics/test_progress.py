@@ -44,6 +44,15 @@ def test_a_log_gets_one_line_per_logged_step():
     ]
 
 
+def test_a_sample_is_shown_without_what_a_terminal_would_obey():
+    console = plain()
+    TrainingProgress(console, 100).show_samples(1000, [("[bold]a", "b\x1b[31m\nc")])
+    shown = "\n".join(lines(console))
+    assert "sample after step 1,000" in shown
+    assert "[bold]ab\\x1b[31m" in shown
+    assert "\x1b" not in shown
+
+
 def test_what_is_unknown_is_left_out():
     console = plain()
     progress = TrainingProgress(console, 100)

@@ -5,6 +5,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +70,20 @@ def test_tensorboard_shows_the_numbers_and_the_recipe(plan, run_dir, event_accum
     assert reader.Tags()["scalars"] == ["train/loss"]
     text = reader.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '"name": "small"' in text
+
+
+def test_texts_are_shown_as_they_are_and_left_out_of_mlflow(plan, run_dir, event_accumulator, monkeypatch):
+    trackers = Trackers(run_dir, with_trackers(plan, "tensorboard"), 0)
+    others = {name: SimpleNamespace(name=name, logged=[], finish=lambda: None) for name in ("wandb", "mlflow")}
+    for tracker in others.values():
+        tracker.log = lambda values, step, logged=tracker.logged: logged.append((values, step))
+    monkeypatch.setattr(trackers, "_trackers", trackers._trackers | others)
+    trackers.log_text("samples/0", "a\n\n# b", step=3)
+    trackers.close()
+    assert others["wandb"].logged == [({"samples/0": "a\n\n# b"}, 3)]
+    assert others["mlflow"].logged == []
+    reader = event_accumulator.EventAccumulator(str(run_dir.tensorboard)).Reload()
+    assert reader.Tensors("samples/0/text_summary")[0].tensor_proto.string_val[0] == b"    a\n    \n    # b"
 
 
 def test_tensorboard_forgets_the_steps_of_a_lost_attempt(plan, run_dir, event_accumulator):

@@ -1,4 +1,4 @@
-"""Options of retention and of evaluation that would do nothing."""
+"""Options of retention, evaluation and samples that would do nothing."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_s
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.0}, []),
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.01, "evaluation.at_start": True}, []),
         ({"evaluation.sources": [{"name": "a", "weight": 2.0}], "data.eval_fraction": 0.0}, ["evaluation.weight"]),
+        ({"samples.every_steps": 5}, ["samples.never"]),
+        ({"samples.prompts": ["a"]}, ["samples.never"]),
+        ({"samples.prompts": ["a"], "samples.every_steps": 5}, []),
     ],
 )
 def test_what_would_do_nothing_is_refused(tiny, fields, broken):

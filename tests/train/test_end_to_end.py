@@ -1,5 +1,6 @@
 """The same recipe file under every launcher of one machine trains the same run."""
 
+import json
 import os
 import shutil
 import sys
@@ -15,10 +16,13 @@ OURS, *OTHERS = commands("Launching", "recipes/tiny.py", " 2")[:7]
 """As documented, of one machine."""
 
 
+SAMPLES = ("--set=samples.every_steps=8", '--set=samples.prompts=["def ", "import os\\n"]', "--set=samples.tokens=9")
+
+
 @pytest.fixture(scope="module")
 def one_worker(small_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    result = llmtrain("train", small_recipe, "--run-dir", folder / "run")
+    result = llmtrain("train", small_recipe, "--run-dir", folder / "run", *SAMPLES)
     assert result.returncode == 0, result.stderr
     return folder / "run", result
 
@@ -47,6 +51,12 @@ def test_one_worker_trains_and_leaves_a_run_directory(one_worker):
     assert last[0] == 12
     assert last[1] < first[1]
     assert "unigram" in result.stdout
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["prompt"]) for one in samples] == [
+        (step, prompt) for step in (8, 12) for prompt in ("def ", "import os\n")
+    ]
+    assert all(one["text"] for one in samples)
+    assert "sample after step 12" in result.stdout
     # The chatter of the libraries is in the log and nowhere else.
     assert "deepspeed" in (run_dir / "logs" / "rank_0.log").read_text().lower()
     assert "WARNING" not in result.stdout + result.stderr
@@ -63,11 +73,12 @@ def test_two_workers_train_what_one_does(one_worker, two_workers):
 @pytest.mark.slow
 def test_a_pipeline_trains_what_one_worker_does(one_worker, small_recipe, tmp_path):
     stages = ("--set", "parallel.pipeline=2", "--set", "parallel.zero_stage=1", "--nproc", "2")
-    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages)
+    result = llmtrain("train", small_recipe, "--run-dir", tmp_path / "run", *stages, *SAMPLES)
     assert result.returncode == 0, result.stderr
     for ours, theirs in zip(losses(tmp_path / "run"), losses(one_worker[0]), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "samples.jsonl").read_text() == (one_worker[0] / "samples.jsonl").read_text()
 
 
 def test_every_launcher_is_documented():

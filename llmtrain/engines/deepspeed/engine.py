@@ -22,7 +22,14 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import check_kernels, documents_known, forward, objective_of, use_kernels
+from llmtrain.engines.forward import (
+    check_kernels,
+    documents_known,
+    forward,
+    next_logits,
+    objective_of,
+    use_kernels,
+)
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
 from llmtrain.engines.optim import gradients_of, parameter_groups, schedule
 from llmtrain.engines.state.held import held
@@ -276,6 +283,15 @@ class DeepSpeedEngine:
         with self._active():
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
+
+    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        """Returns the logits of the token after the position with a label, by row; empty before the last stage."""
+        with self._active():
+            if self.pipeline:
+                return self.pipeline.next_logits(batch)
+            self.engine.eval()
+            with documents_known(batch):
+                return next_logits(self.engine, self.model, self.slice(batch), self.device)
 
     def rewards(self) -> Tensor | None:
         """Returns the sums of the last batch's rewards over all ranks."""

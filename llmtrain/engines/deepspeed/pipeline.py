@@ -8,7 +8,7 @@ share sequences (`llmtrain.engines.deepspeed.sequence`) are data parallel ranks,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch import distributed as dist
 from llmtrain.data import Completions, MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
 from llmtrain.engines.engine import StepResult
-from llmtrain.engines.forward import bounds_for, documents_known, loss_of
+from llmtrain.engines.forward import Places, bounds_for, documents_known, loss_of
 from llmtrain.engines.state.pieces import Region
 from llmtrain.models import chunked_loss, router_loss_weight, stage_builder, stage_names
 from llmtrain.models.build import StageBuilder
@@ -106,6 +106,7 @@ class PipelineAxis(EngineAxis):
         keep_losses_apart(engine.engine)
         self._names = self._stage.hf_names()
         self._awaited: Iterator[MicroBatch] = iter(())
+        self._places: Places | None = None
         self._stage.register_forward_pre_hook(lambda *_: self._tell_documents())
 
     def train_step(self, batch: StepBatch) -> StepResult:
@@ -114,15 +115,28 @@ class PipelineAxis(EngineAxis):
         self._start(batch)
         measured = self._engine.judged(
             lambda: self._total / batch.terms,
-            lambda: self._engine.engine.train_batch(self._micro_batches(batch)),
+            lambda: self._engine.engine.train_batch(self._micro_batches(batch.micro_batches)),
         )
         return StepResult(loss=measured.loss, grad_norm=measured.grad_norm, lr=lr)
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this replica's sum of losses on the last stage, and zero on the others."""
         self._start(batch)
-        self._engine.engine.eval_batch(self._micro_batches(batch), num_micro_batches=len(batch.micro_batches))
+        self._engine.engine.eval_batch(
+            self._micro_batches(batch.micro_batches), num_micro_batches=len(batch.micro_batches)
+        )
         return self._total
+
+    def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
+        """Returns the logits after the position with a label, by row, on the last stage; nothing on the others."""
+        self._start(StepBatch([batch], target_tokens=1, samples=0, first_sample=0))
+        self._places = Places.of(self._engine.slice(batch).labels)
+        self._found: dict[int, Tensor] = {}
+        try:
+            self._engine.engine.eval_batch(self._micro_batches([batch]), num_micro_batches=1)
+        finally:
+            self._places = None
+        return self._found
 
     @property
     def replicas(self) -> dist.ProcessGroup:
@@ -209,14 +223,16 @@ class PipelineAxis(EngineAxis):
         self._stage.context = documents_known(batch)
         self._stage.bounds = bounds_for(self._stage.model, batch, self.device)
 
-    def _micro_batches(self, batch: StepBatch) -> Iterator[Micro]:
+    def _micro_batches(self, batches: Iterable[MicroBatch]) -> Iterator[Micro]:
         """Yields micro-batches on the device: DeepSpeed's own copies would wait for all that is queued there."""
-        for one in batch.micro_batches:
+        for one in batches:
             own = self._engine.slice(one)
             self._completions.append(own.completions)
             tensors = (own.input_ids, own.position_ids, own.labels)
             tokens, positions, labels = (one.to(self.device, non_blocking=True) for one in tensors)
-            if chunked_loss(self._stage.model):
+            if self._places and self._stage.is_last:
+                self._stage.kept = self._places.arguments(self._stage.model, self.device)
+            elif chunked_loss(self._stage.model):
                 # DeepSpeed reads labels right before the last stage's forward pass, so the next one is for these.
                 self._stage.targets = labels
             yield (tokens, positions), labels
@@ -227,6 +243,9 @@ class PipelineAxis(EngineAxis):
         output: logits, or the sum of the losses if the stage's model computes it.
         """
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
+        if self._places:
+            self._found = self._places.rows_of(result)
+            return torch.zeros((), device=self.device)
         # The last stage reads, runs and judges one micro-batch after the other.
         loss_sum = loss_of(result, labels, self._stage.model, self._completions.popleft(), self._engine.objective)
         self._total += loss_sum.detach()

@@ -1,0 +1,122 @@
+"""Continues prompts with the weights of the moment, under every strategy.
+
+Each token takes a forward pass of the plan's own engine over the text so far, as an evaluation does: no second model is
+held, no weights are gathered, and nothing is cached between passes. The ranks that compute the logits choose a token,
+and all ranks agree on it, so they all make the same number of passes. Global random generators are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from llmtrain.data import MicroBatch, Prepared
+from llmtrain.data.chat.encode import ChatEncoder
+from llmtrain.engines import Engine
+from llmtrain.errors import DataError, Problem
+from llmtrain.plan import Plan
+from llmtrain.runtime.agree import highest
+from llmtrain.system.untrusted import utf8_name
+
+LIKELIEST = 50
+"""Number of tokens of which one is drawn, if the temperature is not 0."""
+COLUMNS = 64
+"""Shapes that may vary are multiples of this many tokens, so that there are few of them."""
+
+
+Sample = tuple[str, str]
+"""A prompt and its continuation."""
+
+
+class Sampler:
+    """Continues the prompts of a recipe. All ranks make one, and call it together."""
+
+    def __init__(self, plan: Plan, prepared: Prepared) -> None:
+        """Raises DataError for prompts that leave no room in a sequence."""
+        self._config, self._seed = plan.recipe.samples, plan.recipe.train.seed
+        self._length, self._rows = prepared.sequence_length, plan.batch.micro_batch_size
+        self._has_one_shape = plan.has_one_shape
+        self._vocab_size, self._stops = prepared.vocab_size, set(prepared.stop_ids)
+        with utf8_name(prepared.tokenizer_dir) as named:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(named)
+        self._prompts = [self._encoded(prompt, prepared) for prompt in self._config.prompts]
+        problems = [
+            Problem(
+                "samples.long",
+                f"samples.prompts.{number}",
+                f"it has {len(ids):,} tokens, which leave no room in a sequence of {self._length:,}",
+                "shorten it",
+            )
+            for number, ids in enumerate(self._prompts)
+            if len(ids) >= self._length
+        ]
+        if problems:
+            raise DataError(problems)
+
+    def continued(self, engine: Engine, beat: Callable[[], object] = lambda: None) -> list[Sample]:
+        """Returns the prompts with their continuations. beat: called after each token."""
+        found = []
+        for first in range(0, len(self._prompts), self._rows):
+            found += self._together(engine, first, beat)
+        return list(zip(self._config.prompts, found, strict=True))
+
+    def _encoded(self, prompt: str, prepared: Prepared) -> list[int]:
+        """Returns the tokens of a text to continue or, if the training data are conversations, of a question."""
+        if prepared.chat_template:
+            return ChatEncoder(prepared.tokenizer_dir, prepared.chat_template).prompt(
+                [{"role": "user", "content": prompt}]
+            )
+        ids: list[int] = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
+        return ids or [prepared.eos_id]
+
+    def _together(self, engine: Engine, first: int, beat: Callable[[], object]) -> list[str]:
+        """Continues as many prompts as a micro-batch has rows."""
+        prompts = self._prompts[first : first + self._rows]
+        texts = [list(ids) for ids in prompts]
+        generators = [torch.Generator().manual_seed(self._seed + first + row) for row in range(len(texts))]
+        left = set(range(len(texts)))
+        while left:
+            chosen = torch.full((len(texts),), -1)
+            noise = [torch.empty(LIKELIEST).exponential_(generator=one) for one in generators]
+            for row, logits in engine.next_logits(self._batch(texts, left)).items():
+                chosen[row] = self._choice(logits[: self._vocab_size], noise[row])
+            tokens = highest(chosen, engine.device).tolist()
+            for row in sorted(left):
+                ends = tokens[row] in self._stops
+                texts[row] += [] if ends else [tokens[row]]
+                most = min(len(prompts[row]) + self._config.tokens, self._length)
+                if ends or len(texts[row]) >= most:
+                    left.remove(row)
+            beat()
+        pairs = zip(texts, prompts, strict=True)
+        return [self._tokenizer.decode(text[len(ids) :], skip_special_tokens=True) for text, ids in pairs]
+
+    def _choice(self, logits: Tensor, noise: Tensor) -> int:
+        """Returns the most likely token; at a temperature, one drawn by Gumbel's maximum.
+
+        noise: exponential variates, one for each candidate.
+        """
+        if not self._config.temperature:
+            return int(logits.argmax())
+        scores, tokens = logits.cpu().topk(min(LIKELIEST, len(logits)))
+        return int(tokens[(scores / self._config.temperature - noise[: len(scores)].log()).argmax()])
+
+    def _batch(self, texts: list[list[int]], left: set[int]) -> MicroBatch:
+        """Returns the texts as rows, with a label at the last token of those that go on.
+
+        What follows a text cannot influence it, since attention is causal.
+        """
+        rows, columns = self._rows, self._length
+        if not self._has_one_shape:
+            rows, columns = len(texts), min(-(-max(map(len, texts)) // COLUMNS) * COLUMNS, self._length)
+        inputs = torch.zeros((rows, columns), dtype=torch.int64)
+        labels = torch.full((rows, columns), -100)
+        for row, ids in enumerate(texts):
+            inputs[row, : len(ids)] = torch.tensor(ids)
+            if row in left:
+                labels[row, len(ids) - 1] = 0
+        return MicroBatch(inputs, torch.arange(columns).repeat(rows, 1), labels)
