@@ -442,8 +442,22 @@ class EvalConfig(Part):
     sources: Many[Source] = ()
     """What to evaluate on, instead of held-out documents of `data.sources`; without `weight`, since all of it counts
     equally."""
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Many[Source], Field(min_length=1)]] = (
+        Field(default_factory=dict)
+    )
+    """Further sets to evaluate on, by name, each with its own sources, loss, perplexity and bits per byte."""
     max_sequences: PositiveInt | None = None
-    """Largest number of sequences to evaluate on, taken evenly from all sources; default: all."""
+    """Largest number of sequences to evaluate on, taken evenly from all sources; the same for each of `sets`. Default:
+    all."""
+
+    @property
+    def all_sources(self) -> dict[str, Source]:
+        """The sources of all sets, by their fields."""
+        groups = {
+            "evaluation.sources": self.sources,
+            **{f"evaluation.sets.{name}": one for name, one in self.sets.items()},
+        }
+        return {f"{field}.{number}": one for field, group in groups.items() for number, one in enumerate(group)}
 
 
 class SamplesConfig(Part):
@@ -604,7 +618,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _formats_of_the_objective(self) -> Self:
-        formats = {source.format for source in (*self.data.sources, *self.evaluation.sources)}
+        formats = {source.format for source in (*self.data.sources, *self.evaluation.all_sources.values())}
         if others := sorted(formats - set(self.objective.formats)):
             raise ValueError(
                 f"a source has the format {', '.join(others)}, but objective.name={self.objective.name} reads "
@@ -787,7 +801,7 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
-    """Sets `values` at a dotted path; `model.config` accepts any name, other parts only their fields."""
+    """Sets `values` at a dotted path; only `model.config` and `evaluation.sets` accept any name."""
     *parents, name = path.split(".")
     target: Any = values
     for depth, parent in enumerate(parents):
@@ -805,8 +819,8 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
             return Problem("recipe.field", short(path), f"has {len(target)} items, numbered from 0")
         target[index] = value
         return None
-    open_part = parents[:2] == ["model", "config"]
-    if not open_part and name not in target and name not in _fields_of(".".join(parents)):
+    is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"])
+    if not is_open and name not in target and name not in _fields_of(".".join(parents)):
         return _unknown_field(path)
     target[name] = value
     return None

@@ -133,6 +133,7 @@ def test_each_field_decides_whether_it_may_change(plan):
             "evaluation.every_steps",
             "evaluation.max_sequences",
             "evaluation.at_start",
+            "evaluation.sets",
         ),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
         "checkpoint.background",

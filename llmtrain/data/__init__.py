@@ -3,13 +3,14 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
-from llmtrain.data.prepare import Prepared, PreparedSource, find_prepared, prepare
+from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare
 from llmtrain.data.progress import Progress
 from llmtrain.data.report import notes, report, summary
 from llmtrain.data.sampler import Completions, Documents, MicroBatch, Schedule, StepBatch, with_steps
 from llmtrain.data.store import TokenStore
 
 __all__ = [
+    "MAIN_SET",
     "Completions",
     "Documents",
     "MicroBatch",

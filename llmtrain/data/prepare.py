@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from llmtrain.rules.model import packed_conversations
 from llmtrain.system.untrusted import why
 
 EVAL_FIELD = "evaluation.sources"
+MAIN_SET = ""
+"""Name of the evaluation set that has none: `evaluation.sources`, or the held-out documents."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Prepared:
     """Duration of this call, including the time spent waiting for another process."""
     chat_template: ChatTemplate | None = None
     """The template that writes the conversations; None if there are none."""
+    sets: Mapping[str, tuple[PreparedSource, ...]] = field(default_factory=dict)
+    """The sources of further evaluation sets, by name."""
 
     @property
     def key(self) -> str:
@@ -99,19 +104,19 @@ class Prepared:
         """Number of training sequences in one pass over the data."""
         return sum(len(source.train) for source in self.sources)
 
-    @property
-    def evaluated(self) -> tuple[PreparedSource, ...]:
-        """The sources whose `eval` has sequences to evaluate on."""
-        return tuple(source for source in (self.evaluation_sources or self.sources) if len(source.eval))
+    def evaluated(self, name: str = MAIN_SET) -> tuple[PreparedSource, ...]:
+        """Returns the sources of a set whose `eval` has sequences to evaluate on."""
+        sources = self.sets[name] if name else self.evaluation_sources or self.sources
+        return tuple(source for source in sources if len(source.eval))
 
-    @property
-    def eval_sequences(self) -> int:
-        """Number of evaluation sequences."""
-        return sum(len(source.eval) for source in self.evaluated)
+    def eval_sequences(self, name: str = MAIN_SET) -> int:
+        """Returns the number of evaluation sequences of a set."""
+        return sum(len(source.eval) for source in self.evaluated(name))
 
-    def eval_order(self) -> EvalOrder:
+    def eval_order(self, name: str = MAIN_SET) -> EvalOrder:
         """Returns the order of the sequences of `evaluated`."""
-        return EvalOrder([source.eval for source in self.evaluated], [source.key for source in self.evaluated])
+        sources = self.evaluated(name)
+        return EvalOrder([source.eval for source in sources], [source.key for source in sources])
 
     def unigram_loss(self, max_sequences: int | None = None) -> float:
         """Returns the mean cross-entropy (nats per token) of a unigram model on the evaluation targets.
@@ -160,21 +165,32 @@ def _made(recipe: Recipe, cache: Cache) -> Prepared:
     started = time.perf_counter()
     data, held_out = recipe.data, recipe.held_out_fraction
     corpora = open_corpora(_as_compared(recipe, data.sources), cache)
-    eval_corpora = open_corpora(_as_compared(recipe, recipe.evaluation.sources), cache, EVAL_FIELD)
+    declared = {MAIN_SET: recipe.evaluation.sources, **recipe.evaluation.sets}
+    eval_corpora = {
+        name: open_corpora(_as_compared(recipe, listed), cache, _eval_field(name)) for name, listed in declared.items()
+    }
     tokenizer = prepare_tokenizer(data, corpora, held_out, cache, recipe.model.new_tokens)
     _check_vocabulary(recipe, tokenizer)
-    chat = _chat_reading(recipe, (*corpora, *eval_corpora), tokenizer)
+    chat = _chat_reading(recipe, [*corpora, *chain(*eval_corpora.values())], tokenizer)
     reading = Reading(tokenizer, data.special_tokens, held_out, chat)
     sources = _prepare_sources(data, "data.sources", data.sources, corpora, reading, cache)
     if recipe.train.epochs:
         sources = tuple(replace(one, weight=max(1, len(one.train))) for one in sources)
     reading = replace(reading, eval_fraction=1.0)
-    evaluation = _prepare_sources(data, EVAL_FIELD, recipe.evaluation.sources, eval_corpora, reading, cache)
-    made = tokenizer.made or any(source.made for source in (*sources, *evaluation))
+    sets = {
+        name: _prepare_sources(data, _eval_field(name), listed, eval_corpora[name], reading, cache)
+        for name, listed in declared.items()
+    }
+    made = tokenizer.made or any(source.made for source in (*sources, *chain(*sets.values())))
     template, seconds = chat.template if chat else None, time.perf_counter() - started
-    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, seconds, template)
+    evaluation = sets.pop(MAIN_SET)
+    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, seconds, template, sets)
     _check_evaluation(recipe, prepared)
     return prepared
+
+
+def _eval_field(name: str) -> str:
+    return f"evaluation.sets.{name}" if name else EVAL_FIELD
 
 
 def _as_compared(recipe: Recipe, sources: Sequence[Source]) -> Sequence[Source]:
@@ -275,12 +291,20 @@ def _check_vocabulary(recipe: Recipe, tokenizer: PreparedTokenizer) -> None:
 
 
 def _check_evaluation(recipe: Recipe, prepared: Prepared) -> None:
-    if not recipe.evaluation.every_steps or prepared.eval_sequences:
+    if not recipe.evaluation.every_steps:
         return
     never = "--set evaluation.every_steps=0"
-    if prepared.evaluation_sources:
-        message = f"contain too little text for one sequence of {prepared.sequence_length:,} tokens"
-        raise DataError(Problem("data.eval", EVAL_FIELD, message, f"add more text, or {never}"))
+    own = [MAIN_SET, *prepared.sets] if prepared.evaluation_sources else [*prepared.sets]
+    message = f"contain too little text for one sequence of {prepared.sequence_length:,} tokens"
+    problems = [
+        Problem("data.eval", _eval_field(name), message, f"add more text, or {never}")
+        for name in own
+        if not prepared.eval_sequences(name)
+    ]
+    if problems:
+        raise DataError(problems)
+    if prepared.eval_sequences():
+        return
     splits = [source.store.meta["splits"] for source in prepared.sources]
     documents, held = (sum(split[name]["documents"] for split in splits) for name in SPLITS)
     message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -31,12 +32,13 @@ def summary(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
         "vocab_size": prepared.vocab_size,
         "sequence_length": prepared.sequence_length,
         "train_sequences": prepared.train_sequences,
-        "eval_sequences": prepared.eval_sequences,
+        "eval_sequences": prepared.eval_sequences(),
         "sources": [
             {**_source(source), "epochs": epochs}
             for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True)
         ],
         "evaluation_sources": [_source(source) for source in prepared.evaluation_sources],
+        "evaluation_sets": {name: [_source(source) for source in sources] for name, sources in prepared.sets.items()},
         "notes": notes(prepared, recipe),
     }
 
@@ -56,6 +58,9 @@ def report(prepared: Prepared, recipe: Recipe) -> Group:
             table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
     for source in prepared.evaluation_sources:
         table.add_row(Text(visible(source.name)), "eval", *_cells(source, "eval"))
+    for name, sources in prepared.sets.items():
+        for source in sources:
+            table.add_row(Text(visible(source.name)), Text(visible(f"eval {name}")), *_cells(source, "eval"))
     return Group(table, *(Text(visible(note)) for note in notes(prepared, recipe)))
 
 
@@ -65,7 +70,7 @@ def notes(prepared: Prepared, recipe: Recipe) -> list[str]:
     for source, epochs in zip(prepared.sources, _epochs(prepared, recipe), strict=True):
         if epochs > 1 and not recipe.train.epochs:
             found.append(f"{source.name} repeats: {recipe.train.steps:,} steps are {epochs:.3g} epochs of it")
-    for source in (*prepared.sources, *prepared.evaluation_sources):
+    for source in (*prepared.sources, *prepared.evaluation_sources, *chain(*prepared.sets.values())):
         if chats := source.store.meta.get("conversations"):
             found.append(_conversations(source, chats, recipe))
         special = source.store.special

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmtrain.data.order import Mixture, permutation_key, permute
 from llmtrain.data.prefetch import prefetched
-from llmtrain.data.prepare import Prepared, PreparedSource
+from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource
 from llmtrain.data.samples import PackedSamples, Rows, Samples, empty_rows
 from llmtrain.data.tokenizer import token_bytes
 from llmtrain.errors import DataError, Problem
@@ -198,8 +198,7 @@ class Schedule:
         self._end = epochs * prepared.train_sequences if epochs else 0
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
-        self._eval = [source.eval for source in prepared.evaluated]
-        self._eval_bytes: dict[int | None, int | None] = {}
+        self._eval_bytes: dict[tuple[int | None, str], int | None] = {}
         self._check_sizes()
 
     @classmethod
@@ -236,37 +235,46 @@ class Schedule:
             for steps in reads:
                 yield from steps
 
-    def eval_batches(self, max_sequences: int | None = None) -> Iterator[StepBatch]:
-        """Yields the first `max_sequences` evaluation sequences (default all), one micro batch per rank and step.
+    @property
+    def eval_sets(self) -> list[str]:
+        """The names of the evaluation sets; the first one is `MAIN_SET`."""
+        return [MAIN_SET, *self._prepared.sets]
+
+    def eval_batches(self, max_sequences: int | None = None, name: str = MAIN_SET) -> Iterator[StepBatch]:
+        """Yields the first `max_sequences` sequences of an evaluation set (default all), one micro batch per rank and
+        step.
 
         The order is the same in every run, source by source. Rows without targets fill the last batch of each source.
         """
-        return prefetched(self._eval_batches(max_sequences))
+        return prefetched(self._eval_batches(max_sequences, name))
 
-    def eval_bytes(self, max_sequences: int | None = None) -> int | None:
+    def eval_bytes(self, max_sequences: int | None = None, name: str = MAIN_SET) -> int | None:
         """Returns the UTF-8 bytes of the targets of those sequences; None if the tokenizer does not tell them."""
-        if max_sequences not in self._eval_bytes:
+        asked = (max_sequences, name)
+        if asked not in self._eval_bytes:
             tokenizer = self._prepared.tokenizer
             of_token = token_bytes(tokenizer.folder, tokenizer.vocab_size)
-            rows = self._prepared.eval_order().read(max_sequences)
+            rows = self._prepared.eval_order(name).read(max_sequences)
             known = None if of_token is None else sum(int(of_token[one.labels[one.labels >= 0]].sum()) for one in rows)
-            self._eval_bytes[max_sequences] = known
-        return self._eval_bytes[max_sequences]
+            self._eval_bytes[asked] = known
+        return self._eval_bytes[asked]
 
-    def _eval_batches(self, max_sequences: int | None) -> Iterator[StepBatch]:
+    def _eval_batches(self, max_sequences: int | None, name: str) -> Iterator[StepBatch]:
         step = self._micro * self._size
         first = 0
-        for number, sequences in self._prepared.eval_order().by_source(max_sequences):
+        evaluated = self._prepared.evaluated(name)
+        views = [source.eval for source in evaluated]
+        for number, sequences in self._prepared.eval_order(name).by_source(max_sequences):
             for start in range(0, len(sequences), step):
-                batch = self._eval_batch(number, sequences[start : start + step], first)
+                batch = self._eval_batch(views, number, sequences[start : start + step], first)
                 first += batch.samples
-                yield batch
+                yield replace(batch, evaluated=evaluated[number].name)
 
-    def _eval_batch(self, number: int, sequences: Index, first: int) -> StepBatch:
+    def _eval_batch(self, views: list[Samples], number: int, sequences: Index, first: int) -> StepBatch:
         sources = np.full_like(sequences, number)
-        _announce(self._eval, sources, sequences)
-        (batch,) = self._step_batches(self._eval, sources, sequences, 1, 1, first)
-        return replace(batch, evaluated=self._prepared.evaluated[number].name)
+        _announce(views, sources, sequences)
+        (batch,) = self._step_batches(views, sources, sequences, 1, 1, first)
+        return batch
 
     def passes(self, view: Samples, sequences: Index) -> Iterator[tuple[Index, StepBatch]]:
         """Yields sequences of a view as `eval_batches` does, each batch with the sequences of this rank's rows."""

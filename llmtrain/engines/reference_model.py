@@ -86,6 +86,7 @@ def attach(prepared: Prepared, values_of: Callable[[PreparedSource, Split, Packe
         prepared,
         sources=tuple(attached(source) for source in prepared.sources),
         evaluation_sources=tuple(attached(source) for source in prepared.evaluation_sources),
+        sets={name: tuple(attached(source) for source in sources) for name, sources in prepared.sets.items()},
     )
 
 

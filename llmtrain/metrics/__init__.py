@@ -1,13 +1,14 @@
 """What a run reports about itself while it trains."""
 
 from llmtrain.metrics.events import note_event
-from llmtrain.metrics.logger import MetricsLogger, Record, StepMetrics
+from llmtrain.metrics.logger import Evaluation, MetricsLogger, Record, StepMetrics
 from llmtrain.metrics.progress import TrainingProgress
 from llmtrain.metrics.throughput import BusyCores, Meter, Rates, Window, rates
 from llmtrain.metrics.trackers import check_trackers
 
 __all__ = [
     "BusyCores",
+    "Evaluation",
     "Meter",
     "MetricsLogger",
     "Rates",

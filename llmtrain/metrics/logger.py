@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,6 +57,30 @@ class StepMetrics:
     """What `llmtrain.models.reward_metrics` returns; None if the loss is a mean over tokens."""
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation of a set has found."""
+
+    loss: float
+    """Mean over its target tokens, or over its pairs or completions."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """The same of each source."""
+    rewards: Mapping[str, float] | None = None
+    """As in `StepMetrics`; a loss of completions has no perplexity."""
+    bytes_per_token: float | None = None
+    """Of the targets, for bits per byte, by which models with other tokenizers can be compared; None if unknown."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics by name."""
+        found = {"eval_loss": self.loss}
+        if self.rewards is not None:
+            return {**found, **self.rewards}
+        found["perplexity"] = perplexity(self.loss)
+        if self.bytes_per_token:
+            found["bits_per_byte"] = self.loss / math.log(2) / self.bytes_per_token
+        return found
+
+
 class MetricsLogger:
     """Writes each record as one line, and sends it to the trackers. Only rank 0 creates one.
 
@@ -100,25 +124,17 @@ class MetricsLogger:
         fields |= metrics.rewards or {}
         return self._write(fields, "train")
 
-    def log_eval(
-        self,
-        step: int,
-        eval_loss: float,
-        by_source: Mapping[str, float] | None = None,
-        rewards: Mapping[str, float] | None = None,
-        bytes_per_token: float | None = None,
-    ) -> Record:
+    def log_eval(self, step: int, main: Evaluation, sets: Mapping[str, Evaluation] | None = None) -> Record:
         """Writes an evaluation after `step` steps; returns its record.
 
-        by_source: the loss of each source. rewards: as in `StepMetrics`; a loss of completions has no perplexity.
-        bytes_per_token: of the targets, for bits per byte, by which models with other tokenizers can be compared.
+        main: of the set without a name. sets: of the others, whose metrics are written as `METRIC_by_set`.
         """
-        fields: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
-        fields |= {"perplexity": perplexity(eval_loss)} if rewards is None else rewards
-        if bytes_per_token and rewards is None:
-            fields["bits_per_byte"] = eval_loss / math.log(2) / bytes_per_token
-        if by_source and len(by_source) > 1:
-            fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in by_source.items()}
+        fields: dict[str, Any] = {"step": step, **main.metrics()}
+        if len(main.by_source) > 1:
+            fields["eval_loss_by_source"] = {name: _finite(loss) for name, loss in main.by_source.items()}
+        for name, one in (sets or {}).items():
+            for metric, value in one.metrics().items():
+                fields.setdefault(f"{metric}_by_set", {})[name] = _finite(value)
         return self._write(fields, "eval")
 
     def log_event(self, event: EventName, step: int, text: str) -> None:

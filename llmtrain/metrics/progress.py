@@ -63,7 +63,8 @@ class TrainingProgress:
     def show(self, record: dict[str, Any]) -> None:
         """Shows a record of the metrics logger: a logged step or an evaluation."""
         if "eval_loss" in record:
-            self.note(f"step {record['step']:,}  {_evaluation(record)}")
+            for line in _evaluations(record):
+                self.note(f"step {record['step']:,}  {line}")
             return
         before = self._last["step"] if self._last else self._start_step
         seconds = record["step_time_s"] * (record["step"] - before)
@@ -193,12 +194,22 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _evaluation(record: dict[str, Any]) -> str:
-    losses = record.get("eval_loss_by_source", {}).items()
-    by_source = "".join(f"  {name} {_number(loss)}" for name, loss in losses)
-    quality = {name.replace("_", " "): record[name] for name in ("perplexity", "reward_accuracy") if name in record}
-    said = "".join(f"  {name} {_number(value)}" for name, value in quality.items())
-    return f"eval loss {_number(record['eval_loss'])}{said}{by_source}"
+QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")
+"""Metrics of an evaluation that are shown beside its loss."""
+
+
+def _evaluations(record: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for the evaluation, and one for each further set."""
+    by_source = "".join(f"  {name} {_number(loss)}" for name, loss in record.get("eval_loss_by_source", {}).items())
+    yield f"eval loss {_number(record['eval_loss'])}{_quality(record)}{by_source}"
+    for name, loss in record.get("eval_loss_by_set", {}).items():
+        of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in QUALITY}
+        own = {metric: values[name] for metric, values in of_set.items() if name in values}
+        yield f"eval loss of {name} {_number(loss)}{_quality(own)}"
+
+
+def _quality(record: dict[str, Any]) -> str:
+    return "".join(f"  {one.replace('_', ' ')} {_number(record[one])}" for one in QUALITY if one in record)
 
 
 def _number(value: float | None) -> str:

@@ -82,6 +82,8 @@ def never(draft: Draft) -> Iterator[Fault]:
         yield Fault(
             "evaluation.sources", "sources were given, but evaluation.every_steps is 0: there is no evaluation", fix
         )
+    if evaluation.sets:
+        yield Fault("evaluation.sets", "sets were given, but evaluation.every_steps is 0: there is no evaluation", fix)
     if evaluation.at_start:
         yield Fault(
             "evaluation.at_start", "true was given, but evaluation.every_steps is 0: there is no evaluation", fix
@@ -100,10 +102,10 @@ def fraction(draft: Draft) -> Iterator[Fault]:
 @rule("evaluation.weight", "An evaluation reads each source separately, so weights have no effect.", "arithmetic")
 def weight(draft: Draft) -> Iterator[Fault]:
     """Refuses weights of sources that are only evaluated on."""
-    for number, source in enumerate(draft.recipe.evaluation.sources):
+    for field, source in draft.recipe.evaluation.all_sources.items():
         if source.weight != 1:
             message = f"{source.weight} was given, but weights only mix the training data"
-            yield Fault(f"evaluation.sources.{number}.weight", message, "leave it out")
+            yield Fault(f"{field}.weight", message, "leave it out")
 
 
 @rule("samples.never", "Samples need both prompts and steps after which they are written.", "arithmetic")

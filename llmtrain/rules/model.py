@@ -219,7 +219,7 @@ def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     source holds conversations, preparing them does."""
     facts, recipe = draft.facts, draft.recipe
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.of_completions
-    sources = (*recipe.data.sources, *recipe.evaluation.sources)
+    sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())
     if facts is not None and is_packed and any(one.declares_conversations for one in sources):
         yield from packed_conversations(facts.model_type)
 

@@ -12,11 +12,11 @@ import torch
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.save import Saver
-from llmtrain.data import Schedule, StepBatch
+from llmtrain.data import MAIN_SET, Schedule, StepBatch
 from llmtrain.engines import Engine, StepResult
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.guard import Skipped
-from llmtrain.metrics import BusyCores, Meter, MetricsLogger, StepMetrics, TrainingProgress
+from llmtrain.metrics import BusyCores, Evaluation, Meter, MetricsLogger, StepMetrics, TrainingProgress
 from llmtrain.models import reward_metrics
 from llmtrain.recipe import Recipe
 from llmtrain.system.heartbeat import Heartbeat, Phase
@@ -111,25 +111,36 @@ def fit(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Computes and logs the mean loss over the terms of the evaluation data, of all sources and of each."""
+    """Computes and logs the mean loss over the terms of each evaluation set."""
+    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
+        found = {name: _evaluated(run, name) for name in run.data.eval_sets}
+    main = found.pop(MAIN_SET)
+    run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
+    if run.metrics:
+        run.progress.show(run.metrics.log_eval(run.state.step, main, found))
+
+
+def _evaluated(run: Run, name: str) -> Evaluation:
+    """Computes the mean loss over the terms of a set, of all its sources and of each."""
     losses: dict[str, float] = defaultdict(float)
     terms: dict[str, int] = defaultdict(int)
     rewards = torch.zeros(5)
     most = run.recipe.evaluation.max_sequences
-    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
-        estimate_divergence(run.engine, run.data.eval_batches(most), run.heart.beat)
-        for batch in run.data.eval_batches(most):
-            run.heart.beat()
-            losses[batch.evaluated] += _weighted(run.engine, batch)
-            terms[batch.evaluated] += batch.terms
-            if (sums := run.engine.rewards()) is not None:
-                rewards += sums.cpu()
-    run.state.eval_loss, run.state.eval_step = sum(losses.values()) / sum(terms.values()), run.state.step
-    if run.metrics:
-        by_source = {name: loss / terms[name] for name, loss in losses.items()}
-        known, means = run.data.eval_bytes(most), _reward_metrics(run, rewards.tolist())
-        bytes_per_token = known / sum(terms.values()) if known else None
-        run.progress.show(run.metrics.log_eval(run.state.step, run.state.eval_loss, by_source, means, bytes_per_token))
+    estimate_divergence(run.engine, run.data.eval_batches(most, name), run.heart.beat)
+    for batch in run.data.eval_batches(most, name):
+        run.heart.beat()
+        losses[batch.evaluated] += _weighted(run.engine, batch)
+        terms[batch.evaluated] += batch.terms
+        if (sums := run.engine.rewards()) is not None:
+            rewards += sums.cpu()
+    total = sum(terms.values())
+    known = run.data.eval_bytes(most, name) if run.metrics else None
+    return Evaluation(
+        loss=sum(losses.values()) / total,
+        by_source={source: loss / terms[source] for source, loss in losses.items()},
+        rewards=_reward_metrics(run, rewards.tolist()),
+        bytes_per_token=known / total if known else None,
+    )
 
 
 def sample(run: Run, sampler: Sampler) -> None:

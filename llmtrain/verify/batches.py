@@ -55,7 +55,7 @@ class Batches:
 
     def held_out(self) -> Sequences:
         """Returns the held-out sequences."""
-        views = [source.eval for source in self.prepared.evaluated]
+        views = [source.eval for source in self.prepared.evaluated()]
         order = self.prepared.eval_order()
         places = zip(order.sources[: self._held_out].tolist(), order.index[: self._held_out].tolist(), strict=True)
         data, padding = self.recipe.data, self.prepared.eos_id
@@ -92,7 +92,7 @@ class Batches:
         for number, source in enumerate(self.prepared.sources):
             wanted[source.key, "train"].append(drawn[1][drawn[0] == number])
         for number, index in order.by_source(self._held_out):
-            wanted[self.prepared.evaluated[number].key, "eval"].append(index)
+            wanted[self.prepared.evaluated()[number].key, "eval"].append(index)
 
         def found(source: PreparedSource, split: Split, view: PackedSamples) -> Values:
             sequences = np.unique(np.concatenate([np.empty(0, np.int64), *wanted[source.key, split]]))

@@ -218,7 +218,7 @@ def test_the_card_describes_the_training_and_its_result(families, tokenizer, tmp
     run = families / "tied"
     lines = [
         {"step": 1, "loss": 5.5},
-        {"step": 1, "eval_loss": 5.125, "eval_loss_by_source": {"/d/a.txt": 5.0}},
+        {"step": 1, "eval_loss": 5.125, "eval_loss_by_source": {"/d/a.txt": 5.0}, "eval_loss_by_set": {"wiki": 4.5}},
         {"step": 2, "loss": 1.0},
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
@@ -232,6 +232,7 @@ def test_the_card_describes_the_training_and_its_result(families, tokenizer, tmp
     assert "| training loss | 5.5000 nats per token in step 1 |" in body
     assert "| evaluation loss | 5.1250 nats per token after step 1, on held-out text |" in body
     assert "| evaluation loss, a.txt | 5.0000 nats per token |" in body
+    assert "| evaluation loss, wiki | 4.5000 nats per token |" in body
     assert "1 steps, 8 sequences, 200 target tokens" in body
     assert '"zero_stage": 3' in body
     assert "- torch " in body

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from llmtrain.data import Prepared, Progress, prepare
+from llmtrain.data import Prepared, Progress, Schedule, prepare
 from llmtrain.data.cache import Cache, cache_folder, key_of
 from llmtrain.data.sources.corpus import open_corpora
 from llmtrain.data.store import Split
@@ -20,7 +22,7 @@ BOOK = "\n".join(f"line {number} of the book, in some words" for number in range
 def text(prepared: Prepared, split: Split, source: int = 0) -> str:
     """All that a split of a source holds."""
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_dir)
-    sources = (*prepared.sources, *prepared.evaluation_sources)
+    sources = (*prepared.sources, *prepared.evaluation_sources, *chain(*prepared.sets.values()))
     return str(tokenizer.decode(sources[source].store.streams[split].tokens.tolist(), skip_special_tokens=True))
 
 
@@ -55,7 +57,7 @@ def test_only_a_single_text_has_a_new_store(make_recipe: MakeRecipe, corpus_file
 def test_nothing_of_it_where_nothing_is_to_be(make_recipe: MakeRecipe, book: Path) -> None:
     prepared = prepare(make_recipe(book, eval_fraction=0.0))
     assert text(prepared, "train") == BOOK
-    assert prepared.eval_sequences == 0
+    assert prepared.eval_sequences() == 0
 
 
 def test_the_tokenizer_does_not_see_the_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -84,10 +86,45 @@ def test_sources_of_their_own(make_recipe: MakeRecipe, corpus_file: Path, book: 
     fields = {"evaluation.every_steps": 1, "evaluation.sources": [{"name": str(book)}, {"name": str(other)}]}
     prepared = prepare(alone.with_(**{**fields, "data.eval_fraction": 0.01}))
     assert prepared.key == prepare(alone).key  # all of the training data is trained on, and evaluation changes nothing
-    assert [source.name for source in prepared.evaluated] == [str(book), str(other)]
+    assert [source.name for source in prepared.evaluated()] == [str(book), str(other)]
     assert text(prepared, "eval", source=1) == BOOK
     assert all(not len(source.train) for source in prepared.evaluation_sources)
     assert prepared.unigram_loss() > 0
+
+
+def test_sets_by_name_are_evaluated_beside_the_held_out_documents(
+    make_recipe: MakeRecipe, corpus_file: Path, book: Path, tmp_path: Path
+) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", make_texts(30, seed=9))
+    recipe = make_recipe(corpus_file)
+    sets = {"book": [{"name": str(book)}], "both": [{"name": str(book)}, {"name": str(other)}]}
+    prepared = prepare(recipe.with_(**{"evaluation.every_steps": 1, "evaluation.sets": sets}))
+    without = prepare(recipe)
+    assert prepared.key == without.key
+    assert [source.name for source in prepared.evaluated()] == [str(corpus_file)]
+    assert prepared.eval_sequences() == without.eval_sequences() > 0
+    assert text(prepared, "eval", source=1) == BOOK
+    assert [source.name for source in prepared.evaluated("both")] == [str(book), str(other)]
+    schedule = Schedule(
+        prepared, seed=1, global_batch_size=8, micro_batch_size=8, gradient_accumulation_steps=1, dp_rank=0, dp_size=1
+    )
+    assert schedule.eval_sets == ["", "book", "both"]
+    for name in schedule.eval_sets:
+        batches = list(schedule.eval_batches(None, name))
+        assert sum(batch.samples for batch in batches) == prepared.eval_sequences(name)
+        assert {batch.evaluated for batch in batches} == {source.name for source in prepared.evaluated(name)}
+    assert len(BOOK) - 8 < schedule.eval_bytes(None, "book") < len(BOOK)  # the first token is no target
+
+
+def test_a_set_without_a_sequence_is_named(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("few words")
+    recipe = make_recipe(corpus_file, packing="concat").with_(**{"evaluation.every_steps": 1})
+    for name, said in {
+        "few.txt": "evaluation.sets.few: contain too little",
+        "none.txt": "evaluation.sets.few.0.name",
+    }.items():
+        with pytest.raises(DataError, match=re.escape(said)):
+            prepare(recipe.with_(**{"evaluation.sets.few": [{"name": str(tmp_path / name)}]}))
 
 
 def test_faults_of_evaluation_sources_name_them(make_recipe: MakeRecipe, corpus_file: Path, tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_an_empty_corpus(make_recipe: MakeRecipe, tmp_path: Path, cache_dir: Pat
 
 def test_evaluation_without_anything_held_out(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = make_recipe(write_jsonl(tmp_path / "a.jsonl", ["one document", "another"]), eval_fraction=0.001)
-    assert prepare(recipe).eval_sequences == 0
+    assert prepare(recipe).eval_sequences() == 0
     with pytest.raises(DataError, match=r"0.001 held out 0 of 2 documents(.|\n)*evaluation.sources"):
         prepare(recipe.with_(**{"evaluation.every_steps": 10}))
 

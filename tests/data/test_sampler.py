@@ -151,7 +151,7 @@ def test_tensors_are_as_promised(prepared: Prepared) -> None:
 @pytest.mark.parametrize("limit", [None, 1, 5])
 def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: int, limit: int | None) -> None:
     parts = [list(schedule(prepared, rank, size, micro=4).eval_batches(limit)) for rank in range(size)]
-    total = prepared.eval_sequences if limit is None else limit
+    total = prepared.eval_sequences() if limit is None else limit
     assert len({len(part) for part in parts}) == 1
     assert sum(batch.samples for batch in parts[0]) == total
     assert any(batch.samples < 4 * size for batch in parts[0])  # so that there is something to pad
@@ -169,8 +169,8 @@ def test_evaluation_reads_each_sequence_once_and_pads(prepared: Prepared, size: 
 def test_a_batch_of_an_evaluation_is_of_one_source(prepared: Prepared) -> None:
     batches = list(schedule(prepared, micro=4).eval_batches())
     names = [batch.evaluated for batch in batches]
-    assert names == sorted(names, key=[source.name for source in prepared.evaluated].index)
-    for source in prepared.evaluated:
+    assert names == sorted(names, key=[source.name for source in prepared.evaluated()].index)
+    for source in prepared.evaluated():
         own = {tuple(row.tolist()) for row in torch.from_numpy(source.eval.read(np.arange(len(source.eval))).labels)}
         mine = [batch for batch in batches if batch.evaluated == source.name]
         assert sum(batch.samples for batch in mine) == len(source.eval)

@@ -91,4 +91,4 @@ def test_random_documents_are_packed_as_the_recipe_says(recipe, packing, tmp_pat
     assert starts.max() > 1
     targets = (rows.labels >= 0).sum(axis=1)
     assert (len(set(targets.tolist())) > 1) == (packing == "best_fit")
-    assert prepared.eval_sequences > 8
+    assert prepared.eval_sequences() > 8

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmtrain.metrics import MetricsLogger, StepMetrics, Window
+from llmtrain.metrics import Evaluation, MetricsLogger, StepMetrics, Window
 from llmtrain.metrics.logger import forget_after
 from llmtrain.run_dir import RunDir
 
@@ -49,7 +49,7 @@ def train(run_dir, plan, first, last, start_step=0):
         for step in range(first, last + 1, 10):
             logger.log_step(metrics(step))
             if step % 20 == 0:
-                logger.log_eval(step, 3.0)
+                logger.log_eval(step, Evaluation(3.0))
 
 
 def test_a_step_has_every_field(run_dir, plan):
@@ -68,17 +68,31 @@ def test_a_step_has_every_field(run_dir, plan):
 
 def test_an_evaluation(run_dir, plan):
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(20, math.log(50))
+        logger.log_eval(20, Evaluation(math.log(50)))
     assert records(run_dir) == [{"step": 20, "eval_loss": math.log(50), "perplexity": pytest.approx(50)}]
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer(run_dir, plan):
     """Half as many tokens of the same text, each with twice the loss, are as good a prediction."""
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(1, math.log(4), bytes_per_token=2.0)
-        logger.log_eval(2, 2 * math.log(4), bytes_per_token=4.0)
-        logger.log_eval(3, 1.0, rewards={"kl": 0.0}, bytes_per_token=2.0)
+        logger.log_eval(1, Evaluation(math.log(4), bytes_per_token=2.0))
+        logger.log_eval(2, Evaluation(2 * math.log(4), bytes_per_token=4.0))
+        logger.log_eval(3, Evaluation(1.0, rewards={"kl": 0.0}, bytes_per_token=2.0))
     assert [line.get("bits_per_byte") for line in records(run_dir)] == [pytest.approx(1), pytest.approx(1), None]
+
+
+def test_each_set_has_its_own_metrics(run_dir, plan):
+    sets = {"wiki": Evaluation(math.log(2), bytes_per_token=1.0), "code": Evaluation(math.inf, {"a": 1.0, "b": 2.0})}
+    with MetricsLogger(run_dir, plan) as logger:
+        logger.log_eval(20, Evaluation(0.0), sets)
+    assert records(run_dir) == [
+        {
+            **{"step": 20, "eval_loss": 0.0, "perplexity": 1.0},
+            "eval_loss_by_set": {"wiki": math.log(2), "code": None},
+            "perplexity_by_set": {"wiki": pytest.approx(2), "code": None},
+            "bits_per_byte_by_set": {"wiki": 1.0},
+        }
+    ]
 
 
 def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
@@ -88,8 +102,8 @@ def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
         "llmtrain.metrics.trackers.Trackers.log", lambda self, values, step: sent.append((values, step))
     )
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(20, 2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan})
-        logger.log_eval(30, 2.5, {"alone": 2.5})
+        logger.log_eval(20, Evaluation(2.5, {"/data/a b.jsonl": 2.0, "owner/web": math.nan}))
+        logger.log_eval(30, Evaluation(2.5, {"alone": 2.5}))
     first, second = records(run_dir)
     assert first["eval_loss_by_source"] == {"/data/a b.jsonl": 2.0, "owner/web": None}
     assert "eval_loss_by_source" not in second
@@ -106,7 +120,7 @@ def test_an_evaluation_of_several_sources(run_dir, plan, monkeypatch):
 def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
     """A run that continues keeps its line; a new one in the same folder, and a line that was cut off, do not stay."""
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log_eval(0, 3.0)
+        logger.log_eval(0, Evaluation(3.0))
         logger.log_step(metrics(10))
     with run_dir.metrics_file.open("a") as file:
         file.write('{"step": 2')
@@ -122,8 +136,8 @@ def test_an_evaluation_before_the_first_step_is_kept(run_dir, plan):
 def test_non_finite_numbers_are_null(run_dir, plan, value):
     with MetricsLogger(run_dir, plan) as logger:
         logger.log_step(metrics(10, loss=value, grad_norm=value))
-        logger.log_eval(10, value)
-        logger.log_eval(20, 1e6)
+        logger.log_eval(10, Evaluation(value))
+        logger.log_eval(20, Evaluation(1e6))
     assert [record.get("loss", record.get("eval_loss")) for record in records(run_dir)] == [None, None, 1e6]
     assert records(run_dir)[0]["grad_norm"] is None
     assert records(run_dir)[2]["perplexity"] is None

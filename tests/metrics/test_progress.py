@@ -37,10 +37,15 @@ def test_a_log_gets_one_line_per_logged_step():
             pass
         progress.show(EVALUATION)
         progress.show({**EVALUATION, "eval_loss_by_source": {"web": 2.9, "code": None}})
+        progress.show(
+            {**EVALUATION, "bits_per_byte": 1.5, "eval_loss_by_set": {"wiki": 2}, "bits_per_byte_by_set": {"wiki": 1}}
+        )
     assert lines(console) == [
         "step 50/100  loss 2.3457  grad 0.9877  lr 3.00e-04  12.3k tok/s  41.2% mfu  1m40s left",
         "step 50  eval loss 3.0000  perplexity 20.09",
         "step 50  eval loss 3.0000  perplexity 20.09  web 2.9000  code not finite",
+        "step 50  eval loss 3.0000  perplexity 20.09  bits per byte 1.5000",
+        "step 50  eval loss of wiki 2.0000  bits per byte 1.0000",
     ]
 
 

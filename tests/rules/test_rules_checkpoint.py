@@ -23,6 +23,8 @@ SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_s
         ({"checkpoint.keep_best": 1, "checkpoint.keep_every_steps": 20}, []),
         ({"checkpoint.keep_best": 1, "evaluation.every_steps": 25}, []),
         ({"evaluation.every_steps": 0, "evaluation.sources": [{"name": "a"}]}, ["evaluation.never"]),
+        ({"evaluation.every_steps": 0, "evaluation.sets.b": [{"name": "a"}]}, ["evaluation.never"]),
+        ({"evaluation.sets.b": [{"name": "a", "weight": 2.0}]}, ["evaluation.weight"]),
         ({"evaluation.every_steps": 0, "evaluation.at_start": True}, ["evaluation.never"]),
         ({"evaluation.every_steps": 0, "evaluation.at_start": False}, []),
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.2}, ["evaluation.fraction"]),

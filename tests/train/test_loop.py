@@ -12,7 +12,7 @@ from rich.console import Console
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.engines.guard import Skipped, SkippedStep
-from llmtrain.metrics import TrainingProgress
+from llmtrain.metrics import Evaluation, TrainingProgress
 from llmtrain.train.loop import Run, TooManySkippedError, fit
 from tests.helpers.small_plan import MODEL, small_plan
 
@@ -113,7 +113,12 @@ def _evaluations(start: int, **fields) -> list[tuple]:
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
     batches = [SimpleNamespace(evaluated=name, loss=loss, terms=tokens) for name, loss, tokens in of]
-    data = SimpleNamespace(train_batches=_batches, eval_batches=lambda most: iter(batches), eval_bytes=lambda most: 400)
+    data = SimpleNamespace(
+        train_batches=_batches,
+        eval_sets=["", "late"],
+        eval_batches=lambda most, name: iter(batches[-1:] if name else batches),
+        eval_bytes=lambda most, name: 400,
+    )
     quiet = SimpleNamespace(**dict.fromkeys(("show", "note", "advance"), lambda _: None))
     saver = SimpleNamespace(start=lambda state: None, wait=lambda: None)
     stop = SimpleNamespace(agreed=lambda step: False, stopped_by=None)
@@ -127,7 +132,8 @@ def _evaluations(start: int, **fields) -> list[tuple]:
 
 def test_an_evaluation_is_a_mean_over_tokens_of_all_and_of_each_source():
     (logged,) = _evaluations(0, **{"evaluation.every_steps": 50})
-    assert logged == (3, (6 * 10 + 2 * 30 + 1 * 60) / 100, {"web": 6.0 - 3, "code": 4.0 - 3}, None, 400 / 100)
+    main = Evaluation((6 * 10 + 2 * 30 + 1 * 60) / 100, {"web": 6.0 - 3, "code": 4.0 - 3}, None, 400 / 100)
+    assert logged == (3, main, {"late": Evaluation(1.0, {"code": 1.0}, None, 400 / 60)})
 
 
 @pytest.mark.parametrize(

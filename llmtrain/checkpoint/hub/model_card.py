@@ -111,9 +111,10 @@ def _metric_rows(train: Line, evaluation: Line, state: TrainerState) -> list[tup
         rows.append(("training loss", f"{train['loss']:.4f} nats per {unit} in step {train['step']:,}"))
     if loss is not None:
         rows.append(("evaluation loss", f"{loss:.4f} nats per {unit} after step {step:,}, on held-out text"))
-    for name, of_source in evaluation.get("eval_loss_by_source", {}).items():
-        if of_source is not None:
-            rows.append((f"evaluation loss, {portable(name)}", f"{of_source:.4f} nats per {unit}"))
+    parts = (*evaluation.get("eval_loss_by_source", {}).items(), *evaluation.get("eval_loss_by_set", {}).items())
+    for name, of_part in parts:
+        if of_part is not None:
+            rows.append((f"evaluation loss, {portable(name)}", f"{of_part:.4f} nats per {unit}"))
     return rows
 
 
