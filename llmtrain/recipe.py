@@ -551,6 +551,8 @@ class LoggingConfig(Part):
     """Steps between lines in `metrics.jsonl`."""
     trackers: Many[Literal["tensorboard", "wandb", "mlflow"]] = ("tensorboard",)
     """Trackers in addition to `metrics.jsonl`."""
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of a device for an hour, in any currency, to write what the run has cost and will have cost at its end."""
     project: str = "llmtrain"
     """Project (W&B) or experiment (MLflow) of the run."""
 

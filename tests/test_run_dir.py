@@ -147,7 +147,7 @@ def test_each_field_decides_whether_it_may_change(plan):
         ),
         "guard.max_rollbacks",
         *("watchdog.min_seconds", "watchdog.factor", "watchdog.phase_seconds", "watchdog.straggler_ratio"),
-        *("logging.every_steps", "logging.trackers.0", "logging.project"),
+        *("logging.every_steps", "logging.trackers.0", "logging.project", "logging.price_per_device_hour"),
         *("export.at_end", "export.sample_prompt", "export.sample_tokens"),
         *("samples.every_steps", "samples.tokens", "samples.temperature"),
         *("profile.steps", "profile.after_step", "profile.ranks.0", "profile.memory"),

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmtrain.metrics.events import EventName, note_event
+from llmtrain.metrics.forecast import Forecast
 from llmtrain.metrics.throughput import Window, rates
 from llmtrain.metrics.trackers import Trackers
 from llmtrain.plan.plan import Plan
@@ -88,12 +90,25 @@ class MetricsLogger:
     `mfu` is `null` if the peak of the device is unknown.
     """
 
-    def __init__(self, run_dir: RunDir, plan: Plan, start_step: int = 0, warn: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        plan: Plan,
+        start_step: int = 0,
+        warn: Callable[[str], None] = print,
+        stop_step: int | None = None,
+    ) -> None:
         """start_step: the step after which training resumes; later lines are removed.
 
-        warn: is called with a message about a full disk.
+        warn: is called with a message about a full disk. stop_step: the last step, if it is not that of the recipe.
         """
         self._plan, self._run_dir = plan, run_dir
+        self._forecast = Forecast(
+            plan.cluster.world_size,
+            stop_step or plan.recipe.train.steps,
+            plan.recipe.logging.price_per_device_hour,
+            _device_hours(run_dir.metrics_file) if start_step else 0.0,
+        )
         for file in (run_dir.metrics_file, run_dir.samples_file):
             forget_after(file, start_step)
         self._lines = _Lines(run_dir.metrics_file, warn)
@@ -106,6 +121,7 @@ class MetricsLogger:
         window = metrics.window
         fields = {
             "step": metrics.step,
+            "time": time.time(),
             "loss": metrics.loss,
             "grad_norm": metrics.grad_norm,
             "lr": metrics.lr,
@@ -118,6 +134,7 @@ class MetricsLogger:
             "save_blocked_s": window.save_blocked_s,
             "skipped_steps": metrics.skipped_steps,
             "rollbacks": metrics.rollbacks,
+            **self._forecast.after(metrics.step, window.seconds / window.steps),
         }
         if metrics.slowest is not None:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
@@ -220,7 +237,7 @@ def _flat(record: Record, group: str) -> dict[str, Any]:
     for name, value in record.items():
         if isinstance(value, dict):
             values |= {f"{group}/{name}/{_NOT_IN_TAGS.sub('_', source)}": loss for source, loss in value.items()}
-        elif name != "step":
+        elif name not in ("step", "time"):  # trackers have both
             values[f"{group}/{name}"] = value
     return values
 
@@ -242,6 +259,20 @@ def forget_after(file: Path, step: int) -> None:
     kept = "".join(f"{line}\n" for line in text.splitlines() if step and 0 <= _step(line) <= step)
     if kept != text:
         write_atomically(file, kept)
+
+
+def _device_hours(file: Path) -> float:
+    """Returns the last `device_hours` of a file of metrics, those of steps that are repeated included."""
+    try:
+        lines = read_bytes(file, MOST_BYTES).splitlines()
+    except FileNotFoundError:
+        return 0.0
+    for line in reversed(lines):
+        try:
+            return float(json.loads(line)["device_hours"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue  # an evaluation, or a truncated line
+    return 0.0
 
 
 def _step(line: str) -> int:

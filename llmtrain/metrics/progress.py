@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,10 @@ SPEED_COLUMNS = 72
 """Least width of a terminal that shows the speed."""
 ALL_COLUMNS = 100
 """Least width of a terminal that shows gradient norm and MFU."""
+END_COLUMNS = 140
+"""Least width of a terminal that shows the end and the cost of the run."""
+FAR_S = 3600.0
+"""Seconds left from which the end is also shown as a time of day."""
 
 
 class TrainingProgress:
@@ -128,7 +133,7 @@ def _bar(console: Console) -> Progress:
         BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the room that the text leaves
         _Steps(),
         _Numbers(console),
-        _TimeLeft(),
+        _TimeLeft(console),
         console=console,
         expand=True,
         refresh_per_second=REFRESH_PER_SECOND,
@@ -170,13 +175,21 @@ class _Numbers(ProgressColumn):
 
 
 class _TimeLeft(ProgressColumn):
-    """Time left at the recent speed; elapsed time while that is unknown, and at the end."""
+    """Time left at the recent speed, with end and cost if there is room; elapsed time while that is unknown, and at the
+    end."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
 
     def render(self, task: Task) -> Text:
         if task.finished:
             return Text(f"took {duration(task.finished_time or 0)}", style="cyan", no_wrap=True)
         left = task.time_remaining
         text = duration(task.elapsed or 0) if left is None else f"{duration(left)} left"
+        record = task.fields["record"]
+        if left is not None and self._console.width >= END_COLUMNS:
+            text = "  ".join(filter(None, (f"{text}{_end(left)}", _cost(record))))
         return Text(text, style="cyan", no_wrap=True)
 
 
@@ -189,9 +202,19 @@ def _plain_line(record: dict[str, Any], max_steps: int) -> str:
         f"lr {record['lr']:.2e}",
         f"{compact(record['tokens_per_second'])} tok/s",
         f"{record['mfu']:.1%} mfu" if record["mfu"] is not None else "",
-        f"{duration((max_steps - record['step']) * record['step_time_s'])} left",
+        f"{duration(record['left_s'])} left{_end(record['left_s'])}",
+        _cost(record),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def _end(left_s: float) -> str:
+    """Returns the day and the hour at which a longer run ends."""
+    return f", until {datetime.now() + timedelta(seconds=left_s):%a %d %b %H:%M}" if left_s >= FAR_S else ""
+
+
+def _cost(record: dict[str, Any]) -> str:
+    return f"cost {record['cost']:,.2f} of {record['cost_at_end']:,.2f}" if "cost" in record else ""
 
 
 QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy")

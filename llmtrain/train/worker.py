@@ -271,7 +271,9 @@ class _Worker:
             self._say(f"continuing after step {state.step:,}")
             self._tell_changes(state)
         recipe, heart = self.plan.recipe, self.heart
-        metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn) if self.rank.is_main else None
+        metrics = None
+        if self.rank.is_main:
+            metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
         try:
             with TrainingProgress(self.output.console, stop_step, state.step) as progress:
                 stop = Agreement.of_group(self.signals, self.secret.seal, attempt=state.rollbacks)

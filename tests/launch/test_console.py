@@ -109,7 +109,7 @@ with TrainingProgress(output.console, 40) as progress:
         progress.advance(step)
         if step % 5 == 0:
             progress.show({"step": step, "loss": 5 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens": step * 10,
-                           "tokens_per_second": 12345.0, "mfu": None, "step_time_s": 0.05})
+                           "tokens_per_second": 12345.0, "mfu": None, "step_time_s": 0.05, "left_s": 1.0})
     with progress.busy("saving"):
         time.sleep(0.4)
 """

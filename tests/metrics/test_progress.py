@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ RECORD = {
     "tokens_per_second": 12345.6,
     "mfu": 0.4123,
     "step_time_s": 2.0,
+    "left_s": 100.0,
 }
 EVALUATION = {"step": 50, "eval_loss": 3.0, "perplexity": 20.0855}
 
@@ -47,6 +49,13 @@ def test_a_log_gets_one_line_per_logged_step():
         "step 50  eval loss 3.0000  perplexity 20.09  bits per byte 1.5000",
         "step 50  eval loss of wiki 2.0000  bits per byte 1.0000",
     ]
+
+
+def test_the_end_of_a_long_run_and_its_cost():
+    console = plain()
+    TrainingProgress(console, 100).show({**RECORD, "left_s": 7200.0, "cost": 1.0, "cost_at_end": 1234.5})
+    (line,) = lines(console)
+    assert re.search(r"  2h00m left, until \w+ \d\d \w+ \d\d:\d\d  cost 1\.00 of 1,234\.50$", line)
 
 
 def test_a_sample_is_shown_without_what_a_terminal_would_obey():
