@@ -18,6 +18,7 @@ from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
+from llmtrain.commands.evaluate import EvalRequest, evaluate_tasks
 from llmtrain.commands.export import ExportRequest, export_model
 from llmtrain.commands.generate import GenerateRequest, generate_text
 from llmtrain.commands.init import InitRequest, write_recipe
@@ -314,6 +315,12 @@ def export(request: ExportRequest) -> None:
 def generate(request: GenerateRequest) -> None:
     """Continue a text with an exported model, or with the export in a run directory; or talk to it (--chat)."""
     generate_text(request)
+
+
+@command
+def eval(request: EvalRequest) -> None:
+    """Score a checkpoint of a run on downstream tasks of lm-evaluation-harness, and write eval/step_N.json."""
+    evaluate_tasks(request)
 
 
 @app.command("completion")

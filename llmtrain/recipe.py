@@ -474,6 +474,20 @@ class SamplesConfig(Part):
     """0: always the most likely token. Else one of the 50 most likely tokens is drawn, in the same way at each step."""
 
 
+class TasksConfig(Part):
+    """Downstream tasks of lm-evaluation-harness, scored in a process of its own, to `eval/` of the run directory."""
+
+    names: Many[Annotated[str, Field(min_length=1)]] = ()
+    """Names of tasks, which are scored at the end of the run."""
+    every_steps: NonNegativeInt = 0
+    """Also score the checkpoints of steps that are multiples of this; those that are written in the meantime are left
+    out. 0: only at the end."""
+    include_path: str | None = None
+    """Folder of further tasks, as YAML files."""
+    limit: PositiveInt | None = None
+    """Largest number of documents of a task. Default: all."""
+
+
 class CheckpointConfig(Part):
     """When to save checkpoints, and which to keep."""
 
@@ -610,6 +624,7 @@ class Recipe(Part):
     train: TrainConfig
     evaluation: EvalConfig = EvalConfig()
     samples: SamplesConfig = SamplesConfig()
+    tasks: TasksConfig = TasksConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
     kernels: KernelsConfig = KernelsConfig()

@@ -37,7 +37,7 @@ MAY_CHANGE = re.compile(
     r"name|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
     r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
-    r"|kernels\.(blocks|loss|threads)|(evaluation|samples|checkpoint|guard|logging|watchdog|profile|export)\..*"
+    r"|kernels\.(blocks|loss|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
 )
 
 PACKAGES = (
@@ -180,6 +180,15 @@ class RunDir:
     def profile_request(self) -> Path:
         """What `llmtrain profile` asks the ranks of a running job to record: a `ProfileConfig`."""
         return self.profile / "request.json"
+
+    def eval_file(self, step: int) -> Path:
+        """Scores of the checkpoint of a step on downstream tasks."""
+        return self.path / "eval" / f"step_{step:08d}.json"
+
+    @property
+    def eval_log(self) -> Path:
+        """Output of the processes that computed them beside the run."""
+        return self.logs / "eval.log"
 
     @property
     def logs(self) -> Path:

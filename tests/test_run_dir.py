@@ -150,6 +150,7 @@ def test_each_field_decides_whether_it_may_change(plan):
         *("logging.every_steps", "logging.trackers.0", "logging.project", "logging.price_per_device_hour"),
         *("export.at_end", "export.sample_prompt", "export.sample_tokens"),
         *("samples.every_steps", "samples.tokens", "samples.temperature"),
+        *("tasks.every_steps", "tasks.include_path", "tasks.limit"),
         *("profile.steps", "profile.after_step", "profile.ranks.0", "profile.memory"),
     }
 

@@ -305,9 +305,12 @@ def startable(declared: Any, cluster: Cluster, folder: RunDir, resume: str, work
     """
     from llmtrain.commands.precheck import runnable_plan
     from llmtrain.metrics.trackers import check_trackers
+    from llmtrain.train.tasks import check_harness
 
     plan = runnable_plan(declared, cluster, workers)
     check_trackers(declared)
+    if declared.tasks.names:
+        check_harness()
     folder.check(declared)
     if resume == "never" and any(folder.checkpoints.glob("step_*")):
         raise RecipeError(

@@ -42,6 +42,8 @@ TAIL_LINES = 12
 TAIL_BYTES = 8192
 _POLL_S = 0.05
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would make a process that a rank starts a rank itself."""
 # Signals that kill a worker without warning, before it can write an error file. SIGABRT is not among them: libraries
 # raise it on purpose, often because another worker is gone.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -165,6 +165,10 @@ class MetricsLogger:
             self._samples.add(json.dumps({"step": step, "prompt": prompt, "text": text}))
             self._trackers.log_text(f"samples/{number}", prompt + text, step)
 
+    def log_score(self, step: int, task: str, metric: str, value: float) -> None:
+        """Sends a score of a downstream task, which is known after `step` steps, to the trackers."""
+        self._trackers.log({f"tasks/{_NOT_IN_TAGS.sub('_', task)}/{_NOT_IN_TAGS.sub('_', metric)}": value}, step)
+
     def flush(self) -> None:
         """Waits until all lines are on disk, as far as the disk accepts them."""
         for lines in self._files:

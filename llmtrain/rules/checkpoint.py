@@ -1,4 +1,4 @@
-"""Rules for checkpoints, evaluations and samples: options without effect are refused."""
+"""Rules for checkpoints, evaluations, samples and tasks: options without effect are refused."""
 
 from __future__ import annotations
 
@@ -120,4 +120,29 @@ def samples_never(draft: Draft) -> Iterator[Fault]:
         yield Fault("samples.every_steps", message, """--set 'samples.prompts=["Once upon a time"]'""")
 
 
-RULES = (keeps_all, never_saved, never_evaluated, never, fraction, weight, samples_never)
+@rule(
+    "tasks.never", "Tasks are scored on the checkpoints that a run writes, the last of which is exported.", "arithmetic"
+)
+def tasks_never(draft: Draft) -> Iterator[Fault]:
+    """Refuses tasks that are never scored, and steps without a checkpoint or a task."""
+    tasks, saved = draft.recipe.tasks, draft.recipe.checkpoint.every_steps
+    if not tasks.names:
+        for field in ("every_steps", "include_path", "limit"):
+            if value := getattr(tasks, field):
+                yield Fault(
+                    f"tasks.{field}",
+                    f"{value} was given, but tasks.names is empty",
+                    """--set 'tasks.names=["arc_easy"]'""",
+                )
+        return
+    if tasks.every_steps and (not saved or tasks.every_steps % saved):
+        message = (
+            f"{tasks.every_steps} was given, but checkpoints are written every {saved} steps (checkpoint.every_steps)"
+        )
+        yield Fault("tasks.every_steps", message, assignment(checkpoint__every_steps=tasks.every_steps))
+    if not draft.recipe.export.at_end and not tasks.every_steps:
+        message = "tasks were given, but the run exports nothing at its end (export.at_end)"
+        yield Fault("tasks.names", message, assignment(export__at_end="true"))
+
+
+RULES = (keeps_all, never_saved, never_evaluated, never, fraction, weight, samples_never, tasks_never)

@@ -1,6 +1,9 @@
-"""What a finished run produces: a Hugging Face folder, and a sample of generated text."""
+"""What a finished run produces: a Hugging Face folder, a sample of generated text, and scores."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
 
@@ -13,11 +16,25 @@ from llmtrain.metrics.progress import sample_panel
 from llmtrain.models.generate import generate
 from llmtrain.plan import Plan
 from llmtrain.run_dir import RunDir
+from llmtrain.train.tasks import ScoringError, TasksBeside, score_last, table
 
 
-def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared, console: Console) -> None:
-    """Compares the evaluation with a unigram model, exports, and samples; runs on rank 0 after the last step."""
+def finish(
+    run_dir: RunDir,
+    plan: Plan,
+    state: TrainerState,
+    prepared: Prepared,
+    tasks: TasksBeside | None,
+    console: Console,
+) -> None:
+    """Compares the evaluation with a unigram model, exports, samples and scores; runs on rank 0 after the last step.
+
+    tasks: if checkpoints were scored beside the run; what is not finished is waited for.
+    """
     recipe = plan.recipe
+    if tasks is not None:
+        with console.status("scoring a checkpoint"), _told(console):
+            tasks.wait()
     if state.eval_loss is not None and not recipe.objective.of_completions:
         unigram = prepared.unigram_loss(recipe.evaluation.max_sequences)
         console.print(
@@ -33,11 +50,26 @@ def finish(run_dir: RunDir, plan: Plan, state: TrainerState, prepared: Prepared,
     with console.status("exporting"):
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True)  # replaces an export of fewer steps
     console.print(f"exported {run_dir.export}", highlight=False, soft_wrap=True)
-    prompt = recipe.export.sample_prompt
-    if prompt is not None:
-        try:
-            continuation = generate(run_dir.export, prompt, recipe.export.sample_tokens)
-        except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
-            console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-            return
-        console.print(sample_panel(prompt, continuation, "sample"))
+    if recipe.export.sample_prompt is not None:
+        _sample(run_dir, recipe.export.sample_prompt, recipe.export.sample_tokens, console)
+    if recipe.tasks.names:
+        with console.status("scoring downstream tasks"), _told(console):
+            console.print(table(score_last(run_dir, state.step), state.step))
+
+
+def _sample(run_dir: RunDir, prompt: str, tokens: int, console: Console) -> None:
+    try:
+        continuation = generate(run_dir.export, prompt, tokens)
+    except (RuntimeError, MemoryError) as error:  # among them torch.OutOfMemoryError
+        console.print(f"no sample: {error}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print(sample_panel(prompt, continuation, "sample"))
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[None]:
+    """Prints that there are no scores, which are no reason for a run to fail."""
+    try:
+        yield
+    except ScoringError as error:
+        console.print(str(error), style="yellow", highlight=False, markup=False, soft_wrap=True)

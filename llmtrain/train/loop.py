@@ -23,6 +23,17 @@ from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
 from llmtrain.train.signals import Agreement
+from llmtrain.train.tasks import ScoringError, TasksBeside, scores
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What shows how the model gets on, beside its loss."""
+
+    sampler: Sampler | None = None
+    """Set if the recipe asks for samples."""
+    tasks: TasksBeside | None = None
+    """Set on rank 0 if checkpoints are scored while training goes on."""
 
 
 @dataclass
@@ -46,8 +57,7 @@ class Run:
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
-    sampler: Sampler | None = None
-    """Set if the recipe asks for samples."""
+    beside: Beside = Beside()
 
 
 class TooManySkippedError(Exception):
@@ -98,8 +108,8 @@ def fit(run: Run) -> None:
             with meter.paused():
                 if recipe.evaluation.every_steps and (at_end or _due(recipe.evaluation.every_steps, state.step)):
                     evaluate(run)
-                if run.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
-                    sample(run, run.sampler)
+                if run.beside.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
+                    sample(run, run.beside.sampler)
             if _due(recipe.checkpoint.every_steps, state.step):
                 with meter.saving():
                     _save(run)
@@ -219,10 +229,23 @@ def _log(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> None:
         )
     )
     run.progress.show(record)
+    if run.beside.tasks:
+        _look_for_scores(run, run.metrics, run.beside.tasks)
     if slow := run.heart.straggler():
         run.progress.note(f"rank {slow[0]} is slow: it takes {slow[1]:.1f} times as long as the median rank")
     if run.cores and (busy := run.cores.line()):
         run.progress.note(busy)
+
+
+def _look_for_scores(run: Run, metrics: MetricsLogger, tasks: TasksBeside) -> None:
+    try:
+        results = tasks.look(run.state.step)
+    except ScoringError as error:
+        run.progress.note(str(error))
+        return
+    for one in scores(results or {}):
+        metrics.log_score(run.state.step, one.task, one.metric, one.value)
+        run.progress.note(f"{one.task}  {one.metric} {one.value:.4f}")
 
 
 def _peak_memory() -> int:

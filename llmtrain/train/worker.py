@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from llmtrain.data import Prepared, Schedule
     from llmtrain.engines import Engine
     from llmtrain.metrics import BusyCores
-    from llmtrain.train.sampling import Sampler
+    from llmtrain.train.loop import Beside
 
 
 def main(
@@ -159,7 +159,6 @@ class _Worker:
         from llmtrain.engines.reference_model import with_references
         from llmtrain.overrides import untried_versions
         from llmtrain.runtime.devices import free_device_memory
-        from llmtrain.train.sampling import Sampler
 
         plan, run_dir = self.plan, self.run_dir
         with self.output.console.status("starting torch and DeepSpeed") as status:
@@ -192,12 +191,14 @@ class _Worker:
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
-        sampler = Sampler(plan, prepared) if plan.recipe.samples.every_steps else None
-        stopped = self._fit(engine, data, saver, state, stop_step, sampler)
+        beside = self._beside(prepared, state)
+        stopped = self._fit(engine, data, saver, state, stop_step, beside)
         engine.close()
         dist.destroy_process_group()
         self.heart.done()
         if stopped:
+            if beside.tasks:
+                beside.tasks.give_up()
             self._report()
             return Exit.RESUME
         is_finished = state.step == plan.recipe.train.steps
@@ -209,9 +210,22 @@ class _Worker:
             del engine, data, saver  # the sample is generated on the same GPU
             free_device_memory()
 
-            finish(run_dir, plan, state, prepared, self.output.console)
+            finish(run_dir, plan, state, prepared, beside.tasks, self.output.console)
             self._report()
         return Exit.DONE
+
+    def _beside(self, prepared: Prepared, state: TrainerState) -> Beside:
+        """Returns what shows how the model gets on. Raises DataError for prompts that are too long."""
+        from llmtrain.train.loop import Beside
+        from llmtrain.train.sampling import Sampler
+        from llmtrain.train.tasks import TasksBeside
+
+        recipe = self.plan.recipe
+        scores = self.rank.is_main and recipe.tasks.every_steps
+        return Beside(
+            Sampler(self.plan, prepared) if recipe.samples.every_steps else None,
+            TasksBeside(self.run_dir, recipe.tasks.every_steps, state.step) if scores else None,
+        )
 
     def _note_kernels(self) -> None:
         """Writes the kernels to the run directory, and prints them if they were measured."""
@@ -229,7 +243,7 @@ class _Worker:
         saver: Saver,
         state: TrainerState,
         stop_step: int,
-        sampler: Sampler | None,
+        beside: Beside,
     ) -> bool:
         """Trains, and rolls back to a checkpoint as often as the guard allows. Returns whether a signal stopped it."""
         from llmtrain.train.loop import TooManySkippedError
@@ -237,7 +251,7 @@ class _Worker:
 
         while True:
             try:
-                return self._attempt(engine, data, saver, state, stop_step, sampler)
+                return self._attempt(engine, data, saver, state, stop_step, beside)
             except TooManySkippedError as error:
                 with self.heart.phase(Phase.LOADING):
                     saver.settle()
@@ -258,7 +272,7 @@ class _Worker:
         saver: Saver,
         state: TrainerState,
         stop_step: int,
-        sampler: Sampler | None,
+        beside: Beside,
     ) -> bool:
         """Trains until the end, or a signal; returns whether a signal stopped it. Raises TooManySkippedError."""
         from llmtrain.metrics import MetricsLogger, TrainingProgress
@@ -281,7 +295,7 @@ class _Worker:
                 cores = self._cores()
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
                 parts = (recipe, engine, data, saver, state, stop_step, progress, stop, metrics, skipped, heart, cores)
-                fit(Run(*parts, profiler=profiler, sampler=sampler))
+                fit(Run(*parts, profiler=profiler, beside=beside))
                 profiler.close()
                 stop.close()
                 heart.finish()

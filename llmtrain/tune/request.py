@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.launch.local import die_with
+from llmtrain.launch.local import OF_A_RANK, die_with
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.tune.choice import write_cached
-
-OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would make the measuring process a rank."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,112 @@
+"""`llmtrain eval`: scores of a run on downstream tasks."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
+from llmtrain.run_dir import RunDir, write_json
+from llmtrain.system.streams import quiet_libraries
+from llmtrain.system.untrusted import UNREADABLE, read_json
+
+if TYPE_CHECKING:
+    from llmtrain.train.tasks import Results, Scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """All options of the command line."""
+
+    run: Annotated[Path, typer.Argument(help="Run directory.")]
+    tasks: Annotated[str | None, typer.Option(help="Names of tasks, with commas; default: those of the recipe.")] = None
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; default: the last one.", min=0)] = None
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder of further tasks, as YAML files; default: the recipe's.")
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="Most documents of a task; default: the recipe's.", min=1)] = None
+    batch_size: Annotated[int, typer.Option(help="Texts in a forward pass.", min=1)] = 8
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False
+
+
+def evaluate_tasks(request: EvalRequest) -> None:
+    """Scores a checkpoint, and writes `eval/step_N.json`.
+
+    Raises RecipeError for unknown tasks, and CheckpointError if there is no such checkpoint.
+    """
+    from llmtrain.checkpoint.folder import step_of
+    from llmtrain.train.tasks import check_harness, table
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # removes what was exported
+    run = RunDir(request.run)
+    declared = run.read_recipe().tasks
+    names = tuple(filter(None, request.tasks.split(","))) if request.tasks else declared.names
+    if not names:
+        raise RecipeError(
+            Problem("tasks.none", "--tasks", "is required: the recipe names no tasks", "--tasks hellaswag")
+        )
+    check_harness()
+    checkpoint = _checkpoint(run, request.step)
+    with quiet_libraries():
+        from llmtrain.train.harness import results_of, tasks_of
+
+        include = request.include_path or (Path(declared.include_path) if declared.include_path else None)
+        manager = tasks_of(names, include)
+        with tempfile.TemporaryDirectory(prefix=".eval-", dir=run.path) as scratch:
+            model = _exported(run, checkpoint, Path(scratch) / "model")
+            results = results_of(model, names, manager, request.limit or declared.limit, request.batch_size)
+    step = step_of(checkpoint.name)
+    found = _write(run.eval_file(step), results, request.limit or declared.limit)
+    if request.as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(table(results, step))
+    console.print(f"written to {run.eval_file(step)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Path:
+    from llmtrain.checkpoint.folder import newest, step_folder
+
+    folder = newest(run.checkpoints) if step is None else step_folder(run.checkpoints, step)
+    if folder is None or not folder.is_dir():
+        which = "checkpoint" if step is None else f"checkpoint of step {step:,}"
+        raise CheckpointError(Problem("checkpoint.none", str(run.path), f"has no {which}"))
+    return folder
+
+
+def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
+    """Returns a Hugging Face folder of a checkpoint: the run's export if it was made from it, else a new one."""
+    from llmtrain.checkpoint.export import export
+    from llmtrain.checkpoint.folder import is_exported
+    from llmtrain.checkpoint.manifest import read_manifests
+
+    if is_exported(run.export, read_manifests(checkpoint)[0]):
+        return run.export
+    export(checkpoint, run.tokenizer, scratch)
+    return scratch
+
+
+def _write(file: Path, results: Results, limit: int | None) -> Scored:
+    """Writes results beside those of other tasks for the same checkpoint."""
+    from llmtrain.train.tasks import Scored
+
+    try:
+        before = read_json(file, Scored)
+    except UNREADABLE:
+        before = Scored()
+    own = {"harness": version("lm_eval"), "limit": limit, "written": datetime.now(UTC).isoformat(timespec="seconds")}
+    found = Scored(results={**before.results, **results}, computed={**before.computed, **dict.fromkeys(results, own)})
+    file.parent.mkdir(exist_ok=True)
+    write_json(file, found.model_dump(mode="json"))
+    return found

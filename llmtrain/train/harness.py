@@ -1,0 +1,72 @@
+"""Scores a model on downstream tasks with EleutherAI's lm-evaluation-harness, an optional dependency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.errors import DataError, Problem, RecipeError, nearest
+from llmtrain.models.generate import device_for
+from llmtrain.system.untrusted import utf8_name
+from llmtrain.train.tasks import Results
+
+
+def tasks_of(names: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Returns what loads tasks. Raises RecipeError for names that are no tasks.
+
+    include_path: folder of further tasks, as YAML files.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise RecipeError(Problem("tasks.include_path", "--include-path", f"{include_path} is no folder"))
+    if include_path is not None:
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own  # without reading the thousands of others
+    manager = TaskManager(include_path=str(include_path) if include_path else None)
+    known = [str(name) for name in manager.all_tasks]
+    problems = [
+        Problem("tasks.name", "--tasks", f"there is no task '{name}'{nearest(name, known)}", "lm-eval ls tasks")
+        for name in names
+        if name not in known
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return manager
+
+
+def results_of(model: Path, names: Sequence[str], manager: TaskManager, limit: int | None, batch_size: int) -> Results:
+    """Returns the results of a model in a Hugging Face folder; on the GPU if it has room there.
+
+    limit: most documents of a task. Raises DataError if the documents of a task cannot be loaded.
+    """
+    with utf8_name(model) as named:
+        tokenizer = AutoTokenizer.from_pretrained(named)
+        loaded = AutoModelForCausalLM.from_pretrained(named)
+    harness = HFLM(pretrained=loaded.to(device_for(loaded)).eval(), tokenizer=tokenizer, batch_size=batch_size)
+    try:
+        found = lm_eval.simple_evaluate(
+            harness, tasks=list(names), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
+        )
+    except (OSError, ValueError) as error:  # among them those of `datasets`, for files and for the hub
+        message = f"{type(error).__name__}: {error}"
+        raise DataError(Problem("tasks.data", ", ".join(names), message, "is its dataset in the cache?")) from error
+    return {
+        task: {name: _plain(value) for name, value in values.items() if "," in name}
+        for task, values in found["results"].items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it; the harness writes `N/A` for what is unknown."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,165 @@
+"""Downstream tasks are scored beside a run, on its checkpoints and at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmtrain.cli import app
+from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.run_dir import RunDir, write_json
+from llmtrain.train import tasks
+from llmtrain.train.tasks import Score, ScoringError, TasksBeside, scores, table
+from tests.helpers.commands import llmtrain
+
+RESULTS = {
+    "arc": {"acc,none": 0.25, "acc_stderr,none": 0.05, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"},
+    "gsm": {"exact_match,strict": 0.125, "perplexity,none": None},
+}
+
+
+def test_the_numbers_among_results_are_scores():
+    assert scores(RESULTS) == [
+        Score("arc", "acc", 0.25, 0.05),
+        Score("arc", "acc_norm", 0.5, None),
+        Score("gsm", "exact_match (strict)", 0.125, None),
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table(RESULTS, 1200))
+    shown = console.file.getvalue()
+    assert "after step 1,200" in shown
+    assert "0.1250" in shown
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Scores every tenth step of a run that continues after step 10; `begun` are the processes by their step."""
+    run, begun = RunDir(tmp_path), {}
+
+    def begin(run, step):
+        begun[step] = SimpleNamespace(returncode=None, poll=lambda: begun[step].returncode)
+        return begun[step]
+
+    monkeypatch.setattr(tasks, "_start", begin)
+    return SimpleNamespace(run=run, tasks=TasksBeside(run, 10, 10), begun=begun)
+
+
+def end(beside, step: int, code: int = 0) -> None:
+    if code == 0:
+        beside.run.eval_file(step).parent.mkdir(exist_ok=True)
+        write_json(beside.run.eval_file(step), {"results": RESULTS})
+    beside.begun[step].returncode = code
+
+
+def save(beside, step: int) -> None:
+    (beside.run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
+
+
+def test_the_newest_checkpoint_that_is_written_is_scored_and_one_at_a_time(beside):
+    save(beside, 10)
+    assert beside.tasks.look(19) is None  # that of the step from which the run continues
+    assert beside.tasks.look(20) is None  # it is not written yet
+    assert not beside.begun
+    save(beside, 20)
+    assert beside.tasks.look(21) is None
+    save(beside, 30)
+    save(beside, 40)
+    assert beside.tasks.look(42) is None
+    assert list(beside.begun) == [20]
+    end(beside, 20)
+    assert beside.tasks.look(43) == RESULTS
+    assert beside.tasks.look(44) is None
+    assert list(beside.begun) == [20, 40]
+
+
+def test_scores_that_were_not_computed_are_reported_and_the_next_ones_follow(beside):
+    save(beside, 20)
+    beside.tasks.look(20)
+    end(beside, 20, code=4)
+    with pytest.raises(ScoringError, match=r"step 20 has no scores: the process ended with code 4, see .*eval\.log"):
+        beside.tasks.look(21)
+    save(beside, 30)
+    beside.tasks.look(30)
+    beside.begun[30].returncode = 0  # without having written anything
+    with pytest.raises(ScoringError, match="step_00000030"):
+        beside.tasks.look(31)
+
+
+def test_what_cannot_be_scored_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(RecipeError, match=r"has no recipe\.json"):
+        app(["eval", str(tmp_path)], standalone_mode=False)
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"pip install 'llmtrain\[eval\]'"):
+        tasks.check_harness()
+
+
+QUESTIONS = [
+    ("import", [" os", " banana"]),
+    ("def", [" f", ":"]),
+    ("for i in", [" range", " class"]),
+    ("retu", ["rn", "q"]),
+]
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [json.dumps({"text": text, "choices": choices, "answer": 0}) for text, choices in QUESTIONS]
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    (folder / "which_word.yaml").write_text(
+        f"""
+task: which_word
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder / "questions.jsonl"}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+    )
+    return folder
+
+
+def accuracy(folder: Path) -> float:
+    """How many of the first choices are likelier than the second ones."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+
+    def likelihood(text: str, choice: str) -> float:
+        prompt, ids = tokenizer(text)["input_ids"], tokenizer(text + choice)["input_ids"]
+        with torch.no_grad():
+            found = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(found[place - 1, ids[place]].item() for place in range(len(prompt), len(ids)))
+
+    right = [likelihood(text, first) > likelihood(text, second) for text, (first, second) in QUESTIONS]
+    return sum(right) / len(right)
+
+
+@pytest.mark.slow
+def test_a_run_scores_a_checkpoint_and_its_export(small_recipe, task_folder, tmp_path):
+    fields = ['tasks.names=["which_word"]', f"tasks.include_path={task_folder}", "tasks.every_steps=4"]
+    fields += ["train.max_steps=6", "evaluation.every_steps=0"]
+    run = tmp_path / "run"
+    done = llmtrain("train", small_recipe, "--run-dir", run, *(f"--set={one}" for one in fields))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Scores after step 6" in done.stdout, (run / "logs/eval.log").read_text()
+    found = {step: json.loads((run / f"eval/step_{step:08d}.json").read_text()) for step in (4, 6)}
+    for one in found.values():
+        assert 0 <= one["results"]["which_word"]["acc,none"] <= 1
+        assert one["computed"]["which_word"]["limit"] is None
+    assert math.isclose(found[6]["results"]["which_word"]["acc,none"], accuracy(run / "export"))
+    assert not list(run.glob(".eval-*"))
+    refused = llmtrain("eval", run, "--tasks", "which_wrd")
+    assert (refused.returncode, "which_word" in refused.stderr) == (2, True), refused.stderr
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 5"):
+        app(["eval", str(run), "--step", "5"], standalone_mode=False)
