@@ -29,7 +29,7 @@ def render(plan: Plan) -> dict[str, Any]:
     config = {
         **_batch(plan),
         **_gradients(plan),
-        "optimizer": _optimizer(plan.recipe.optim),
+        **_optimizer(plan.recipe.optim),
         "zero_allow_untested_optimizer": not optimizer_of(plan.recipe.optim).known_to_zero,
         "zero_force_ds_cpu_optimizer": False,
         **_precision(plan),
@@ -83,10 +83,13 @@ def _optimizer(optim: OptimConfig) -> Block:
     """Returns torch's own optimizers: DeepSpeed's would be compiled at the first start.
 
     They are fused, since those can be told on the device to leave the weights unchanged (`llmtrain.engines.guard`).
+    There is no block for other optimizers, which are passed to DeepSpeed as objects.
     """
     row = optimizer_of(optim)
     arguments = row.arguments(optim) | {"weight_decay": optim.weight_decay, "fused": True} | row.deepspeed
-    return {"type": row.torch, "params": {"lr": optim.lr} | arguments}
+    if row.deepspeed_type is None:
+        return {}
+    return {"optimizer": {"type": row.deepspeed_type, "params": {"lr": optim.lr} | arguments}}
 
 
 def _precision(plan: Plan) -> Block:

@@ -315,12 +315,16 @@ class ObjectiveConfig(Part):
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient."""
+    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "adamw"
+    """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
+    keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
+    the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
+    weights are updated as by `adamw`, at the same learning rate."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay of the first and second moments; `sgd` uses the first as momentum."""
+    """Decay of the first and second moments; `sgd` uses the first as momentum. For `lion`, the share of the momentum in
+    the direction of an update, and the decay of the momentum."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -339,6 +343,10 @@ class OptimConfig(Part):
     """Learning rate at the end of `cosine` and `wsd`, and at the start of `wsd`, relative to the peak."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 disables clipping."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer. `muon`: `momentum` (0.95), `nesterov` (true), `ns_steps` (5), the iterations
+    that make a matrix orthogonal, and `adjust_lr_fn`, the factor of the learning rate of a matrix of m × n:
+    `match_rms_adamw` (the default: 0.2 · √max(m, n)) or `original` (√max(1, m / n))."""
 
     @model_validator(mode="before")
     @classmethod
@@ -818,7 +826,10 @@ def _plain(value: Any) -> Any:
 
 
 def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
-    """Sets `values` at a dotted path; only `model.config` and `evaluation.sets` accept any name."""
+    """Sets `values` at a dotted path.
+
+    `model.config`, `evaluation.sets` and `optim.options` accept any name, other parts only fields.
+    """
     *parents, name = path.split(".")
     target: Any = values
     for depth, parent in enumerate(parents):
@@ -836,7 +847,7 @@ def _assign(values: dict[str, Any], path: str, value: Any) -> Problem | None:
             return Problem("recipe.field", short(path), f"has {len(target)} items, numbered from 0")
         target[index] = value
         return None
-    is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"])
+    is_open = parents[:2] in (["model", "config"], ["evaluation", "sets"], ["optim", "options"])
     if not is_open and name not in target and name not in _fields_of(".".join(parents)):
         return _unknown_field(path)
     target[name] = value

@@ -141,6 +141,9 @@ def test_optimizers():
     sgd = tiny(**{"optim.name": "sgd", "optim.betas": [0.8, 0.9]})
     assert (sgd["optimizer"]["type"], sgd["optimizer"]["params"]["momentum"]) == ("SGD", 0.8)
     assert sgd["zero_allow_untested_optimizer"] is True
+    lion = tiny(**{"optim.name": "lion"})  # an object, which is passed beside the JSON
+    assert "optimizer" not in lion
+    assert lion["zero_allow_untested_optimizer"] is True
 
 
 def test_clipping_can_be_off():

@@ -31,7 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.guard import Measured, over_ranks
-from llmtrain.engines.optim import schedule
+from llmtrain.engines.optim import schedule, torch_optimizer
 from llmtrain.engines.plain import Distribution
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.launch.jobs.accelerate import MIXED_PRECISION
@@ -123,9 +123,15 @@ def initialise_deepspeed(
     optim = plan.recipe.optim
     with _undisturbed():
         accelerator = _accelerator_deepspeed(plan, ds_config, device)
-        optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
-        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, plan.recipe))
-        engine: Engine = accelerator.prepare(module, optimizer, scheduler)[0]
+        engine: Engine
+        if "optimizer" in ds_config:
+            optimizer = DummyOptim(groups, lr=optim.lr, weight_decay=optim.weight_decay)
+            scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, plan.recipe))
+            engine = accelerator.prepare(module, optimizer, scheduler)[0]
+        else:
+            engine = accelerator.prepare(module, torch_optimizer(groups, optim))[0]
+            # Beside an optimizer that is an object, accelerate ignores the schedule.
+            engine.lr_scheduler = schedule(engine.basic_optimizer, plan.recipe)
     # Otherwise `transformers` would partition the next model that this process builds.
     unset_hf_deepspeed_config()
     return engine

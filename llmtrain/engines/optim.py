@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from llmtrain.engines.optimizers.muon import HeldLists, Muon, PlaceOf
+from llmtrain.engines.state.held import trained_tensors
+from llmtrain.engines.state.save_load import shape_of
 from llmtrain.overrides.torch import ShardedSGD
-from llmtrain.plan.optimizers import optimizer_of
+from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 
 
@@ -22,9 +26,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     plain: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # A parameter that ZeRO-3 has partitioned is flat; its true shape is `ds_shape`.
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            (decayed if len(shape) >= 2 else plain).append(parameter)
+            (decayed if len(shape_of(parameter)) >= 2 else plain).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
@@ -32,15 +34,41 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+def groups_for(optim: OptimConfig, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups with those weights of `model` apart that the optimizer updates in another way."""
+    if optimizer_of(optim).layer_states is None:
+        return groups
+    apart = {id(one) for name, one in model.named_parameters() if is_matrix_of_layer(name, len(shape_of(one)))}
+    split = [
+        {**group, "params": [one for one in group["params"] if (id(one) in apart) is inside], "muon": inside}
+        for group in groups
+        for inside in (True, False)
+    ]
+    return [group for group in split if group["params"]]
+
+
 def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False) -> Optimizer:
-    """Returns the recipe's optimizer as plain PyTorch builds it; fused, so that the guard can skip an update.
+    """Returns the recipe's optimizer; fused, so that the guard can skip an update.
 
     is_sharded: whether the parameters are, or will be, DTensors.
     """
     row = optimizer_of(optim)
-    kind: Any = ShardedSGD if is_sharded and row.torch == "SGD" else getattr(torch.optim, row.torch)
+    module, _, name = row.kind.rpartition(".")
+    kind: Any = ShardedSGD if is_sharded and name == "SGD" else getattr(import_module(module), name)
     optimizer: Optimizer = kind(groups, lr=optim.lr, fused=True, **row.arguments(optim))
     return optimizer
+
+
+def know_matrices(
+    optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
+) -> None:
+    """Lets an optimizer that needs whole matrices know where their parts are. Called by all ranks.
+
+    outer: the optimizer of DeepSpeed around it, or itself. lists, place: what this rank holds, and where it belongs.
+    """
+    if isinstance(optimizer, Muon):
+        dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
+        optimizer.find_matrices(trained_tensors(outer), lists, place, dtype, device)
 
 
 def rate_of(recipe: Recipe, step: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward, next_logits, objective_of
 from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.optim import gradients_of, parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.optim import gradients_of, groups_for, know_matrices, parameter_groups, schedule, torch_optimizer
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
@@ -117,7 +117,7 @@ class PlainLoop:
         self.distribution = distribution or Distribution()
         self.objective = self.distribution.objective = objective_of(recipe)
         self.device = next(model.parameters()).device
-        groups = parameter_groups(model, recipe.optim.weight_decay)
+        groups = groups_for(recipe.optim, model, parameter_groups(model, recipe.optim.weight_decay))
         self.masters = {
             weight: nn.Parameter(weight.detach().float())
             for weight in model.parameters()
@@ -132,6 +132,8 @@ class PlainLoop:
         self.optimizer = self.distribution.distribute(model, optimizer, trained)
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)
+        own = held(self.optimizer, self.masters)
+        know_matrices(self.optimizer, self.optimizer, own, self._place_of(), recipe, self.device)
         self.guard = Guard(recipe.guard, self.device)
         self.guard.watch(self.optimizer)
 
@@ -236,14 +238,14 @@ class PlainLoop:
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all trained tensors, then of the untrained ones."""
+        yield from pieces_of(held(self.optimizer, self.masters), self._place_of())
+        yield untrained_pieces(self.model, self.distribution.place, self.recipe.model.leaves_base, weight_name)
+
+    def _place_of(self) -> Callable[[nn.Parameter], Place]:
+        """Returns a function that maps a parameter to its place."""
         names = {parameter: weight_name(name) for name, parameter in self.model.named_parameters()}
         copy = (0, 1) if self.distribution.is_sharded else self.distribution.place  # shards are not copies
-
-        def place(parameter: nn.Parameter) -> Place:
-            return names[parameter], Region.whole(parameter.shape), copy
-
-        yield from pieces_of(held(self.optimizer, self.masters), place)
-        yield untrained_pieces(self.model, self.distribution.place, self.recipe.model.leaves_base, weight_name)
+        return lambda parameter: (names[parameter], Region.whole(parameter.shape), copy)
 
     def progress(self) -> dict[str, Any]:
         """Returns the position of the schedule."""

@@ -346,7 +346,13 @@ class TrainedRange(NamedTuple):
     length: int
 
 
-Flat = tuple[Tensor, list[TrainedRange]]
+class Flat(NamedTuple):
+    """A flat tensor that ZeRO trains."""
+
+    tensor: Tensor
+    parts: list[TrainedRange]
+    group: dict[str, Any]
+    """Its group in torch's optimizer, which ZeRO-3 empties between updates."""
 
 
 def flat_tensors(optimizer: Any) -> Iterator[list[Flat]] | None:
@@ -357,23 +363,23 @@ def flat_tensors(optimizer: Any) -> Iterator[list[Flat]] | None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _flat_of_stage_3(optimizer)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return iter([_flat_of_groups(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)])
+        return iter([_flat_of_groups(optimizer, optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)])
     if isinstance(optimizer, BF16_Optimizer):
-        return iter([_flat_of_groups(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)])
+        return iter([_flat_of_groups(optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)])
     return None
 
 
-def _flat_of_groups(groups: list[list[nn.Parameter]], flats: list[Tensor]) -> list[Flat]:
+def _flat_of_groups(optimizer: Any, groups: list[list[nn.Parameter]], flats: list[Tensor]) -> list[Flat]:
     """ZeRO 1 and 2: this rank has one range of each group, which may begin and end within parameters."""
     found = []
-    for parameters, flat in zip(groups, flats, strict=True):
+    for parameters, flat, group in zip(groups, flats, optimizer.optimizer.param_groups, strict=True):
         parts = []
         for parameter in parameters:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None if no part of it is on this rank
             if mapping is not None:
                 place = mapping.get_hp_fragment_address()
                 parts.append(TrainedRange(parameter, mapping.lp_fragment_address.start, place.start, place.numel))
-        found.append((flat, parts))
+        found.append(Flat(flat, parts, group))
     return found
 
 
@@ -388,7 +394,8 @@ def _flat_of_stage_3(optimizer: Any) -> Iterator[list[Flat]]:
                 start = min(rank * size, parameter.ds_numel)
                 parts.append(TrainedRange(parameter, start, offset, min(size, parameter.ds_numel - start)))
                 offset += size
-            yield [(optimizer.fp32_partitioned_groups_flat[index], parts)]
+            group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[index]]
+            yield [Flat(optimizer.fp32_partitioned_groups_flat[index], parts, group)]
 
 
 @contextmanager

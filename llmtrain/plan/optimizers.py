@@ -1,33 +1,60 @@
-"""The optimizers that a recipe may name, one row each: what torch is given, and what is kept of each weight.
+"""The optimizers that a recipe may name, one row each: its class, what is kept of each weight, and how ZeRO may cut it.
 
 `engines/optim.py` and DeepSpeed build them from these rows; memory, time and the checks of a checkpoint count what they
-keep. An update has to honour `found_inf`, with which the guard drops it (`engines/guard.py`): torch's fused kernels do.
+keep. A class that torch does not have is a file of `engines/optimizers/`. An update has to honour `found_inf`, with
+which the guard drops it (`engines/guard.py`): torch's fused kernels and the classes of that folder do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from llmtrain.recipe import OptimConfig
+from pydantic import Field
+
+from llmtrain.recipe import Fraction, OptimConfig, Part
+
+
+class NoOptions(Part):
+    """The options of an optimizer that has none."""
+
+
+class MuonOptions(Part):
+    """The options of `muon`, by torch's names."""
+
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
 @dataclass(frozen=True)
 class OptimizerRow:
     """A row of the table of optimizers."""
 
-    torch: str
-    """Class of `torch.optim`; also its type in DeepSpeed's JSON unless `deepspeed` says otherwise."""
+    kind: str
+    """Module and name of its class."""
     arguments: Callable[[OptimConfig], dict[str, Any]]
     """Arguments besides learning rate, weight decay and `fused`."""
     states: Callable[[OptimConfig], tuple[str, ...]]
-    """Torch's names of the fp32 tensors that are kept for each weight."""
+    """Names of the fp32 tensors that are kept for each weight."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Further arguments in DeepSpeed's JSON: without `torch_adam` it would compile an Adam of its own at the first
     start, and without `adam_w_mode` "Adam" would mean AdamW to it."""
-    known_to_zero: bool = True
-    """Whether DeepSpeed considers it tested with ZeRO, which in truth treats all optimizers of torch alike."""
+    options: type[Part] = NoOptions
+    """Model of `optim.options`."""
+    layer_states: tuple[str, ...] | None = None
+    """Names of the tensors that are kept for the matrices of decoder layers, if it updates them in another way, which
+    takes the whole matrix."""
+    known_to_zero: bool = False
+    """Whether DeepSpeed considers it tested with ZeRO, which in truth treats all optimizers alike."""
+
+    @property
+    def deepspeed_type(self) -> str | None:
+        """Its type in DeepSpeed's JSON, that of torch's class; None for a class that is passed to DeepSpeed instead."""
+        module, _, name = self.kind.rpartition(".")
+        return name if module == "torch.optim" else None
 
 
 def _adam(optim: OptimConfig) -> dict[str, Any]:
@@ -39,15 +66,45 @@ def _moments(optim: OptimConfig) -> tuple[str, ...]:
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow("AdamW", _adam, _moments, {"torch_adam": True, "adam_w_mode": True}),
-    "adam": OptimizerRow("Adam", _adam, _moments, {"torch_adam": True, "adam_w_mode": False}),
+    "adamw": OptimizerRow(
+        "torch.optim.AdamW", _adam, _moments, {"torch_adam": True, "adam_w_mode": True}, known_to_zero=True
+    ),
+    "adam": OptimizerRow(
+        "torch.optim.Adam", _adam, _moments, {"torch_adam": True, "adam_w_mode": False}, known_to_zero=True
+    ),
     "sgd": OptimizerRow(
-        "SGD",
+        "torch.optim.SGD",
         lambda optim: {"momentum": optim.betas[0]},
         lambda optim: ("momentum_buffer",) if optim.betas[0] else (),
-        known_to_zero=False,
+    ),
+    "lion": OptimizerRow(
+        "llmtrain.engines.optimizers.lion.Lion",
+        lambda optim: {"betas": list(optim.betas)},
+        lambda optim: ("exp_avg",),
+    ),
+    "muon": OptimizerRow(
+        "llmtrain.engines.optimizers.muon.Muon",
+        lambda optim: _adam(optim) | MuonOptions.model_validate(optim.options).model_dump(),
+        _moments,
+        options=MuonOptions,
+        layer_states=("momentum_buffer",),
     ),
 }
+
+
+def states_kept(optim: OptimConfig, in_layers: bool) -> int:
+    """Returns the number of fp32 tensors that are kept of a weight; SGD without momentum has none.
+
+    in_layers: whether it is updated in the way of `layer_states`.
+    """
+    row = optimizer_of(optim)
+    return len((row.layer_states or ()) if in_layers else row.states(optim))
+
+
+def is_matrix_of_layer(name: str, dimensions: int) -> bool:
+    """Whether a weight is a matrix of a decoder layer, or a stack of those of experts; layers have numbers."""
+    is_matrix = dimensions == 2 or (dimensions == 3 and ".experts." in name)
+    return is_matrix and any(part.isdigit() for part in name.split("."))
 
 
 def optimizer_of(optim: OptimConfig) -> OptimizerRow:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of, states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import Weight, Weights
 
@@ -41,6 +42,10 @@ class FlatGroup:
     """Elements of each parameter, in the model's order."""
     ranks: int
     """Ranks that hold the same parameters, and shard their states."""
+    states: int = 0
+    """Number of fp32 tensors that the optimizer keeps of it."""
+    in_layers: bool = False
+    """Whether the optimizer updates it in the way of `OptimizerRow.layer_states`."""
 
     @property
     def elements(self) -> int:
@@ -107,29 +112,48 @@ def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     parallel = plan.parallel
     ranks = plan.holders
-    kinds = {id(weight): _kind(plan, weights, weight) for weight in {id(one): one for one in own}.values()}
+    in_layers = updated_in_layers(plan, weights)
+    kinds = {
+        id(weight): _kind(plan, weights, weight, id(weight) in in_layers)
+        for weight in {id(one): one for one in own}.values()
+    }
     if parallel.expert > 1:
         # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
         routers = {_router_of(weight) for weight in own if weight.is_expert}
         own.sort(key=lambda one: one.name in routers)
-    found: dict[tuple[bool, bool], list[int]] = {}
+    found: dict[tuple[bool, bool, bool], list[int]] = {}
     for weight in own:
         key, sizes = kinds[id(weight)]
         found.setdefault(key, []).extend(sizes)
     groups = []
-    for (_, spread), all_sizes in sorted(found.items()):
+    for (_, outside, spread), all_sizes in sorted(found.items()):
         parts = _cut(all_sizes) if spread else [all_sizes]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         holders = ranks * parallel.tensor // parallel.expert if spread else ranks
-        groups += [FlatGroup(tuple(part), holders) for part in parts]
+        states = states_kept(plan.recipe.optim, in_layers=not outside)
+        groups += [FlatGroup(tuple(part), holders, states, in_layers=not outside) for part in parts]
     return groups
 
 
-def _kind(plan: Plan, weights: Weights, weight: Weight) -> tuple[tuple[bool, bool], tuple[int, ...]]:
-    """Returns the two properties that select a weight's group (not a matrix, distributed expert), and its sizes."""
+def updated_in_layers(plan: Plan, weights: Weights) -> set[int]:
+    """Returns the ids of the weights that the optimizer updates in a way of its own."""
+    if optimizer_of(plan.recipe.optim).layer_states is None:
+        return set()
+    named = [(f"0.{one.name}", one) for run in weights.runs for one in run.weights]
+    named += [(one.name, one) for one in weights.outside]
+    return {id(one) for name, one in named if is_matrix_of_layer(name, len(one.shape))}
+
+
+def _kind(
+    plan: Plan, weights: Weights, weight: Weight, in_layers: bool
+) -> tuple[tuple[bool, bool, bool], tuple[int, ...]]:
+    """Returns the properties that select a weight's group, and its sizes.
+
+    They are: not a matrix, not updated in the way of `in_layers`, distributed expert.
+    """
     spread = plan.parallel.expert > 1 and weight.is_expert
     sizes = _expert_sizes(weight, plan.parallel.expert) if spread else (sliced(plan, weights, weight),)
-    return (not weight.is_matrix, spread), sizes
+    return (not weight.is_matrix, not in_layers, spread), sizes
 
 
 def _router_of(expert: Weight) -> str:

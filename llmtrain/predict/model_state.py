@@ -6,10 +6,10 @@ left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llmtrain.plan.draft import WEIGHT_DTYPE
-from llmtrain.plan.optimizers import optimizer_of
+from llmtrain.plan.optimizers import states_kept
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.weights import TABLES, WORKSPACE, Weight, Weights, packed_bytes
 from llmtrain.predict.flat import (
@@ -22,6 +22,7 @@ from llmtrain.predict.flat import (
     most_touched,
     persistence_threshold,
     stage_weights,
+    updated_in_layers,
 )
 from llmtrain.predict.parts import Parts, State
 
@@ -40,11 +41,6 @@ def weight_bytes(plan: Plan) -> int:
 def sum_bytes(plan: Plan) -> int:
     """Returns the bytes per element of accumulated gradients."""
     return BYTES[plan.recipe.parallel.grad_accum_dtype]
-
-
-def moments(plan: Plan) -> int:
-    """Returns the number of fp32 tensors that the optimizer keeps per parameter; SGD without momentum has none."""
-    return len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
 
 
 def state_of(plan: Plan, weights: Weights, stage: int) -> State:
@@ -74,15 +70,32 @@ def saved_bytes(plan: Plan, weights: Weights, stage: int) -> int:
 
     Frozen weights of a new model are saved, too, as they are held.
     """
-    trained = 4 * (1 + moments(plan)) * _shares(groups_of(plan, weights, stage))
+    trained = 4 * sum((1 + group.states) * _share(group) for group in groups_of(plan, weights, stage))
     if plan.recipe.model.leaves_base:
         return trained
     held = 4 if plan.parallel.strategy == "fsdp2" else weight_bytes(plan)
-    return trained + held * _shares(frozen_of(plan, weights, stage))
+    return trained + held * sum(map(_share, frozen_of(plan, weights, stage)))
 
 
-def _shares(groups: list[FlatGroup]) -> int:
-    return sum(-(-group.elements // group.ranks) for group in groups)
+def _share(group: FlatGroup) -> int:
+    return -(-group.elements // group.ranks)
+
+
+def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], int]) -> int:
+    """Returns the bytes, at most, of bringing whole matrices together (`engines/optimizers/matrices.py`).
+
+    own: the elements of a group that this rank updates. Of these there is the update in fp32, and the answer; what is
+    sent, received and joined are shares of the group; and five tensors of the size of a matrix are computed with.
+    """
+    each = 4 if plan.recipe.parallel.precision == "fp32" else 2
+    return max(
+        (
+            4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * max(group.sizes))
+            for group in groups
+            if group.in_layers
+        ),
+        default=0,
+    )
 
 
 def has_bf16_optimizer(plan: Plan) -> bool:
@@ -101,7 +114,7 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     kept = Parts(
         parameters=weight_bytes(plan) * elements,
         masters=4 * elements if lower else 0,
-        optimizer=4 * moments(plan) * elements,
+        optimizer=4 * sum(group.states * group.elements for group in groups),
     )
     # DistributedDataParallel's buckets are the gradients (`gradient_as_bucket_view`), and exist from its first pass on.
     gradients = 4 * elements
@@ -113,7 +126,7 @@ def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     return State(
         forward=kept.plus(gradients=early, buckets=bound),
         backward=backward.plus(communication=sent if plan.holders > 1 else 0),
-        update=kept.plus(gradients=gradients),
+        update=kept.plus(gradients=gradients, communication=_together(plan, groups, lambda group: group.elements)),
     )
 
 
@@ -132,19 +145,19 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     bucket = bucket_elements(plan) * staged
     # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
     joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
-    states = 4 * partition * (1 + moments(plan))
+    moments = 4 * sum(group.states * group.partition for group in groups)
     kept = Parts(parameters=weight * sum(group.padded for group in groups))
     host = 0
     if offloads:
         kept = kept.plus(buckets=weight * largest)  # `temp_grad_buffer_for_gpu_offload`
         # The states, the sums that the update reads, the updated weights and a gradient in transfer.
-        host = states + 4 * partition + weight * partition + weight * largest
+        host = moments + 8 * partition + weight * partition + weight * largest
         if not compact:
             # Stage 1 sums on the device, stage 2 whole parameters in `accumulated_grads_in_cpu`.
             host += reduced if _accumulates(plan) and stage == 2 else 0
             reduced = 0
     else:
-        kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition)
+        kept = kept.plus(masters=4 * partition, optimizer=moments)
     whole = summed * elements if stage == 1 else reduced
     # The bucket is created with the first gradient (`setup_buckets`). Stage 2 gives it back after each pass, stage 1
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
@@ -162,6 +175,7 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
         update=kept.plus(
             gradients=reduced + (0 if compact or offloads else 4 * max(g.partition for g in groups)),
             buckets=bucket if stage == 1 and compact and plan.holders > 1 else 0,
+            communication=_together(plan, groups, lambda group: group.partition),
         ),
         host=host,
     )
@@ -175,7 +189,7 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     kept = Parts(
         parameters=2 * padded,
         masters=4 * partition,
-        optimizer=4 * moments(plan) * partition,
+        optimizer=4 * sum(group.states * group.partition for group in groups),
         gradients=4 * padded,
     )
     # Gradients of one micro-batch are zeroed, not freed, while others follow.
@@ -184,7 +198,7 @@ def _bf16_optimizer(plan: Plan, groups: list[FlatGroup]) -> State:
     return State(
         forward=kept.plus(gradients=own if _accumulates(plan) else 0),
         backward=kept.plus(gradients=own, communication=joined),
-        update=kept.plus(gradients=own),
+        update=kept.plus(gradients=own, communication=_together(plan, groups, lambda group: group.partition)),
     )
 
 
@@ -209,13 +223,15 @@ def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> Stat
     elif parallel.offload_param == "cpu":
         host += held
     sums, flat = summed * partition, 4 * min(partition, SUB_GROUP_SIZE)
+    moments = 4 * sum(group.states * group.by_parameter for group in groups)
+    together = _together(plan, groups, lambda group: min(group.by_parameter, SUB_GROUP_SIZE))
     if parallel.offload_optimizer == "none":
-        kept = kept.plus(masters=4 * partition, optimizer=4 * moments(plan) * partition, gradients=sums)
-        return State(forward=kept, backward=kept, update=kept.plus(gradients=flat), host=host)
+        kept = kept.plus(masters=4 * partition, optimizer=moments, gradients=sums)
+        return State(forward=kept, backward=kept, update=kept.plus(gradients=flat, communication=together), host=host)
     host += sums + 4 * partition  # accumulated, and as the update reads them
     if parallel.offload_optimizer == "cpu":
-        host += 4 * partition * (1 + moments(plan))
-    return State(forward=kept, backward=kept, update=kept, host=host)
+        host += 4 * partition + moments
+    return State(forward=kept, backward=kept, update=kept.plus(communication=together), host=host)
 
 
 def _fsdp2(plan: Plan, weights: Weights) -> State:
@@ -232,7 +248,12 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
     # Without resharding after the forward pass everything is gathered; else two layers, and the weights outside layers.
     outside = elements - sum(plan.model.layer_parameters)
     live = elements if plan.parallel.zero_stage == 2 else outside
-    kept = Parts(parameters=4 * shards, optimizer=4 * moments(plan) * of_trained, live_parameters=computed * live)
+    in_layers = updated_in_layers(plan, weights)
+    moments = sum(
+        4 * states_kept(plan.recipe.optim, id(weight) in in_layers) * _rows_shared([weight], plan.data_parallel_size)
+        for weight in own
+    )
+    kept = Parts(parameters=4 * shards, optimizer=moments, live_parameters=computed * live)
     layers = Parts(live_parameters=computed * min(elements - live, 2 * layer))
     # While micro-batches follow, complete gradients are summed (`no_sync`); the last one scatters them.
     whole = 4 * trained if _accumulates(plan) else 0
@@ -241,7 +262,7 @@ def _fsdp2(plan: Plan, weights: Weights) -> State:
         forward=kept.plus(gradients=whole),
         late=layers,
         backward=(kept + layers).plus(gradients=4 * of_trained, buckets=4 * layer),
-        update=kept.plus(gradients=4 * of_trained),
+        update=kept.plus(gradients=4 * of_trained, communication=_together(plan, groups_of(plan, weights, 0), _share)),
     )
 
 

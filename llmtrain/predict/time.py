@@ -152,12 +152,12 @@ def _update(plan: Plan, held: StageParameters, worker: Worker) -> float:
     """Returns the time in which every rank updates its shards of the states."""
     sharded = plan.parallel.zero_stage > 0 or plan.recipe.parallel.strategy == "fsdp2"
     parameters = held.trained * worker.own(held) / (plan.holders if sharded else 1)
-    size = parameters * worker.update_bytes()
+    size, products = parameters * worker.update_bytes(held), worker.orthogonal(held)
     where = plan.recipe.parallel.offload_optimizer
     if where == "none":
-        return size / worker.bandwidth
+        return size / worker.bandwidth + products
     rate = worker.assumed.host_update_bandwidth
-    return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth))
+    return size / (rate if where == "cpu" else min(rate, worker.assumed.nvme_bandwidth)) + products
 
 
 def _offloads(plan: Plan) -> bool:

@@ -116,7 +116,21 @@ class CommunicationGroups:
             self._fully_sharded(held, found, gathers=2 if self.plan.parallel.zero_stage == 3 else 1)
         else:
             found.step_hidden.append(self._gradients("all_reduce", held))
+        found.step.extend(self._matrices(held))
         return found
+
+    def _matrices(self, held: StageParameters) -> Iterator[Transfer]:
+        """Yields the ways of shares of matrices to their owners, for an optimizer that needs them whole, and back."""
+        apart = held.trained * self.share.apart(held)
+        if not apart:
+            return
+        size = apart * (4 if self.plan.recipe.parallel.precision == "fp32" else 2)
+        shards = self._among_replicas(held, size / self.groups.replicas.size)
+        yield Transfer("all_to_all", shards)
+        if self.plan.parallel.zero_stage == 0:
+            yield Transfer("all_gather", self._among_replicas(held, size))
+        else:
+            yield Transfer("all_to_all", shards)
 
     def _within_layers(self, held: StageParameters) -> list[Transfer]:
         """Returns the transfers for which every layer waits, axis by axis."""

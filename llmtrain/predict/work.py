@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
-from llmtrain.plan.optimizers import optimizer_of
+from llmtrain.plan.optimizers import MuonOptions, optimizer_of, states_kept
 from llmtrain.plan.plan import ModelFacts, Plan, StagePlan
 from llmtrain.plan.stages import head_parameters, reached_layers
 from llmtrain.predict.assumptions import Assumptions
@@ -107,6 +107,12 @@ class DeviceShare:
         """Returns the layers of a stage that are computed again, in whole or in part."""
         return 0 if self.again == "none" else math.ceil(held.layers / self.plan.parallel.checkpoint_every)
 
+    def apart(self, held: StageParameters) -> float:
+        """Returns the fraction of a stage that the optimizer updates as matrices of layers; their norms count, too."""
+        if optimizer_of(self.plan.recipe.optim).layer_states is None:
+            return 0.0
+        return min(1.0, sum(self.facts.layer_parameters) / self.facts.layers * held.layers / held.parameters)
+
     def own(self, held: StageParameters) -> float:
         """Returns the parameters of a stage on one device, if only tensor and expert parallelism split them."""
         return sum(self.shares(held))
@@ -139,7 +145,6 @@ class Worker(DeviceShare):
         self.product_rate, self.bandwidth = rates.matmul, rates.memory
         self.loss_twice = chunks_loss(plan) and recomputes_loss(plan.recipe) and not is_one_chunk(plan)
         self.attention_share, self.attention_rate = _attention(plan, assumed, rates)
-        self.states = len(optimizer_of(plan.recipe.optim).states(plan.recipe.optim))
         self.floor = 0.0 if plan.cluster.spec.on_cpu else assumed.layer_kernels * rates.launch_s
         """Seconds of a layer's forward pass below which the launches of its kernels decide."""
 
@@ -191,10 +196,28 @@ class Worker(DeviceShare):
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 
-    def update_bytes(self) -> float:
+    def update_bytes(self, held: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""
         copy = self.weight_bytes if self.weight_bytes < 4 else 0
-        return 4 + 8 + 8 * self.states + copy  # gradient read; master weight and moments read and written
+        optim = self.plan.recipe.optim
+        outside, inside = states_kept(optim, in_layers=False), states_kept(optim, in_layers=True)
+        share = self.apart(held)
+        states = outside * (1 - share) + inside * share
+        return 4 + 8 + 8 * states + copy  # gradient read; master weight and moments read and written
+
+    def orthogonal(self, held: StageParameters) -> float:
+        """Returns the time in which the ranks of a stage, together, make the momentum of all matrices orthogonal.
+
+        Each step takes three products for a matrix of m × n, m ≤ n: two of 2·m²·n FLOPs, and one of 2·m³. The hidden
+        size stands for m.
+        """
+        share = self.apart(held)
+        if not share:
+            return 0.0
+        steps = MuonOptions.model_validate(self.plan.recipe.optim.options).ns_steps
+        elements = held.trained * held.parameters * share
+        ranks = self.plan.holders * self.plan.parts("matrices")
+        return 6 * steps * self.facts.hidden_size * elements / ranks / self.product_rate
 
 
 def _attention(plan: Plan, assumed: Assumptions, rates: ReachedRates) -> tuple[float, float]:

@@ -6,7 +6,9 @@ and the weights of SGD, which are sums of gradients. Adam divides each gradient 
 relative to a matrix's typical gradient: an element whose gradient is x times as large as the typical one changes by
 ε/x, at most by its whole step. If elements are as dense around zero as elsewhere, the mean square of that is ∫ min(1,
 (ε/x)²) dx = 2ε. So Adam's weights may differ by sqrt(2·FP32) of their movement (4.5e-3): coarse, which is one more
-reason for the SGD probe.
+reason for the SGD probe. Lion takes only the sign: at most a share ε of the elements has another one, which is twice
+their step, so the mean square is at most 4ε. Muon multiplies the smallest singular values of a matrix, and the error in
+their directions, by at most 3.4445 in each of its five iterations, while the norm of the result is at least 1.
 
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches. No plan may
@@ -29,6 +31,8 @@ from llmtrain.verify.job import Deviation, worst
 
 FP32 = 1e-5
 ADAM_WEIGHTS = math.sqrt(2 * FP32)
+OF_WEIGHTS = {"sgd": FP32, "lion": math.sqrt(4 * FP32), "muon": 3.4445**5 * FP32}
+"""Bound of the weights, for optimizers that are not Adam's kind."""
 SAFETY = 2.0
 ROUNDING = 2.0**-24
 """Half a unit in the last place of fp32, relative: the largest change from storing a number."""
@@ -63,8 +67,7 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
 
 def tolerance(traces: Sequence[Trace], initial: Weights, optimizer: str, precision: str) -> Deviation:
     """Returns how far a plan may differ from the first reference; the others are only needed below fp32."""
-    # The weights of SGD are as accurate as its gradients; see above.
-    floor = {"loss": FP32, "grad_norm": FP32, "weights": FP32 if optimizer == "sgd" else ADAM_WEIGHTS}
+    floor = {"loss": FP32, "grad_norm": FP32, "weights": OF_WEIGHTS.get(optimizer, ADAM_WEIGHTS)}
     if precision != "fp32":
         pairs = [deviation(a, b, initial) for a, b in combinations(traces, 2)]
         for name, least in floor.items():

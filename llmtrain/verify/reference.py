@@ -1,8 +1,8 @@
 """Plain PyTorch in one process: the run that every plan must agree with.
 
-It shares no code with the engines, since an error in shared code would be certified: it has its own loss, groups of
-weight decay, clipping and learning rates. The model is that of `transformers`, unchanged. Each document runs alone, so
-that no mask and no position can be wrong. Only declarations may be imported from llmtrain
+It shares no code with the engines, since an error in shared code would be certified: it has its own loss, clipping,
+learning rates, and optimizers (`reference_optimizers.py`). The model is that of `transformers`, unchanged. Each
+document runs alone, so that no mask and no position can be wrong. Only declarations may be imported from llmtrain
 (`tests/verify/test_independence.py`); `verify.documents` and the initial weights are received as data.
 """
 
@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
+from llmtrain.verify.reference_optimizers import optimizer_of
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,7 +118,7 @@ class ReferenceLoop:
         """KTO's z0 of the batch."""
         self.masters = {name: nn.Parameter(one.detach().float()) for name, one in trained.items()}
         self.types = {name: one.dtype for name, one in trained.items()}
-        self.optimizer = _optimizer(self.masters.values(), recipe.optim)
+        self.optimizer = optimizer_of(self.masters, recipe)
         self.steps = 0
 
     def train_step(self, sequences: Sequences) -> ReferenceStep:
@@ -321,19 +322,6 @@ def learning_rate(optim: OptimConfig, step: int, steps: int) -> float:
         return peak * (1 / math.sqrt((step + scale - warmup) / scale))
     decayed = max(0, step - (steps - optim.decay_steps)) / max(1, optim.decay_steps)
     return peak * ((1 - decayed) * (1 - least) + least if decayed else 1.0)
-
-
-def _optimizer(trained: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    weights = list(trained)
-    groups: list[dict[str, Any]] = [
-        {"params": [one for one in weights if one.ndim > 1], "weight_decay": optim.weight_decay},
-        {"params": [one for one in weights if one.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
-    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-    return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
 def _model(recipe: Recipe, device: torch.device) -> PreTrainedModel:

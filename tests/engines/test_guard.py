@@ -27,6 +27,7 @@ from tests.helpers.traces import engine_of, plan_of, reference_of, worst
 STEPS, BAD = 6, 2
 """Steps of a run, and the one whose numbers are spoiled."""
 
+FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 CASES = {
     "zero0": {},
     "zero1": {"parallel.zero_stage": 1},
@@ -43,6 +44,12 @@ CASES = {
     },
     "zero1_sgd": {"parallel.zero_stage": 1, "optim.name": "sgd"},
     "zero3_adam": {"parallel.zero_stage": 3, "optim.name": "adam"},
+    "zero2_lion": {"parallel.zero_stage": 2, "optim.name": "lion"},
+    "zero0_muon": {"optim.name": "muon"},
+    "zero3_muon": {"parallel.zero_stage": 3, "optim.name": "muon"},
+    "pipeline_muon": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "muon"},
+    "fsdp2_lion": {**FSDP2, "optim.name": "lion"},
+    "fsdp2_muon": {**FSDP2, "optim.name": "muon"},
     "autocast": {"parallel.zero_stage": 1, "parallel.precision": "autocast_bf16"},
     "pipeline": {"parallel.pipeline": 2, "parallel.zero_stage": 1},
     "pipeline_bf16": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "parallel.precision": "bf16"},
@@ -54,13 +61,8 @@ CASES = {
     "expert_zero0": {**MIXTRAL, "parallel.expert": 2},
     "ddp": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp"},
     "ddp_sgd": {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "optim.name": "sgd"},
-    "fsdp2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
-    "fsdp2_sgd": {
-        "parallel.backend": "accelerate",
-        "parallel.accelerate": "fsdp2",
-        "parallel.zero_stage": 3,
-        "optim.name": "sgd",
-    },
+    "fsdp2": FSDP2,
+    "fsdp2_sgd": {**FSDP2, "optim.name": "sgd"},
     "accelerate_zero0": {"parallel.backend": "accelerate", "parallel.accelerate": "deepspeed"},
 }
 
@@ -155,7 +157,7 @@ def _without(name: str):
     return found
 
 
-QUICK = ("zero0", "zero1_bf16", "zero3", "pipeline", "ddp", "fsdp2")
+QUICK = ("zero0", "zero1_bf16", "zero3", "zero3_muon", "pipeline", "ddp", "fsdp2")
 SLOW = ("pipeline_bf16",)
 """Of the others, those that are tried in CI."""
 

@@ -1,4 +1,4 @@
-"""The guard's verdicts, and that torch's fused optimizers obey them; in one process."""
+"""The guard's verdicts, and that all optimizers obey them; in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmtrain.recipe import GuardConfig, OptimConfig
 
 CPU = torch.device("cpu")
 WINDOW = 8
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
 
 
 class Steps:

@@ -234,7 +234,7 @@ REMOVALS = (
     ),
     Removal(
         "_fused_sgd_",
-        'ShardedSGD if is_sharded and row.torch == "SGD" else ',
+        'ShardedSGD if is_sharded and name == "SGD" else ',
         "",
         f"{ENGINES}test_guard.py",
         "engines/optim.py",

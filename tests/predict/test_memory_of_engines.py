@@ -126,6 +126,12 @@ def test_one_micro_batch_and_sgd_hold_what_is_predicted():
 
 
 @pytest.mark.breadth
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_other_optimizers_hold_what_is_predicted(name):
+    check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
+
+
+@pytest.mark.breadth
 def test_tensor_and_sequence_ranks_hold_what_is_predicted():
     chosen = [
         plan

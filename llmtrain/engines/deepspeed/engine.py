@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
 from deepspeed.utils import set_z3_leaf_module
@@ -31,8 +32,8 @@ from llmtrain.engines.forward import (
     use_kernels,
 )
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
-from llmtrain.engines.optim import gradients_of, parameter_groups, schedule
-from llmtrain.engines.state.held import held
+from llmtrain.engines.optim import gradients_of, groups_for, know_matrices, parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.state.held import HeldState, held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import (
     PROGRESS_FILE,
@@ -120,9 +121,16 @@ Initialise = Callable[[nn.Module, list[dict[str, Any]], Plan, dict[str, Any], to
 def initialise(
     module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
 ) -> _Engine:
-    """Passes the model, its parameter groups and its schedule to `deepspeed.initialize`."""
+    """Passes model, parameter groups, schedule, and an optimizer that has no JSON to `deepspeed.initialize`."""
+
+    def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
+        # For an optimizer in JSON, DeepSpeed itself makes groups of the experts that it has distributed.
+        made = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
+        return torch_optimizer(made, plan.recipe.optim)
+
     engine: _Engine = deepspeed.initialize(
         model=module,
+        optimizer=None if "optimizer" in ds_config else optimizer,
         model_parameters=groups,
         lr_scheduler=lambda optimizer: schedule(optimizer, plan.recipe),
         config=ds_config,
@@ -164,7 +172,7 @@ class DeepSpeedEngine:
             for layer in decoder_layers(self.model)[1]:
                 set_z3_leaf_module(layer, True)
         self._own_norm: Tensor | None = None
-        groups = parameter_groups(self.module, recipe.optim.weight_decay)
+        groups = groups_for(recipe.optim, self.model, parameter_groups(self.module, recipe.optim.weight_decay))
         for axis in axes:
             groups = axis.parameter_groups(groups)
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
@@ -178,6 +186,7 @@ class DeepSpeedEngine:
         for axis in axes:
             axis.attach(self)
         self.objective = objective_of(recipe, next((axis.slices for axis in axes if axis.slices is not None), None))
+        know_matrices(self.engine.basic_optimizer, self.engine.optimizer, *self._held(), recipe, device)
         self.guard = Guard(recipe.guard, device)
         self.engine.basic_optimizer.register_step_pre_hook(self._before_update)
         self.guard.watch(self.engine.basic_optimizer)
@@ -315,14 +324,19 @@ class DeepSpeedEngine:
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yields live pieces of all tensors trained on this rank, then of the untrained ones."""
+        yield from pieces_of(*self._held())
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
-        yield from pieces_of(trained, lambda one: self._place(names[one], one))
         leaves_base = self.plan.recipe.model.leaves_base
         frozen = [one for one in names if not (one.requires_grad or leaves_base)]
         with gather(frozen) if frozen and self.plan.parallel.zero_stage == 3 else nullcontext():
             equal = multiplied(_place_in(self._replicas), self._copies)
             yield untrained_pieces(self.model, equal, leaves_base, self._hugging_face_name, self._untrained_portion)
+
+    def _held(self) -> tuple[Iterator[list[HeldState]], Callable[[nn.Parameter], Place]]:
+        """Returns what the optimizer holds on this rank, and where that belongs."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        trained = ([one for one in some if one.parameter in names] for some in held(self.engine.optimizer))
+        return trained, lambda one: self._place(names[one], one)
 
     def progress(self) -> dict[str, Any]:
         """Returns DeepSpeed's counters."""

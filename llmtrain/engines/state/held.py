@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer
 from llmtrain.overrides.deepspeed import flat_tensors
 from llmtrain.system.piece_heads import WEIGHT
 
@@ -34,6 +35,10 @@ class HeldState:
     """One-dimensional views, by kind."""
     state: dict[str, Any]
     """Torch's state of the tensor that contains this range; other ranges may share it."""
+    trained: Tensor
+    """The tensor that the optimizer trains and that contains this range."""
+    offset: int = 0
+    """Index of the range's first element within that tensor."""
 
     @property
     def steps(self) -> Tensor | None:
@@ -54,13 +59,21 @@ def held(optimizer: Any, masters: Mapping[nn.Parameter, nn.Parameter] | None = N
         return
     for flats in flat_lists:
         found = []
-        for flat, parts in flats:
-            state = _state(optimizer.optimizer, flat)
+        for flat, parts, group in flats:
+            state = _state(optimizer.optimizer, flat, group)
             whole = {WEIGHT: flat.detach()} | dict(_shaped(state, flat))
             for part in parts:
                 tensors = {kind: tensor.narrow(0, part.offset, part.length) for kind, tensor in whole.items()}
-                found.append(HeldState(part.parameter, part.start, tensors, state))
+                found.append(HeldState(part.parameter, part.start, tensors, state, flat, part.offset))
         yield found
+
+
+def trained_tensors(optimizer: Any) -> list[Tensor]:
+    """Returns what torch's optimizer trains on this rank: flat tensors, or weights; in an order that ranks share."""
+    flat_lists = flat_tensors(optimizer)
+    if flat_lists is None:
+        return [one for group in optimizer.param_groups for one in group["params"]]
+    return [flat.tensor for flats in flat_lists for flat in flats]
 
 
 def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Parameter]) -> list[HeldState]:
@@ -68,19 +81,20 @@ def _held_by_torch(optimizer: Optimizer, masters: Mapping[nn.Parameter, nn.Param
     found = []
     for group in optimizer.param_groups:
         for trained in group["params"]:
-            state = _state(optimizer, trained)
+            state = _state(optimizer, trained, group)
             tensors = {WEIGHT: local_flat(trained)} | {
                 kind: local_flat(tensor) for kind, tensor in _shaped(state, trained)
             }
-            found.append(HeldState(models.get(trained, trained), first_index(trained), tensors, state))
+            found.append(HeldState(models.get(trained, trained), first_index(trained), tensors, state, trained))
     return found
 
 
-def _state(optimizer: Optimizer, trained: Tensor) -> dict[str, Any]:
+def _state(optimizer: Optimizer, trained: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     """Returns torch's state of a tensor that it trains, and makes the state if there is none yet."""
     state: dict[str, Any] = optimizer.state[trained]
-    group = optimizer.param_groups[0]
-    if not state and isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+    if not state and isinstance(optimizer, GuardedOptimizer):
+        state.update(optimizer.first_state(group, trained))
+    elif not state and isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         on_device = group["capturable"] or group["fused"]
         state[STEP] = torch.zeros((), dtype=torch.float32, device=trained.device if on_device else "cpu")
         state["exp_avg"] = torch.zeros_like(trained, memory_format=torch.preserve_format)

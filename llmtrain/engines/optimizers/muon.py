@@ -1,0 +1,135 @@
+"""Muon (Keller Jordan, 2024; arXiv 2502.16982) for the matrices of decoder layers, and AdamW for everything else.
+
+The update of a matrix is its momentum, made orthogonal: all singular values become about 1. That takes the whole
+matrix, so under ZeRO and tensor parallelism ranks bring the parts together (`matrices.py`).
+
+DeepSpeed 0.19.8 has a Muon of its own, but it clips, and measures, the orthogonal update in place of the gradient, and
+its momentum takes part in steps that are dropped later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from llmtrain.engines.optimizers.guarded import GuardedOptimizer, local
+from llmtrain.engines.optimizers.matrices import MatrixPart, WholeMatrices, whole_shape
+from llmtrain.engines.state.held import HeldState
+from llmtrain.engines.state.save_load import Place, shape_of
+from llmtrain.plan.optimizers import is_matrix_of_layer
+from llmtrain.system.piece_heads import WEIGHT
+
+HeldLists = Iterable[list[HeldState]]
+PlaceOf = Callable[[nn.Parameter], Place]
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic polynomial that is applied to the singular values: steep at 0, so that a few steps suffice."""
+SMALLEST_NORM = 1e-7
+
+
+class Muon(GuardedOptimizer):
+    """Muon for groups with `muon`, AdamW for the others."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
+        super().__init__(groups, **{"muon": False, **defaults})
+
+    def find_matrices(
+        self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Learns where the parts of matrices are. Called by all ranks before the first step.
+
+        trained: all that this optimizer trains on this rank. lists, place: what it holds of each parameter, and where
+        that belongs. dtype, device: in which matrices are sent and made orthogonal.
+        """
+        self._numbers = {id(one): number for number, one in enumerate(trained)}
+        parts = []
+        for held in chain.from_iterable(lists):
+            (name, region, copy), own = place(held.parameter), shape_of(held.parameter)
+            if is_matrix_of_layer(name, len(own)):
+                number, length = self._numbers[id(held.trained)], held.tensors[WEIGHT].numel()
+                shape = whole_shape(own, region)
+                parts.append(MatrixPart(name, shape, region, held.start, number, held.offset, length, copy))
+        self._matrices = WholeMatrices(parts, dtype, device)
+
+    def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the momentum of Muon, or the moments of AdamW."""
+        return ("momentum_buffer",) if group["muon"] else ("exp_avg", "exp_avg_sq")
+
+    def first_state(self, group: dict[str, Any], trained: Tensor) -> dict[str, Any]:
+        """Adds AdamW's count of updates."""
+        count = {} if group["muon"] else {"step": torch.zeros((), dtype=torch.float32, device=trained.device)}
+        return count | super().first_state(group, trained)
+
+    def update(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
+        """Updates the weights of a group."""
+        if group["muon"]:
+            self._update_matrices(group, trained, keep)
+        else:
+            self._update_others(group, trained, keep)
+
+    def _update_matrices(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
+        updates: dict[int, Tensor] = {}
+        for one in trained:
+            gradient, momentum = local(one.grad), local(self.state[one]["momentum_buffer"])  # type: ignore[arg-type]
+            momentum.lerp_(gradient, (1 - group["momentum"]) * keep)
+            update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+            updates[self._numbers[id(one)]] = update.view(-1).to(self._matrices.device)  # it may be offloaded
+        self._matrices.compute(updates, lambda whole: orthogonal(whole, group["ns_steps"]))
+        rate = group["lr"] * keep
+        scale = SCALES[group["adjust_lr_fn"]]
+        for one in trained:
+            number, weight = self._numbers[id(one)], local(one)
+            for part, factor in self._matrices.scales(number, scale):
+                updates[number][part].mul_(factor)
+            weight.mul_(1 - rate * group["weight_decay"])
+            weight.addcmul_(updates[number].view_as(weight).to(weight.device), rate, value=-1)
+
+    def _update_others(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
+        states = [self.state[one] for one in trained]
+        adamw(
+            [local(one) for one in trained],
+            [local(one.grad) for one in trained],  # type: ignore[arg-type]
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [local(state["step"]) for state in states],
+            fused=True,
+            found_inf=1 - keep,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+SCALES = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factor of the learning rate of a matrix: Keller Jordan's, and Moonlight's, with which updates are as large as AdamW's
+usually are."""
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Returns the nearest orthogonal matrix, roughly, by Newton-Schulz iterations in the data type of the matrix.
+
+    matrix: [..., rows, columns]. Singular values come out between about 0.7 and 1.2.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix.reshape(-1, *matrix.shape[-2:])
+    is_tall = wide.shape[-2] > wide.shape[-1]
+    if is_tall:
+        wide = wide.mT
+    wide = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return (wide.mT if is_tall else wide).reshape(matrix.shape)

@@ -1,0 +1,98 @@
+"""The optimizers of the reference: those of torch, and others as plainly as their papers have them.
+
+They share no code with the engines (`tests/verify/test_independence.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmtrain.recipe import Recipe
+
+
+def optimizer_of(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+    """Returns the recipe's optimizer of the named weights."""
+    optim, weights = recipe.optim, list(trained.values())
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in weights if one.ndim > 1], "weight_decay": optim.weight_decay},
+        {"params": [one for one in weights if one.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
+    if optim.name == "lion":
+        return Lion(groups, {"lr": optim.lr, "betas": optim.betas})
+    if optim.name == "muon":
+        matrices = {id(one) for name, one in trained.items() if _is_inner(name, one)}
+        options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
+        options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
+        return Muon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes an update."""
+        for group in self.param_groups:
+            for weight in (one for one in group["params"] if one.grad is not None):
+                beta1, beta2 = group["betas"]
+                momentum = self.state[weight].get("m", torch.zeros_like(weight))
+                direction = torch.sign(beta1 * momentum + (1 - beta1) * weight.grad)
+                weight -= group["lr"] * (direction + group["weight_decay"] * weight)
+                self.state[weight]["m"] = beta2 * momentum + (1 - beta2) * weight.grad
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for some matrices (arXiv 2502.16982, section 2.2), AdamW for everything else.
+
+    The paper's momentum is a sum; here, as in torch, it is a mean. They differ by a factor, which the update forgets.
+    """
+
+    def __init__(self, matrices: set[int], options: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.matrices = matrices
+        self.options = options
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes an update."""
+        for group in self.param_groups:
+            for weight in (one for one in group["params"] if id(one) in self.matrices and one.grad is not None):
+                gradient, mu = weight.grad, self.options["momentum"]
+                momentum = mu * self.state[weight].get("m", torch.zeros_like(weight)) + (1 - mu) * gradient
+                self.state[weight]["m"] = momentum
+                update = (1 - mu) * gradient + mu * momentum if self.options["nesterov"] else momentum
+                stack = update if update.ndim == 3 else update[None]
+                direction = torch.stack([self._orthogonal(one) for one in stack]).view_as(weight)
+                weight -= group["lr"] * (direction + group["weight_decay"] * weight)
+                weight.grad = None  # AdamW leaves the weight alone
+        super().step()
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        """Returns the scaled direction of an update."""
+        rows, columns = matrix.shape
+        x = matrix.to(self.options["dtype"])
+        x = x / x.norm()
+        for _ in range(self.options["ns_steps"]):
+            # On the side on which the product is smaller; the polynomial is the same.
+            gram = x @ x.T if rows <= columns else x.T @ x
+            polynomial = -4.7750 * gram + 2.0315 * gram @ gram
+            x = 3.4445 * x + (polynomial @ x if rows <= columns else x @ polynomial)
+        if self.options["adjust_lr_fn"] == "original":
+            return x.float() * math.sqrt(max(1, rows / columns))
+        return x.float() * 0.2 * math.sqrt(max(rows, columns))
+
+
+def _is_inner(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix within a decoder layer, or one for each expert."""
+    is_in_layer = any(part.isdecimal() for part in name.split("."))
+    return is_in_layer and (weight.ndim == 2 or (weight.ndim == 3 and ".experts." in name))

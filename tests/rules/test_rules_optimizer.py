@@ -1,0 +1,38 @@
+"""The options of optimizers."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmtrain.cluster import Cluster
+from llmtrain.errors import RecipeError
+from llmtrain.plan.optimizers import OPTIMIZERS, optimizer_of
+from llmtrain.rules import resolve
+from tests.helpers.batches import tiny_recipe
+
+
+def _refused(**fields) -> dict[str, str]:
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**fields), Cluster())
+    assert {problem.rule for problem in caught.value.problems} == {"optim.options"}
+    return {problem.field: f"{problem.message} {problem.fix}" for problem in caught.value.problems}
+
+
+def test_all_wrong_options_are_named_at_once():
+    options = {"ns_stepz": 5, "momentum": 2.0, "nesterov": "yes", "ns_steps": 100, "adjust_lr_fn": "none"}
+    found = _refused(**{"optim.name": "muon", "optim.options": options})
+    assert found.keys() == {f"optim.options.{name}" for name in options}
+    assert "did you mean 'ns_steps'?" in found["optim.options.ns_stepz"]
+    assert "2.0 was given: must be less than 1" in found["optim.options.momentum"]
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_option_of_another_optimizer_is_refused(name):
+    other = "ns_steps" if name != "muon" else "decay_rate"
+    assert _refused(**{"optim.name": name, f"optim.options.{other}": 5}).keys() == {f"optim.options.{other}"}
+
+
+def test_options_reach_the_optimizer():
+    plan = resolve(tiny_recipe(**{"optim.name": "muon", "optim.options.ns_steps": 6}), Cluster())
+    optim = plan.recipe.optim
+    assert optimizer_of(optim).arguments(optim)["ns_steps"] == 6
