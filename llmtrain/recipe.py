@@ -315,16 +315,18 @@ class ObjectiveConfig(Part):
 class OptimConfig(Part):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw"] = "adamw"
     """`adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675)
     keeps one moment instead of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by
     the same factor. `muon` (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other
-    weights are updated as by `adamw`, at the same learning rate."""
+    weights are updated as by `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its
+    updates and needs no decay: `schedule` should be `constant`. Evaluations and exports have the averaged weights."""
     lr: PositiveFloat
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moments; `sgd` uses the first as momentum. For `lion`, the share of the momentum in
-    the direction of an update, and the decay of the momentum."""
+    the direction of an update, and the decay of the momentum; for `schedule_free_adamw`, the share of the averaged
+    weights where gradients are taken, and the decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmtrain.engines.optimizers.schedule_free import mean_of
 from llmtrain.engines.state.files import Stored
 from llmtrain.engines.state.save_load import StateSource
 from llmtrain.errors import CheckpointError, Problem
@@ -21,6 +22,7 @@ from llmtrain.models.packed.nf4 import round_trip
 from llmtrain.models.pretrained import hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
 from llmtrain.plan.model_facts import pretrained_folder
+from llmtrain.plan.optimizers import POINT, optimizer_of
 from llmtrain.runtime.agree import broadcast
 from llmtrain.runtime.distributed import rank
 from llmtrain.system.piece_heads import WEIGHT
@@ -59,15 +61,31 @@ def check_base(checkpoint: Path, before: str, now: str) -> None:
 
 
 def state_source(checkpoint: Path, plan: Plan) -> StateSource:
-    """Returns the weights of a checkpoint, and those that it leaves out."""
-    return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else StateSource(checkpoint)
+    """Returns the weights of a checkpoint that the run is for, and those that it leaves out."""
+    return WithBase(checkpoint, plan) if plan.recipe.model.leaves_base else Exported(checkpoint, plan)
 
 
-class WithBase(StateSource):
-    """A checkpoint together with the pretrained weights that its run has frozen."""
+class Exported(StateSource):
+    """A checkpoint whose weights are those of an export: means, if the optimizer trains others."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder)
+        optim = plan.recipe.optim
+        self._beta = optim.betas[0] if POINT in optimizer_of(optim).states(optim) else None
+
+    def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
+        """Returns a whole weight, flat, on the CPU."""
+        found = super().whole(name, kind)
+        if self._beta is None or kind != WEIGHT or not any(POINT in one.kinds for one in self.all[name]):
+            return found
+        return mean_of(found, super().whole(name, POINT), self._beta)
+
+
+class WithBase(Exported):
+    """A checkpoint together with the pretrained weights that its run has frozen."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        super().__init__(folder, plan)
         model = plan.recipe.model
         config = model_configuration(plan.recipe)
         groups = aliases(empty_model(config, torch.float32, model.trust_remote_code))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from llmtrain.engines.optimizers.muon import HeldLists, Muon, PlaceOf
+from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.held import trained_tensors
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.overrides.torch import ShardedSGD
@@ -69,6 +71,19 @@ def know_matrices(
     if isinstance(optimizer, Muon):
         dtype = torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16
         optimizer.find_matrices(trained_tensors(outer), lists, place, dtype, device)
+
+
+@contextmanager
+def averaged_weights(optimizer: Optimizer, outer: Any, changed: Callable[[], object]) -> Iterator[None]:
+    """Returns a context in which the weights are those that the run is for, if others are trained.
+
+    outer: the optimizer of DeepSpeed around it, or itself. changed: called when the optimizer's weights have changed.
+    """
+    if isinstance(optimizer, ScheduleFreeAdamW):
+        with torch.no_grad(), optimizer.averaged(trained_tensors(outer), changed):
+            yield
+    else:
+        yield
 
 
 def rate_of(recipe: Recipe, step: int) -> float:

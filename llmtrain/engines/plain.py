@@ -17,7 +17,15 @@ from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
 from llmtrain.engines.forward import forward, next_logits, objective_of
 from llmtrain.engines.guard import Guard, Measured
-from llmtrain.engines.optim import gradients_of, groups_for, know_matrices, parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.optim import (
+    averaged_weights,
+    gradients_of,
+    groups_for,
+    know_matrices,
+    parameter_groups,
+    schedule,
+    torch_optimizer,
+)
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import Place, load_state, pieces_of, save_state, untrained_pieces
@@ -209,9 +217,10 @@ class PlainLoop:
         if self.objective:
             self.objective.begin()
         total = torch.zeros((), device=self.device)
-        for micro_batch in batch.micro_batches:
-            total += self.forward(micro_batch)[0]
-        return self.distribution.sum(total) / batch.terms
+        with self._averaged():
+            for micro_batch in batch.micro_batches:
+                total += self.forward(micro_batch)[0]
+            return self.distribution.sum(total) / batch.terms
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Returns the logits of the token after the position with a label, by row."""
@@ -225,8 +234,12 @@ class PlainLoop:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
-        for name, parameter in named_weights(self.model):
-            yield weight_name(name), self.distribution.whole(parameter.detach())
+        with self._averaged():
+            for name, parameter in named_weights(self.model):
+                yield weight_name(name), self.distribution.whole(parameter.detach())
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return averaged_weights(self.optimizer, self.optimizer, self._round_masters)
 
     def save(self, writer: Writer) -> None:
         """Writes this rank's share of the pieces."""

@@ -29,6 +29,10 @@ class MuonOptions(Part):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
 
+POINT = "z"
+"""State of an optimizer whose weights, as they are trained, are a mixture of this point and of what the run is for."""
+
+
 @dataclass(frozen=True)
 class OptimizerRow:
     """A row of the table of optimizers."""
@@ -88,6 +92,11 @@ OPTIMIZERS = {
         _moments,
         options=MuonOptions,
         layer_states=("momentum_buffer",),
+    ),
+    "schedule_free_adamw": OptimizerRow(
+        "llmtrain.engines.optimizers.schedule_free.ScheduleFreeAdamW",
+        lambda optim: _adam(optim) | {"warmup": optim.warmup_steps},
+        lambda optim: (POINT, "exp_avg_sq"),
     ),
 }
 

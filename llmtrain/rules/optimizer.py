@@ -32,4 +32,45 @@ def options(draft: Draft) -> Iterator[Fault]:
             yield Fault(f"optim.options.{name}", message, fix)
 
 
-RULES = (options,)
+@rule(
+    "optim.schedule_free_mean",
+    "Schedule-free AdamW finds its mean from the weights and a second point, whose mixture is the first of `betas`.",
+    "arithmetic",
+)
+def schedule_free_mean(draft: Draft) -> Iterator[Fault]:
+    """Refuses schedule-free AdamW with weights that contain nothing of the mean."""
+    optim = draft.recipe.optim
+    if optim.name == "schedule_free_adamw" and not optim.betas[0]:
+        message = f"{shown(list(optim.betas))} was given: the first has to be above 0"
+        yield Fault("optim.betas", message, assignment(optim__betas="'[0.9, 0.999]'"))
+
+
+@rule(
+    "optim.schedule_free_kto",
+    "KTO's estimate is taken in passes of an evaluation, and these read the mean of schedule-free AdamW instead of the "
+    "weights that are trained.",
+    "read",
+)
+def schedule_free_kto(draft: Draft) -> Iterator[Fault]:
+    """Refuses KTO with schedule-free AdamW."""
+    recipe = draft.recipe
+    if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
+        message = "'schedule_free_adamw' was given, with which KTO's estimate would be that of other weights"
+        yield Fault("optim.name", message, assignment(optim__name="adamw"))
+
+
+@rule(
+    "optim.schedule_free_rate",
+    "The mean of schedule-free AdamW takes the place of a decaying learning rate; both together average too little.",
+    "read",
+    refuses=False,
+)
+def schedule_free_rate(draft: Draft) -> Iterator[Fault]:
+    """Notes a learning rate that decays beside schedule-free AdamW."""
+    optim = draft.recipe.optim
+    if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
+        message = f"'{optim.schedule}' was given; 'schedule_free_adamw' needs no decay"
+        yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
+
+
+RULES = (options, schedule_free_mean, schedule_free_kto, schedule_free_rate)

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
-from llmtrain.verify.reference_optimizers import optimizer_of
+from llmtrain.verify.reference_optimizers import ScheduleFree, optimizer_of
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,6 +124,7 @@ class ReferenceLoop:
     def train_step(self, sequences: Sequences) -> ReferenceStep:
         """Updates the weights with a global batch."""
         self.model.train()
+        self._average(False)
         self.optimizer.zero_grad(set_to_none=True)
         micro_batches = [
             sequences[i : i + self.micro_batch_size] for i in range(0, len(sequences), self.micro_batch_size)
@@ -152,16 +153,23 @@ class ReferenceLoop:
     def evaluate(self, sequences: Sequences) -> float:
         """Returns the mean cross-entropy per target token, or the mean loss per pair or judged completion."""
         self.model.eval()
+        self._average(True)
         self.divergence = self._divergence(sequences)
         return sum(self._losses([one])[0].item() for one in sequences) / count_terms(sequences)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight with its Hugging Face name, as the forward pass reads it; tied ones once."""
+        self._average(True)
         rounded = self._rounded()
         for name, weight in self.model.named_parameters():
             if "original_module." not in name:  # what PEFT keeps of a module that is trained as a whole
                 yield _plain_name(name), rounded.get(name, weight).detach().cpu()
+
+    def _average(self, averaged: bool) -> None:
+        """Makes the weights those that the run is for, or those that are trained."""
+        if isinstance(self.optimizer, ScheduleFree):
+            (self.optimizer.eval if averaged else self.optimizer.train)()
 
     def _rounded(self) -> dict[str, Tensor]:
         return {name: weight.to(self.types[name]) for name, weight in self.masters.items()}

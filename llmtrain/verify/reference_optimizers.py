@@ -32,6 +32,9 @@ def optimizer_of(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.o
         options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
         options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
         return Muon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+    if optim.name == "schedule_free_adamw":
+        settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "warmup": optim.warmup_steps}
+        return ScheduleFree(groups, settings)
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
@@ -90,6 +93,47 @@ class Muon(torch.optim.AdamW):
         if self.options["adjust_lr_fn"] == "original":
             return x.float() * math.sqrt(max(1, rows / columns))
         return x.float() * 0.2 * math.sqrt(max(rows, columns))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW (arXiv 2405.15682, algorithm 1), with all three points.
+
+    The weights are y, where gradients are taken, or x, the mean, between `eval` and `train`. The mean weighs updates by
+    the square of the learning rate, which rises linearly in the warm-up.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes an update."""
+        for group in self.param_groups:
+            for y in (one for one in group["params"] if one.grad is not None):
+                state, (beta1, beta2) = self.state[y], group["betas"]
+                if not state:
+                    state |= {"x": y.clone(), "z": y.clone(), "v": torch.zeros_like(y), "updates": 0, "total": 0.0}
+                weight = min(1.0, state["updates"] / group["warmup"]) ** 2 if group["warmup"] else 1.0
+                state["updates"] += 1
+                state["total"] += weight
+                state["v"] = beta2 * state["v"] + (1 - beta2) * y.grad**2
+                size = torch.sqrt(state["v"] / (1 - beta2 ** state["updates"])) + group["eps"]
+                state["z"] = state["z"] - group["lr"] * (y.grad / size + group["weight_decay"] * y)
+                share = weight / state["total"] if weight else 0.0
+                state["x"] = (1 - share) * state["x"] + share * state["z"]
+                y.copy_((1 - beta1) * state["z"] + beta1 * state["x"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Makes the weights x."""
+        for y, state in self.state.items():
+            y.copy_(state["x"])
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Makes the weights y again."""
+        for group in self.param_groups:
+            for y in group["params"]:
+                if state := self.state.get(y):
+                    beta1 = group["betas"][0]
+                    y.copy_((1 - beta1) * state["z"] + beta1 * state["x"])
 
 
 def _is_inner(name: str, weight: Tensor) -> bool:

@@ -48,6 +48,8 @@ CASES = {
     "zero0_muon": {"optim.name": "muon"},
     "zero3_muon": {"parallel.zero_stage": 3, "optim.name": "muon"},
     "pipeline_muon": {"parallel.pipeline": 2, "parallel.zero_stage": 1, "optim.name": "muon"},
+    "zero2_schedule_free": {"parallel.zero_stage": 2, "optim.name": "schedule_free_adamw"},
+    "zero3_schedule_free": {"parallel.zero_stage": 3, "optim.name": "schedule_free_adamw"},
     "fsdp2_lion": {**FSDP2, "optim.name": "lion"},
     "fsdp2_muon": {**FSDP2, "optim.name": "muon"},
     "autocast": {"parallel.zero_stage": 1, "parallel.precision": "autocast_bf16"},

@@ -15,7 +15,7 @@ from llmtrain.recipe import GuardConfig, OptimConfig
 
 CPU = torch.device("cpu")
 WINDOW = 8
-OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "schedule_free_adamw")
 
 
 class Steps:

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmtrain.engines.optim import know_matrices, torch_optimizer
+from llmtrain.engines.optim import averaged_weights, know_matrices, torch_optimizer
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
-from llmtrain.recipe import OptimConfig
 from llmtrain.verify import compare
-from llmtrain.verify.reference_optimizers import Lion, optimizer_of
+from llmtrain.verify.reference_optimizers import ScheduleFree, optimizer_of
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
@@ -20,6 +19,9 @@ from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
 CPU = torch.device("cpu")
 STEPS = 4
 SHAPES = ((6, 4), (4, 6), (5, 5))
+
+
+FREE = [{"name": "schedule_free_adamw", "warmup_steps": warmup} for warmup in (0, 3)]
 
 
 def _gradients(seed: int) -> list[Tensor]:
@@ -93,12 +95,13 @@ def test_a_verdict_leaves_a_matrix_and_its_momentum_alone():
             assert torch.equal(momentum, optimizer.state[one]["momentum_buffer"]) is bad
 
 
-def test_lion_of_the_reference_is_ours():
+@pytest.mark.parametrize("fields", [{"name": "lion"}, *FREE], ids=str)
+def test_what_treats_elements_alone_is_that_of_the_reference(fields):
     ours, theirs = ([nn.Parameter(one) for one in _gradients(0)] for _ in range(2))
-    optim = OptimConfig(name="lion", lr=1e-2)
-    own = torch_optimizer([{"params": ours, "weight_decay": 0.1}], optim)
-    plain = Lion([{"params": theirs, "weight_decay": 0.1}], {"lr": 1e-2, "betas": optim.betas})
-    for step in range(1, 4):
+    recipe = tiny_recipe(**{"optim": {"weight_decay": 0.1, "lr": 1e-2, **fields}})
+    own = torch_optimizer([{"params": ours, "weight_decay": 0.1}], recipe.optim)
+    plain = optimizer_of({str(index): one for index, one in enumerate(theirs)}, recipe)
+    for step in range(1, 6):
         for weights in (ours, theirs):
             for weight, gradient in zip(weights, _gradients(step), strict=True):
                 weight.grad = gradient.clone()
@@ -106,6 +109,13 @@ def test_lion_of_the_reference_is_ours():
         plain.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    if isinstance(plain, ScheduleFree):
+        trained = [one.detach().clone() for one in ours]
+        plain.eval()
+        with averaged_weights(own, own, lambda: None):
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=2e-6)
+        assert all(map(torch.equal, ours, trained))
 
 
 ZERO = [{"parallel.zero_stage": stage} for stage in range(4)]
@@ -158,12 +168,16 @@ def _torched(run: Trace) -> compare.Trace:
     [
         ("muon", 2, [ZERO[1], ZERO[3]]),
         ("lion", 2, [ZERO[2]]),
+        ("schedule_free_adamw", 2, [ZERO[2]]),
         pytest.param("muon", 4, [FOUR[0]], marks=pytest.mark.slow),
         pytest.param("muon", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("muon", 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("lion", 2, [ZERO[0], ZERO[1], ZERO[3], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("lion", 2, OTHERS[5:], marks=pytest.mark.breadth),
+        pytest.param("schedule_free_adamw", 2, [ZERO[0], ZERO[1], ZERO[3], *OTHERS[:5]], marks=pytest.mark.breadth),
+        pytest.param("schedule_free_adamw", 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("muon", 4, FOUR[1:], marks=pytest.mark.breadth),
+        pytest.param("schedule_free_adamw", 4, FOUR[:3], marks=pytest.mark.breadth),
         pytest.param("lion", 4, FOUR, marks=pytest.mark.breadth),
     ],
     ids=lambda value: value if isinstance(value, str) else str(value)[:40],

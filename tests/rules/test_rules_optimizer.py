@@ -36,3 +36,26 @@ def test_options_reach_the_optimizer():
     plan = resolve(tiny_recipe(**{"optim.name": "muon", "optim.options.ns_steps": 6}), Cluster())
     optim = plan.recipe.optim
     assert optimizer_of(optim).arguments(optim)["ns_steps"] == 6
+
+
+FREE = {"optim.name": "schedule_free_adamw", "optim.schedule": "constant"}
+KTO = {"objective.name": "kto", "data.packing": "none", "data.sources": [{"name": "judged.jsonl"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [({"optim.betas": [0.0, 0.9]}, "optim.schedule_free_mean"), (KTO, "optim.schedule_free_kto")],
+    ids=["betas", "kto"],
+)
+def test_what_schedule_free_adamw_cannot_do_is_refused(fields, rule):
+    resolve(tiny_recipe(**fields), Cluster())
+    resolve(tiny_recipe(**FREE), Cluster())
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**FREE, **fields), Cluster())
+    assert [problem.rule for problem in caught.value.problems] == [rule]
+
+
+def test_a_decaying_rate_beside_a_mean_is_noted():
+    for schedule, noted in (("constant", False), ("cosine", True)):
+        notes = resolve(tiny_recipe(**FREE | {"optim.schedule": schedule}), Cluster()).notes
+        assert any("needs no decay" in str(one) for one in notes) is noted

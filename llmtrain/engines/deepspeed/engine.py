@@ -32,7 +32,15 @@ from llmtrain.engines.forward import (
     use_kernels,
 )
 from llmtrain.engines.guard import Guard, Measured, finite_or_infinite, over_ranks
-from llmtrain.engines.optim import gradients_of, groups_for, know_matrices, parameter_groups, schedule, torch_optimizer
+from llmtrain.engines.optim import (
+    averaged_weights,
+    gradients_of,
+    groups_for,
+    know_matrices,
+    parameter_groups,
+    schedule,
+    torch_optimizer,
+)
 from llmtrain.engines.state.held import HeldState, held
 from llmtrain.engines.state.pieces import Piece, Region
 from llmtrain.engines.state.save_load import (
@@ -289,7 +297,7 @@ class DeepSpeedEngine:
         """Returns the mean loss over the terms of all ranks."""
         if self.objective:
             self.objective.begin()
-        with self._active():
+        with self._averaged(), self._active():
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
 
@@ -350,8 +358,13 @@ class DeepSpeedEngine:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
-        for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
-            yield weight_name(name), weight.cpu()
+        with self._averaged():
+            for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
+                yield weight_name(name), weight.cpu()
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        outer = self.engine.optimizer
+        return averaged_weights(self.engine.basic_optimizer, outer, lambda: weights_changed(outer))
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks, which autograd holds and which refer to the optimizer."""
