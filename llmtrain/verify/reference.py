@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.recipe import ModelConfig, OptimConfig, Recipe
 from llmtrain.rules.model import MIXES_DOCUMENTS
-from llmtrain.verify.reference_optimizers import ScheduleFree, optimizer_of
+from llmtrain.verify.reference_optimizers import PlainScheduleFree, optimizer_of
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -168,7 +168,7 @@ class ReferenceLoop:
 
     def _average(self, averaged: bool) -> None:
         """Makes the weights those that the run is for, or those that are trained."""
-        if isinstance(self.optimizer, ScheduleFree):
+        if isinstance(self.optimizer, PlainScheduleFree):
             (self.optimizer.eval if averaged else self.optimizer.train)()
 
     def _rounded(self) -> dict[str, Tensor]:

@@ -26,20 +26,20 @@ def optimizer_of(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.o
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.betas[0])
     if optim.name == "lion":
-        return Lion(groups, {"lr": optim.lr, "betas": optim.betas})
+        return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})
     if optim.name == "muon":
         matrices = {id(one) for name, one in trained.items() if _is_inner(name, one)}
         options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
         options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
-        return Muon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+        return PlainMuon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "schedule_free_adamw":
         settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "warmup": optim.warmup_steps}
-        return ScheduleFree(groups, settings)
+        return PlainScheduleFree(groups, settings)
     kinds: dict[str, type[torch.optim.Adam]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     return kinds[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
 
-class Lion(torch.optim.Optimizer):
+class PlainLion(torch.optim.Optimizer):
     """Lion (arXiv 2302.06675, algorithm 2)."""
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
                 self.state[weight]["m"] = beta2 * momentum + (1 - beta2) * weight.grad
 
 
-class Muon(torch.optim.AdamW):
+class PlainMuon(torch.optim.AdamW):
     """Muon for some matrices (arXiv 2502.16982, section 2.2), AdamW for everything else.
 
     The paper's momentum is a sum; here, as in torch, it is a mean. They differ by a factor, which the update forgets.
@@ -95,7 +95,7 @@ class Muon(torch.optim.AdamW):
         return x.float() * 0.2 * math.sqrt(max(rows, columns))
 
 
-class ScheduleFree(torch.optim.Optimizer):
+class PlainScheduleFree(torch.optim.Optimizer):
     """Schedule-free AdamW (arXiv 2405.15682, algorithm 1), with all three points.
 
     The weights are y, where gradients are taken, or x, the mean, between `eval` and `train`. The mean weighs updates by

@@ -11,7 +11,7 @@ from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
 from llmtrain.verify import compare
-from llmtrain.verify.reference_optimizers import ScheduleFree, optimizer_of
+from llmtrain.verify.reference_optimizers import PlainScheduleFree, optimizer_of
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
@@ -109,7 +109,7 @@ def test_what_treats_elements_alone_is_that_of_the_reference(fields):
         plain.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    if isinstance(plain, ScheduleFree):
+    if isinstance(plain, PlainScheduleFree):
         trained = [one.detach().clone() for one in ours]
         plain.eval()
         with averaged_weights(own, own, lambda: None):
