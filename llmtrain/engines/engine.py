@@ -7,6 +7,7 @@ backward passes of several micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,12 @@ class Engine(Protocol):
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Returns a context in which the weights are those that the run is for, if its optimizer trains others.
+
+        `eval_step` and `named_weights` enter it by themselves; around several of them the weights change only once.
+        """
 
     def eval_step(self, batch: StepBatch) -> Tensor:
         """Returns the mean loss over the terms of the global batch, without gradients; a scalar."""

@@ -217,7 +217,7 @@ class PlainLoop:
         if self.objective:
             self.objective.begin()
         total = torch.zeros((), device=self.device)
-        with self._averaged():
+        with self.averaged():
             for micro_batch in batch.micro_batches:
                 total += self.forward(micro_batch)[0]
             return self.distribution.sum(total) / batch.terms
@@ -234,11 +234,12 @@ class PlainLoop:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""
-        with self._averaged():
+        with self.averaged():
             for name, parameter in named_weights(self.model):
                 yield weight_name(name), self.distribution.whole(parameter.detach())
 
-    def _averaged(self) -> AbstractContextManager[None]:
+    def averaged(self) -> AbstractContextManager[None]:
+        """Returns the context of an evaluation."""
         return averaged_weights(self.optimizer, self.optimizer, self._round_masters)
 
     def save(self, writer: Writer) -> None:

@@ -122,7 +122,7 @@ def fit(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Computes and logs the mean loss over the terms of each evaluation set."""
-    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING):
+    with run.progress.busy("evaluating"), run.heart.phase(Phase.EVALUATING), run.engine.averaged():
         found = {name: _evaluated(run, name) for name in run.data.eval_sets}
     main = found.pop(MAIN_SET)
     run.state.eval_loss, run.state.eval_step = main.loss, run.state.step
@@ -155,7 +155,7 @@ def _evaluated(run: Run, name: str) -> Evaluation:
 
 def sample(run: Run, sampler: Sampler) -> None:
     """Continues the prompts of the recipe, and logs the texts."""
-    with run.progress.busy("sampling"), run.heart.phase(Phase.EVALUATING):
+    with run.progress.busy("sampling"), run.heart.phase(Phase.EVALUATING), run.engine.averaged():
         samples = sampler.continued(run.engine, run.heart.beat)
     if run.metrics:
         run.metrics.log_samples(run.state.step, samples)

@@ -297,7 +297,7 @@ class DeepSpeedEngine:
         """Returns the mean loss over the terms of all ranks."""
         if self.objective:
             self.objective.begin()
-        with self._averaged(), self._active():
+        with self.averaged(), self._active():
             total = self.pipeline.evaluate(batch) if self.pipeline else self._evaluate(batch)
         return self._sum_over_replicas(total) / batch.terms
 
@@ -358,11 +358,12 @@ class DeepSpeedEngine:
         """Yields every whole weight of this rank's replica under its Hugging Face name; tied weights once."""
         given = (axis.named_weights(self._whole) for axis in self.axes)
         named = next((weights for weights in given if weights is not None), None)
-        with self._averaged():
+        with self.averaged():
             for name, weight in named or ((name, self._whole(one)) for name, one in named_weights(self.model)):
                 yield weight_name(name), weight.cpu()
 
-    def _averaged(self) -> AbstractContextManager[None]:
+    def averaged(self) -> AbstractContextManager[None]:
+        """Returns the context of an evaluation."""
         outer = self.engine.optimizer
         return averaged_weights(self.engine.basic_optimizer, outer, lambda: weights_changed(outer))
 
