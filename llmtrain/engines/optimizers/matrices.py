@@ -56,6 +56,16 @@ def whole_shape(own: Sequence[int], region: Region) -> Shape:
     return (rows, elements // rows) if is_last else (elements // columns, columns)
 
 
+class Route:
+    """What a rank exchanges with each rank: its parts of that rank's matrices, and that rank's parts of its own."""
+
+    def __init__(self, own: list[list[MatrixPart]], owned: list[list[MatrixPart]]) -> None:
+        self.own = [one for some in own for one in some]
+        self.owned = [one for some in owned for one in some]
+        self.sent, self.received = (_sizes(parts, _width) for parts in (own, owned))
+        self.answered, self.returned = (_sizes(parts, _length) for parts in (owned, own))
+
+
 class WholeMatrices:
     """The matrices of which this rank holds parts, and the ranks that hold the others."""
 
@@ -74,26 +84,23 @@ class WholeMatrices:
             if self._rank in ranks:
                 self._ranks, self._group = ranks, group
         self._parts = {rank: by_rank[rank] for rank in self._ranks}
+        self._routes: dict[tuple[int, ...], Route] = {}
 
     def compute(self, flats: dict[int, Tensor], compute: Compute) -> None:
         """Replaces matrices by what `compute` makes of them, of which this rank writes its parts.
 
         flats: this rank's flat trained tensors by their numbers. All ranks that hold parts of these matrices call it.
         """
-        parts = {rank: [one for one in some if one.tensor in flats] for rank, some in self._parts.items()}
-        owners = _owners([one for some in parts.values() for one in some], self._ranks)
-        # What this rank exchanges with each rank: its parts of that rank's matrices, and that rank's parts of its own.
-        own = {rank: [one for one in parts[self._rank] if owners[one.name] == rank] for rank in self._ranks}
-        owned = {rank: [one for one in some if owners[one.name] == self._rank] for rank, some in parts.items()}
+        route = self._route(tuple(flats))
         sent = [
             flats[one.tensor][one.offset : one.offset + one.length][slice(*one.share())].to(self.dtype)
-            for one in _all(own)
+            for one in route.own
         ]
-        received = self._exchange(self._joined(sent), _sizes(own, _width), _sizes(owned, _width))
-        results = _computed(received, _all(owned), compute)
-        answers = [results[one.name, one.region][one.start : one.start + one.length] for one in _all(owned)]
-        returned = self._exchange(self._joined(answers), _sizes(owned, _length), _sizes(own, _length))
-        for one, values in _split(returned, _all(own), _length):
+        received = self._exchange(sent, route.sent, route.received)
+        results = _computed(received, route.owned, compute)
+        answers = [results[one.name, one.region][one.start : one.start + one.length] for one in route.owned]
+        returned = self._exchange(answers, route.answered, route.returned)
+        for one, values in _split(returned, route.own, _length):
             flats[one.tensor][one.offset : one.offset + one.length].copy_(values)
 
     def scales(self, tensor: int, scale: Callable[[int, int], float]) -> Iterator[tuple[slice, float]]:
@@ -102,11 +109,19 @@ class WholeMatrices:
             if one.tensor == tensor:
                 yield slice(one.offset, one.offset + one.length), scale(*one.shape[-2:])
 
-    def _joined(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *tensors])
+    def _route(self, tensors: tuple[int, ...]) -> Route:
+        """Returns what this rank exchanges for some trained tensors, the same in every step."""
+        if tensors not in self._routes:
+            parts = {rank: [one for one in some if one.tensor in tensors] for rank, some in self._parts.items()}
+            owners = _owners([one for some in parts.values() for one in some], self._ranks)
+            own = [[one for one in parts[self._rank] if owners[one.name] == rank] for rank in self._ranks]
+            owned = [[one for one in some if owners[one.name] == self._rank] for some in parts.values()]
+            self._routes[tensors] = Route(own, owned)
+        return self._routes[tensors]
 
-    def _exchange(self, sent: Tensor, sizes: list[int], expected: list[int]) -> Tensor:
+    def _exchange(self, parts: list[Tensor], sizes: list[int], expected: list[int]) -> Tensor:
         """Sends each rank of the group its elements, `sizes` of them; returns those of all ranks."""
+        sent = torch.cat([torch.empty(0, dtype=self.dtype, device=self.device), *parts])
         if self._group is None:
             return sent
         received = sent.new_empty(sum(expected))
@@ -114,12 +129,8 @@ class WholeMatrices:
         return received
 
 
-def _all(parts: dict[int, list[MatrixPart]]) -> list[MatrixPart]:
-    return [one for some in parts.values() for one in some]
-
-
-def _sizes(parts: dict[int, list[MatrixPart]], size: Callable[[MatrixPart], int]) -> list[int]:
-    return [sum(map(size, some)) for some in parts.values()]
+def _sizes(parts: list[list[MatrixPart]], size: Callable[[MatrixPart], int]) -> list[int]:
+    return [sum(map(size, some)) for some in parts]
 
 
 def _length(part: MatrixPart) -> int:

@@ -73,11 +73,13 @@ class ScheduleFreeAdamW(GuardedOptimizer):
             weight.copy_(mean_of(y, z, beta))
         changed()
         self._is_averaged = True
-        yield
-        self._is_averaged = False
-        for weight, y, _ in kept:
-            weight.copy_(y)
-        changed()
+        try:
+            yield
+        finally:
+            self._is_averaged = False
+            for weight, y, _ in kept:
+                weight.copy_(y)
+            changed()
 
 
 def mean_of(y: Tensor, z: Tensor, beta: float) -> Tensor:
