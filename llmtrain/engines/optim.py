@@ -64,7 +64,7 @@ def torch_optimizer(groups: list[dict[str, Any]], optim: OptimConfig, is_sharded
 def know_matrices(
     optimizer: Optimizer, outer: Any, lists: HeldLists, place: PlaceOf, recipe: Recipe, device: torch.device
 ) -> None:
-    """Lets an optimizer that needs whole matrices know where their parts are. Called by all ranks.
+    """Lets an optimizer that needs whole matrices know where this rank's parts of them are.
 
     outer: the optimizer of DeepSpeed around it, or itself. lists, place: what this rank holds, and where it belongs.
     """

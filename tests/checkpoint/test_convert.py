@@ -26,7 +26,9 @@ from tests.helpers.layouts import BACKENDS, EXPERTS, LAYOUTS, STOP, plan_under, 
 from tests.helpers.traces import engine_of
 
 MOE = {**MIXTRAL, "model.config.tie_word_embeddings": False, "micro": 4}
-PLANS = LAYOUTS | BACKENDS | EXPERTS
+MUON = {"dp2-muon-zero3": (2, {"zero_stage": 3}), "pp2-muon-zero1": (2, {"pipeline": 2, "zero_stage": 1})}
+PLANS = LAYOUTS | BACKENDS | EXPERTS | MUON
+KINDS = {"experts": MOE, "muon": {"optim.name": "muon"}, "dense": {}}
 SLOW = ("dp2-fsdp2",)
 
 
@@ -34,8 +36,12 @@ def _mark(name: str):
     return pytest.mark.slow if name in SLOW else pytest.mark.breadth
 
 
+def _kind(name: str) -> str:
+    return "experts" if name in EXPERTS else "muon" if name in MUON else "dense"
+
+
 def _others(name: str) -> dict:
-    return dict(MOE) if name in EXPERTS else {}
+    return dict(KINDS[_kind(name)])
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +51,10 @@ def checkpoint_for(tmp_path_factory) -> Callable[[str], Path]:
 
     @cache
     def saved(kind: str) -> Path:
-        run_ranks(2, save_each, {kind: (2, {"zero_stage": 2})}, MOE if kind == "experts" else {}, folder)
+        run_ranks(2, save_each, {kind: (2, {"zero_stage": 2})}, KINDS[kind], folder)
         return newest(folder / kind)
 
-    return lambda name: saved("experts" if name in EXPERTS else "dense")
+    return lambda name: saved(_kind(name))
 
 
 def _next_losses(rank: int, checkpoints: list, name: str, own_only: list[bool]) -> list[list[float]]:

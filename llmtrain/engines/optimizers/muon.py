@@ -37,11 +37,13 @@ class Muon(GuardedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], **defaults: Any) -> None:
         super().__init__(groups, **{"muon": False, **defaults})
+        self._matrices: WholeMatrices | None = None
+        self._found: tuple[list[MatrixPart], torch.dtype, torch.device] = ([], torch.float32, torch.device("cpu"))
 
     def find_matrices(
         self, trained: list[Tensor], lists: HeldLists, place: PlaceOf, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Learns where the parts of matrices are. Called by all ranks before the first step.
+        """Learns where this rank's parts of matrices are; called before the first step.
 
         trained: all that this optimizer trains on this rank. lists, place: what it holds of each parameter, and where
         that belongs. dtype, device: in which matrices are sent and made orthogonal.
@@ -54,7 +56,14 @@ class Muon(GuardedOptimizer):
                 number, length = self._numbers[id(held.trained)], held.tensors[WEIGHT].numel()
                 shape = whole_shape(own, region)
                 parts.append(MatrixPart(name, shape, region, held.start, number, held.offset, length, copy))
-        self._matrices = WholeMatrices(parts, dtype, device)
+        self._found = parts, dtype, device
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes an update, unless `found_inf` is 1. All ranks call it, also those without matrices."""
+        if self._matrices is None:  # not earlier: a rank that converts a checkpoint has no other ranks to ask
+            self._matrices = WholeMatrices(*self._found)
+        super().step()
 
     def kinds(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the momentum of Muon, or the moments of AdamW."""
@@ -73,18 +82,20 @@ class Muon(GuardedOptimizer):
             self._update_others(group, trained, keep)
 
     def _update_matrices(self, group: dict[str, Any], trained: list[Tensor], keep: Tensor) -> None:
+        matrices = self._matrices
+        assert matrices is not None, "step makes it"
         updates: dict[int, Tensor] = {}
         for one in trained:
             gradient, momentum = local(one.grad), local(self.state[one]["momentum_buffer"])  # type: ignore[arg-type]
             momentum.lerp_(gradient, (1 - group["momentum"]) * keep)
             update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
-            updates[self._numbers[id(one)]] = update.view(-1).to(self._matrices.device)  # it may be offloaded
-        self._matrices.compute(updates, lambda whole: orthogonal(whole, group["ns_steps"]))
+            updates[self._numbers[id(one)]] = update.view(-1).to(matrices.device)  # it may be offloaded
+        matrices.compute(updates, lambda whole: orthogonal(whole, group["ns_steps"]))
         rate = group["lr"] * keep
         scale = SCALES[group["adjust_lr_fn"]]
         for one in trained:
             number, weight = self._numbers[id(one)], local(one)
-            for part, factor in self._matrices.scales(number, scale):
+            for part, factor in matrices.scales(number, scale):
                 updates[number][part].mul_(factor)
             weight.mul_(1 - rate * group["weight_decay"])
             weight.addcmul_(updates[number].view_as(weight).to(weight.device), rate, value=-1)
