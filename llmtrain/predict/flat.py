@@ -100,7 +100,8 @@ MOST_EXPERTS = 178_956_971
 def groups_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     trained = _groups(plan, weights, [one for one in stage_weights(plan, weights, stage) if one.trained])
-    return trained or [FlatGroup((1,), plan.holders)]  # the idle parameter of a stage that trains nothing
+    idle = FlatGroup((1,), plan.holders, states_kept(plan.recipe.optim, in_layers=False))
+    return trained or [idle]  # the parameter of a stage that trains nothing
 
 
 def frozen_of(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:

@@ -85,12 +85,14 @@ def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], in
     """Returns the bytes, at most, of bringing whole matrices together (`engines/optimizers/matrices.py`).
 
     own: the elements of a group that this rank updates. Of these there is the update in fp32, and the answer; what is
-    sent, received and joined are shares of the group; and five tensors of the size of a matrix are computed with.
+    sent, received and joined are shares of the group; and five tensors of the size of a whole matrix, or of all experts
+    of a layer, are computed with.
     """
     each = 4 if plan.recipe.parallel.precision == "fp32" else 2
+    parts = plan.parts("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
     return max(
         (
-            4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * max(group.sizes))
+            4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * parts * max(group.sizes))
             for group in groups
             if group.in_layers
         ),

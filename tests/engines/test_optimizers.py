@@ -10,6 +10,7 @@ from llmtrain.engines.optim import averaged_weights, know_matrices, torch_optimi
 from llmtrain.engines.optimizers.muon import Muon
 from llmtrain.engines.state.held import held
 from llmtrain.engines.state.pieces import Region
+from llmtrain.predict.traffic import volumes
 from llmtrain.verify import compare
 from llmtrain.verify.reference_optimizers import PlainScheduleFree, optimizer_of
 from tests.helpers.batches import MIXTRAL, tiny_recipe
@@ -191,3 +192,33 @@ def test_every_division_gives_the_run_of_the_plain_loop(name, ranks, cases):
             deviation = compare.deviation(_torched(run), expected, initial)
             allowed = compare.tolerance([expected], initial, name, "fp32")
             assert deviation.within(allowed), (recipe.parallel, deviation, allowed)
+
+
+def _exchanged(rank: int, recipe) -> int:
+    """Bytes that the second step sends other ranks for whole matrices."""
+    from llmtrain.engines.optimizers import matrices
+
+    plan = plan_of(recipe, 2)
+    engine, batch, sent, own = engine_of(plan), plan.batch, [], matrices.dist.all_to_all_single
+
+    def noted(received, out, expected, sizes, group):
+        sent.append(out.element_size() * (sum(sizes) - sizes[rank]))
+        return own(received, out, expected, sizes, group=group)
+
+    matrices.dist.all_to_all_single = noted
+    trace(engine, range(1), batch.micro_batch_size, batch.gradient_accumulation_steps, rank, 2)
+    matrices.dist.all_to_all_single = own
+    return sum(sent)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (1, "bf16"), (3, "bf16")])
+def test_what_muon_sends_is_counted(stage, precision):
+    fields = {"parallel.zero_stage": stage, "parallel.precision": precision, "batch.micro_batch_size": 2}
+    recipe = tiny_recipe(**{"optim.name": "muon", **fields})
+    counted, without = (
+        sum(volumes(plan_of(recipe.with_(**{"optim.name": name}), 2))[0].values()) for name in ("muon", "adamw")
+    )
+    sent = run_ranks(2, _exchanged, recipe)
+    # Owners have matrices of different sizes; and the layers' norms are counted, which are one in 290 here.
+    assert sum(sent) / 2 == pytest.approx(counted - without, rel=0.01)
