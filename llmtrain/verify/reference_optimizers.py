@@ -29,7 +29,7 @@ def optimizer_of(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> torch.o
         return PlainLion(groups, {"lr": optim.lr, "betas": optim.betas})
     if optim.name == "muon":
         matrices = {id(one) for name, one in trained.items() if _is_inner(name, one)}
-        options = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
+        options: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"}
         options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
         return PlainMuon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "schedule_free_adamw":

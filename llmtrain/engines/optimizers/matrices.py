@@ -172,7 +172,7 @@ def _computed(received: Tensor, parts: list[MatrixPart], compute: Compute) -> di
 def _owners(parts: list[MatrixPart], ranks: list[int]) -> dict[str, int]:
     """Returns the owner of each matrix: of those with the least work, the first rank gets the next largest one."""
     work = {one.name: math.prod(one.shape) * min(one.shape[-2:]) for one in parts}
-    load, owners = dict.fromkeys(ranks, 0), {}
+    load, owners = dict.fromkeys(ranks, 0), dict[str, int]()
     for name in sorted(work, key=lambda name: (-work[name], name)):
         owner = min(ranks, key=lambda rank: load[rank])
         owners[name], load[owner] = owner, load[owner] + work[name]

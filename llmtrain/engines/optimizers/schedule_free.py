@@ -93,7 +93,7 @@ def _share_of_mean(updates: Tensor, warmup: int) -> Tensor:
     updates: how many there were. The weight of update k is 1, or (k / warmup)² during the warm-up.
     """
     if not warmup:
-        return 1 / (updates + 1)
+        return (updates + 1).reciprocal()
     rising = updates.clamp(max=warmup - 1)
     total = rising * (rising + 1) * (2 * rising + 1) / (6 * warmup**2) + (updates - warmup + 1).clamp(min=0)
     return (updates / warmup).clamp(max=1).square() / total.clamp(min=torch.finfo(torch.float32).tiny)
