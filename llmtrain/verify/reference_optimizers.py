@@ -83,7 +83,7 @@ class PlainMuon(torch.optim.AdamW):
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Returns the scaled direction of an update."""
         rows, columns = matrix.shape
-        x = matrix.to(self.options["dtype"])
+        x: Tensor = matrix.to(self.options["dtype"])
         x = x / x.norm()
         for _ in range(self.options["ns_steps"]):
             # On the side on which the product is smaller; the polynomial is the same.
