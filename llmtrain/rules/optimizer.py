@@ -73,4 +73,12 @@ def schedule_free_rate(draft: Draft) -> Iterator[Fault]:
         yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
 
 
-RULES = (options, schedule_free_mean, schedule_free_kto, schedule_free_rate)
+@rule("optim.muon_experts", "Muon with experts distributed over ranks trained other weights than the reference.", "run")
+def muon_experts(draft: Draft) -> Iterator[Fault]:
+    """Refuses Muon for mixtures of experts."""
+    if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
+        message = "'muon' was given, which has not been certified for mixtures of experts"
+        yield Fault("optim.name", message, assignment(optim__name="adamw"))
+
+
+RULES = (options, muon_experts, schedule_free_mean, schedule_free_kto, schedule_free_rate)

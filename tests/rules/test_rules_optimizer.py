@@ -8,7 +8,7 @@ from llmtrain.cluster import Cluster
 from llmtrain.errors import RecipeError
 from llmtrain.plan.optimizers import OPTIMIZERS, optimizer_of
 from llmtrain.rules import resolve
-from tests.helpers.batches import tiny_recipe
+from tests.helpers.batches import MIXTRAL, tiny_recipe
 
 
 def _refused(**fields) -> dict[str, str]:
@@ -59,3 +59,10 @@ def test_a_decaying_rate_beside_a_mean_is_noted():
     for schedule, noted in (("constant", False), ("cosine", True)):
         notes = resolve(tiny_recipe(**FREE | {"optim.schedule": schedule}), Cluster()).notes
         assert any("needs no decay" in str(one) for one in notes) is noted
+
+
+def test_muon_is_refused_for_experts():
+    resolve(tiny_recipe(**MIXTRAL), Cluster())
+    with pytest.raises(RecipeError) as caught:
+        resolve(tiny_recipe(**MIXTRAL, **{"optim.name": "muon"}), Cluster())
+    assert [problem.rule for problem in caught.value.problems] == ["optim.muon_experts"]
