@@ -59,6 +59,7 @@ def _found_after(rank: int, **fields) -> tuple[int, list[int]]:
     logged: list[int] = []
     metrics = SimpleNamespace(
         log_step=lambda metrics: logged.append(metrics.step) or {"step": metrics.step, "loss": 1.0},
+        log_event=lambda event, step, text: None,
         flush=lambda: None,
     )
     quiet = SimpleNamespace(show=lambda record: None, note=lambda line: None, advance=lambda step: None)
@@ -113,6 +114,7 @@ def _evaluations(start: int, **fields) -> list[tuple]:
     metrics = SimpleNamespace(
         log_step=lambda metrics: {},
         log_eval=lambda *values: logged.append(values) or {},
+        log_event=lambda event, step, text: None,
         flush=lambda: None,
     )
     of = [("web", 9.0, 10), ("web", 5.0, 30), ("code", 4.0, 60)]
