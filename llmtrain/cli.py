@@ -14,7 +14,6 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from llmtrain import library
 from llmtrain.commands import completion
 from llmtrain.commands.checkpoint import app as checkpoint_app
 from llmtrain.commands.doctor import DoctorRequest, visit_doctor
@@ -233,6 +232,7 @@ def verify(
     """
     from rich.console import Console
 
+    from llmtrain import library
     from llmtrain.plan.load import load_recipe, with_variant
     from llmtrain.run_dir import default_run_dir
     from llmtrain.verify.table import summary, table
@@ -261,7 +261,7 @@ def profile(
     memory: Annotated[bool, typer.Option("--memory", help="Also write a snapshot of a GPU's memory.")] = False,
 ) -> None:
     """Ask a running job to record its next steps with torch's profiler, from its next logged step on."""
-    from llmtrain.commands.profile import request_profile
+    from llmtrain.commands.report import request_profile
 
     request_profile(run, steps, ranks, memory)
 

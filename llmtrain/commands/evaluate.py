@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
-from llmtrain.run_dir import RunDir, write_json
 from llmtrain.system.streams import quiet_libraries
 from llmtrain.system.untrusted import UNREADABLE, read_json
 
 if TYPE_CHECKING:
+    from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import Results, Scored
 
 
@@ -43,6 +43,7 @@ def evaluate_tasks(request: EvalRequest) -> None:
     Raises RecipeError for unknown tasks, and CheckpointError if there is no such checkpoint.
     """
     from llmtrain.checkpoint.folder import step_of
+    from llmtrain.run_dir import RunDir
     from llmtrain.train.tasks import check_harness, table
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.INTERRUPTED))  # removes what was exported
@@ -99,6 +100,7 @@ def _exported(run: RunDir, checkpoint: Path, scratch: Path) -> Path:
 
 def _write(file: Path, results: Results, limit: int | None) -> Scored:
     """Writes results beside those of other tasks for the same checkpoint."""
+    from llmtrain.run_dir import write_json
     from llmtrain.train.tasks import Scored
 
     try:

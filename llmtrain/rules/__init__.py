@@ -18,7 +18,6 @@ from llmtrain.rules import (
     expert,
     kernels,
     layout,
-    memory,
     model,
     objective,
     optimizer,
@@ -53,7 +52,7 @@ LEGALITY: tuple[Rule, ...] = (
 )
 """Rules that do not depend on the amount of memory."""
 
-RULES: tuple[Rule, ...] = (*LEGALITY, *memory.RULES)
+RULES: tuple[Rule, ...] = (*LEGALITY, *layout.MEMORY)
 
 __all__ = ["ENGINE", "RULES", "Fault", "Rule", "allowed", "broken", "resolve"]
 

@@ -216,7 +216,7 @@ class Block:
         if name.split(".")[0] in {heavy!r}:
             raise ImportError(f"{{name}} is no dependency of llmtrain-lint")
 sys.meta_path.insert(0, Block())
-sys.argv = ["llmtrain-lint", {file!r}]
+sys.argv = ["llmtrain-lint", *{words!r}]
 from llmtrain.cli import lint_alone
 lint_alone()
 """
@@ -234,14 +234,18 @@ def test_the_distribution_alone_needs_only_what_it_asks_for(folder):
     assert alone["scripts"]["llmtrain-lint"] == project["scripts"]["llmtrain-lint"]
     heavy = sorted(all_ - light - {"rich"})  # Typer brings Rich
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for word, code, said in (
-        ("configs/wrong.json", 1, "lint.range"),
-        ("--help", 0, "Usage: llmtrain-lint [OPTIONS] [FILE"),
+    mended = Path("mend.json")
+    mended.write_text('{"train_batch_size": 8, "bf16": {"enabled": "true"}, "zero_optimization": {"stage": 1}}')
+    for words, code, said in (
+        (["configs/wrong.json"], 1, "lint.range"),
+        (["--help"], 0, "Usage: llmtrain-lint [OPTIONS] [FILE"),
+        (["--fix", "mend.json"], 0, "mend.json"),
     ):
-        program = [sys.executable, "-c", ALONE.format(heavy=heavy, file=word)]
+        program = [sys.executable, "-c", ALONE.format(heavy=heavy, words=words)]
         done = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == code, done.stderr
         assert said in done.stdout
+    assert '"enabled": true' in mended.read_text()
 
 
 def test_the_hook_of_pre_commit(folder):
