@@ -5,22 +5,20 @@ python tools/render_tokens.py
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+from llmtrain.cluster import Cluster
+from llmtrain.plan.draft import Draft, assemble
+from llmtrain.plan.load import load_recipe
+from llmtrain.plan.model_facts import model_facts
+from llmtrain.plan.plan import Plan
+from llmtrain.predict import memory_of
+from llmtrain.recipe import Recipe
+from llmtrain.rules import LEGALITY, allowed
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from llmtrain.cluster import Cluster  # noqa: E402
-from llmtrain.plan.draft import Draft, assemble  # noqa: E402
-from llmtrain.plan.model_facts import model_facts  # noqa: E402
-from llmtrain.plan.plan import Plan  # noqa: E402
-from llmtrain.predict import memory_of  # noqa: E402
-from llmtrain.recipe import Recipe  # noqa: E402
-from llmtrain.rules import LEGALITY, allowed  # noqa: E402
-from recipes.llama3_8b import recipe  # noqa: E402
-
+RECIPE = load_recipe(str(ROOT / "recipes/llama3_8b.py"), [])[0]
 PAGE = ROOT / "docs/reference/tokens.md"
 STEP = 8192
 """Numbers of tokens are multiples of this."""
@@ -72,7 +70,7 @@ grow in host memory.
 def plan_of(fields: dict[str, Any], devices: int, tokens: int) -> Plan | None:
     """Returns a plan with sequences of so many tokens, or None if no rule lets it pass."""
     long = {"data.sequence_length": tokens, "model.config.max_position_embeddings": tokens}
-    changed: Recipe = recipe().with_(**BASE | fields | long | {"parallel.sequence": devices})
+    changed: Recipe = RECIPE.with_(**BASE | fields | long | {"parallel.sequence": devices})
     draft = Draft(
         changed, Cluster(devices_per_node=devices, device=DEVICE), model_facts(changed.model, changed.vocab_size)
     )
