@@ -45,7 +45,7 @@ def brute_force(recipe, cluster, facts, rules):
         if 8 % (pp * tp * sp):
             continue
         for micro, (optimizer, parameters), again in itertools.product(
-            (1, 2, 4, 8, 16, 32, 64), stores, ("none", "full")
+            (1, 2, 4, 8, 16, 32, 64), stores, ("none", "selective", "full")
         ):
             degrees = {"pipeline": pp, "tensor": tp, "sequence": sp, "expert": ep, "zero_stage": stage}
             stored = {"offload_optimizer": optimizer, "offload_param": parameters, "activation_checkpointing": again}
