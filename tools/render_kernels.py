@@ -1,8 +1,9 @@
 """Writes docs/reference/kernels.md: what each Triton kernel of a plan needs on each architecture of NVIDIA.
 
-python tools/render_kernels.py
+python tools/render_kernels.py [GROUP …]
 
-Compiles them all, half an hour on two cores; builds the device of `tests/cuda_on_host/`, which takes g++.
+Compiles them all, half an hour on two cores, or those of the groups that are named, such as fp8, and leaves the others
+as they are; builds the device of `tests/cuda_on_host/`, which takes g++.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -83,24 +85,28 @@ def table(group: str, by_device: dict[str, Results]) -> str:
     return text
 
 
-def render(results: dict[str, dict[str, Results]]) -> str:
-    """Returns the page. results: of each group, by device."""
+def render(tables: Mapping[str, str]) -> str:
+    """Returns the page. tables: the part on each group, as `table` returns it."""
     of = {name: version(name) for name in ("triton", "torch", "liger-kernel", "torchao", "deepspeed", "transformers")}
     text = HEAD.format(tokens=TOKENS, **of | {"torch": of["torch"].split("+")[0]})
-    return text + "".join(table(group, by_device) for group, by_device in results.items())
+    return text + "".join(tables.values())
 
 
-def main() -> None:
-    """Compiles everything and writes the page."""
+def main(chosen: Sequence[str]) -> None:
+    """Compiles the groups that are named, or all, and writes the page."""
     libraries = build()
-    results: dict[str, dict[str, Results]] = {}
+    _, *parts = re.split(r"(?=\n## )", PAGE.read_text(encoding="utf-8"))
+    tables = dict(zip(groups(), parts, strict=True)) if chosen else {}
     for group, names in groups().items():
-        results[group] = {}
+        if chosen and group not in chosen:
+            continue
+        by_device = {}
         for device in GPUS:
             print(f"{group} on {device}", flush=True)
-            results[group][device] = compile_cases(libraries, device, names)
-    PAGE.write_text(render(results), encoding="utf-8")
+            by_device[device] = compile_cases(libraries, device, names)
+        tables[group] = table(group, by_device)
+    PAGE.write_text(render(tables), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
