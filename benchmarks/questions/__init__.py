@@ -1,7 +1,20 @@
 """All questions, in the order in which they are shown."""
 
 from benchmarks.question import Question, Script
-from benchmarks.questions import chats, cpu, data, gpu, litgpt, recompute, scale, scripts, startup, trainer, wrapper
+from benchmarks.questions import (
+    chats,
+    cpu,
+    data,
+    gpu,
+    litgpt,
+    recompute,
+    report,
+    scale,
+    scripts,
+    startup,
+    trainer,
+    wrapper,
+)
 
 QUESTIONS: dict[str, Question | Script] = {
     one.name: one
@@ -19,6 +32,7 @@ QUESTIONS: dict[str, Question | Script] = {
         startup.QUESTION,
         *scripts.PIPELINE,
         scale.QUESTION,
+        report.QUESTION,
         *scripts.OTHERS,
         gpu.MFU,
         gpu.WRAPPER,
