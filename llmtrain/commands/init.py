@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import json
 import re
+import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ WIDTH = 100
 class InitRequest:
     """The options of the command line."""
 
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.py, or NAME.yaml.")]
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: NAME.py, or NAME.yaml; NAME is NAME.py.")]
     data: Annotated[
         str | None, typer.Option(help="What to train on: a file, folder, pattern, or dataset of the hub.")
     ] = None
@@ -45,6 +46,8 @@ class InitRequest:
 
 def write_recipe(request: InitRequest) -> None:
     """Writes the file and says what to do next. Asks on a terminal for what is not given."""
+    if request.file.name and not request.file.suffix:
+        request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:
         request = _asked(request)
     assert request.data is not None
@@ -61,7 +64,8 @@ def write_recipe(request: InitRequest) -> None:
     where = "" if _is_here(request.data) else ", a dataset of the hub, since there is no such file or folder here"
     print(f"wrote {request.file}: {kind} from {request.data}{where}")
     look = " --show 1" if kind != "text" else ""
-    print(f"look at the data:  llmtrain data {request.file}{look}\ntrain:             llmtrain train {request.file}")
+    name = shlex.quote(str(request.file))
+    print(f"look at the data:  llmtrain data {name}{look}\ntrain:             llmtrain train {name}")
 
 
 def _asked(request: InitRequest) -> InitRequest:
@@ -72,7 +76,7 @@ def _asked(request: InitRequest) -> InitRequest:
         request.model or typer.prompt("Pretrained weights (a folder or hub name; empty for a new model)", "") or None
     )
     lora = request.lora or (model is not None and typer.confirm("Train a LoRA adapter instead of all weights?"))
-    return InitRequest(file=request.file, data=data, model=model, lora=lora, kind=request.kind)
+    return replace(request, data=data, model=model, lora=lora)
 
 
 def _problems(request: InitRequest) -> list[Problem]:

@@ -71,14 +71,14 @@ def test_it_says_that_a_name_is_looked_for_on_the_hub(folder, capsys):
 )
 def test_it_writes_a_recipe_for_what_the_data_hold(folder, capsys, suffix, options, fields):
     _init(f"my recipe.{suffix}", *options)
-    assert f"llmtrain train my recipe.{suffix}" in capsys.readouterr().out
+    assert f"llmtrain train 'my recipe.{suffix}'" in capsys.readouterr().out
     recipe, _ = load_recipe(f"my recipe.{suffix}", [])
     assert {name: recipe.dotted()[name] for name in fields} == fields
     assert recipe.name == "my-recipe"
 
 
-def test_both_kinds_of_file_are_the_same_recipe(folder):
-    for file in ("mine.py", "mine.yaml"):
+def test_both_kinds_of_file_are_the_same_recipe_and_a_name_alone_is_python(folder):
+    for file in ("mine", "mine.yaml"):
         _init(file, "--data", "pairs.jsonl", "--model", "weights")
     assert load_recipe("mine.py", []) == load_recipe("mine.yaml", [])
 

@@ -154,7 +154,7 @@ def test_a_plan_that_is_refused_names_the_line(written, capsys):
         ("optim: {lr: 1" + "0" * 5000 + "}", "", "out of range"),
         ('name: "\\0"\n', "", "NUL"),
         ("extends: 3\n", ":1: extends", "is not the path of a recipe"),
-        ("extends: gone.py\n", "gone.py", "does not exist"),
+        ("extends: gone.py\n", ":1: extends: ", "does not exist"),
         ("extends: mine.yaml\n", ":1: extends", "extends this file in turn"),
         ("variants: [a]\n", ":1: variants", "is not a mapping"),
     ],

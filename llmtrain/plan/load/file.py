@@ -66,5 +66,5 @@ def _recipes_in(folder: Path) -> list[Path]:
 
 
 def _listing(folder: Path) -> str:
-    known = [file.stem for file in _recipes_in(folder)][:20]
+    known = [file.name for file in _recipes_in(folder)][:20]
     return f"recipes in {folder}: {', '.join(known)}" if known else ""

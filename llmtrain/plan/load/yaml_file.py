@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from llmtrain.cluster import Cluster
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.load.file import RecipeFile, check_variant
+from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
 from llmtrain.system.untrusted import UNREADABLE, json_fault, read_text, why
 from llmtrain.system.yaml_text import Places, YamlError, parse_yaml
@@ -109,6 +109,11 @@ class YamlRecipe:
         path = self.path.parent / name
         if path.resolve() in extending:
             raise RecipeError(Problem("recipe.extends", place, f"'{spec}' extends this file in turn"))
+        try:
+            check_file(path)
+        except RecipeError as error:
+            found = [Problem(one.rule, f"{place}: {one.field}", one.message, one.fix) for one in error.problems]
+            raise RecipeError(found) from None
         return opened(path, extending), variant
 
     def _located(self, problems: Iterable[Problem], prefix: str = "", variant: str = "") -> RecipeError:
