@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,7 +123,11 @@ class TrainingProgress:
 
 
 def sample_panel(prompt: str, text: str, title: str) -> Panel:
-    """Returns a prompt and its continuation in a frame; control characters are shown, not obeyed."""
+    """Returns a prompt and its continuation in a frame; control characters are shown, not obeyed.
+
+    Of several empty lines, as untrained models write them, one is left.
+    """
+    text = re.sub(r"\n(?:[^\S\n]*\n){2,}", "\n\n", text)
     return Panel(Text.assemble((visible(prompt), "bold"), visible(text)), title=title, title_align="left")
 
 

@@ -79,9 +79,10 @@ def charts_of(runs: Sequence[RunData]) -> list[Chart]:
     groups: dict[str, list[str]] = {}
     for name in sorted(evaluation - drawn):
         groups.setdefault(name.partition("/")[0], []).append(name)
-    found += [Chart(_title(group), "number", (), tuple(names)) for group, names in groups.items()]
-    found += [Chart(_title(name), "number", (name,)) for name in sorted(training - drawn)]
-    return found
+    of_sets = [Chart(_title(group), "number", (), tuple(names)) for group, names in groups.items()]
+    others = [Chart(_title(name), "number", (name,)) for name in sorted(training - drawn)]
+    evaluated = [chart for chart in found if chart.evaluation]
+    return [*evaluated, *of_sets, *(chart for chart in found if not chart.evaluation), *others]
 
 
 def _title(name: str) -> str:

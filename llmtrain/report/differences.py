@@ -78,7 +78,8 @@ def _plan(plan: Plan | None) -> dict[str, Any]:
     """Returns what a plan has besides its recipe."""
     if plan is None:
         return {}
-    document = plan.model_dump(mode="json", exclude={"recipe", "notes"})
+    why = {"key", "milliseconds"}  # of a choice of kernels, which itself is compared
+    document = plan.model_dump(mode="json", exclude={"recipe": True, "notes": True, "kernels": why})
     document["model"].pop("weights", None)
     return dotted(document | {"layout": plan.layout()})
 

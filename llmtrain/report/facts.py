@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,14 @@ from llmtrain.predict.time import predict
 from llmtrain.report.curves import hours_of
 from llmtrain.report.run import RunData
 
+SETS = "eval_loss_by_set/"
 RECENT_ROWS = 20
 """Rows of which the median is the speed at the end."""
 SLOW = 1.2
 """A rank counts as slow in a row if its own time is this many times the median rank's."""
 MOST_SLOW = 5
+BESIDE_STEPS = "beside the steps"
+"""Starting, evaluations, samples, and steps that were repeated after a restart."""
 MOST_NAME, MOST_TEXT = 40, 2000
 """Characters of an event that are shown."""
 Fact = tuple[str, str]
@@ -51,7 +56,7 @@ def facts(run: RunData) -> list[Fact]:
         ("host", " · ".join(str(environment[name]) for name in ("host", "platform") if environment.get(name))),
         ("commit", _commit(environment.get("git"))),
         ("versions", _versions(environment)),
-        ("command", " ".join(map(str, argv)) if isinstance(argv := environment.get("argv"), list) else ""),
+        ("command", _command(environment.get("argv"))),
         ("folder", str(run.path)),
     ]
     return [(label, text) for label, text in lines if text]
@@ -68,6 +73,7 @@ def figures(run: RunData) -> list[Figure]:
     """Returns the figures at the end of the run, or of what there is of it."""
     metrics, evaluations = run.metrics, run.evaluations
     losses = evaluations.get("eval_loss")
+    of_sets = [name for name in evaluations.names if name.startswith(SETS)]
     hours = hours_of(metrics)
     found = [
         Figure("step", run.step, f"{run.step:,}"),
@@ -76,6 +82,7 @@ def figures(run: RunData) -> list[Figure]:
         _number("least evaluation loss", float(np.nanmin(losses)) if np.isfinite(losses).any() else None),
         _number("perplexity", evaluations.last("perplexity")),
         _number("bits per byte", evaluations.last("bits_per_byte")),
+        *(_number(f"evaluation loss of {name.removeprefix(SETS)}", evaluations.last(name)) for name in of_sets),
         _number("gradient norm", metrics.last("grad_norm")),
         _counted("tokens", metrics.last("tokens")),
         Figure("hours in steps and saves", *(_hours(float(hours[-1])) if len(hours) else (None, ""))),
@@ -123,7 +130,7 @@ def predicted_step(run: RunData) -> list[Figure]:
 
 
 def time_spent(run: RunData) -> list[Figure]:
-    """Returns where the hours of the run went: steps, waiting for data, and saves that blocked them."""
+    """Returns where the time of the run went: steps, waiting for data, saves that blocked them, and the rest."""
     metrics = run.metrics
     if not len(metrics):
         return []
@@ -132,7 +139,25 @@ def time_spent(run: RunData) -> list[Figure]:
     stepped = float((np.nan_to_num(metrics.get("step_time_s")) * taken).sum()) - waited
     saved = float(np.nan_to_num(metrics.get("save_blocked_s")).sum())
     named = {"steps": stepped, "waiting for data": waited, "blocked by saves": saved}
+    named[BESIDE_STEPS] = _running_s(run) - sum(named.values())
     return [Figure(name, seconds, duration(seconds)) for name, seconds in named.items() if seconds > 0]
+
+
+def _running_s(run: RunData) -> float:
+    """Returns the seconds from each start of the run until the last sign of it before the next start."""
+    events = [(one.event, _seconds_since_1970(one.time)) for one in run.events]
+    starts = sorted(at for event, at in events if event == "started" and at is not None)
+    signs = np.sort([*(at for _, at in events if at is not None), *run.metrics.get("time")])
+    signs = signs[np.isfinite(signs)]
+    ends = signs[np.searchsorted(signs, [*starts[1:], np.inf]) - 1] if starts else np.array([])
+    return float(np.maximum(0, ends - starts).sum())
+
+
+def _seconds_since_1970(stamp: str) -> float | None:
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def saved_steps(run: RunData) -> list[int]:
@@ -186,7 +211,21 @@ def _optimizer(recipe: dict[str, Any]) -> str:
 def _launched(launch: dict[str, Any]) -> str:
     if not launch:
         return ""
-    return f"by {launch.get('launcher')}, workers: {launch.get('world_size')}, {launch.get('started')}"
+    return f"by {launch.get('launcher')}, workers: {launch.get('world_size')}, {_stamp(launch.get('started'))} UTC"
+
+
+def _stamp(time: Any) -> str:
+    return str(time)[:19].replace("T", " ")
+
+
+def _command(argv: Any) -> str:
+    """Returns the words of the command, quoted for a shell."""
+    if not isinstance(argv, list):
+        return ""
+    words = [str(word) for word in argv]
+    if words[:1] == ["__main__.py"]:
+        words[0] = "llmtrain"
+    return shlex.join(words)
 
 
 def _commit(git: Any) -> str:
@@ -237,4 +276,4 @@ def _seconds(seconds: float | None) -> tuple[float | None, str]:
 def event_lines(run: RunData) -> Iterator[tuple[str, int, str, str]]:
     """Yields time, step, name and text of each event, the oldest first."""
     for one in run.events:
-        yield one.time[:19].replace("T", " "), one.step, one.event[:MOST_NAME].replace("_", " "), one.text[:MOST_TEXT]
+        yield _stamp(one.time), one.step, one.event[:MOST_NAME].replace("_", " "), one.text[:MOST_TEXT]

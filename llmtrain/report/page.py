@@ -86,6 +86,8 @@ class RunView:
     figures: list[Figure]
     memory: list[Figure]
     measured_memory: str
+    is_resident: bool
+    """Whether the measured memory is that of the whole process, as on CPUs."""
     step_time: list[Figure]
     measured_step: str
     time: list[tuple[Figure, float]]
@@ -93,30 +95,37 @@ class RunView:
     stragglers: list[Fact]
     events: list[tuple[str, int, str, str]]
     values: tuple[list[str], list[list[str]]]
-    samples: list[tuple[int, str, str]]
+    samples: dict[int, list[tuple[str, str]]]
+    """Prompts and continuations by their step, the newest step first."""
     size: Callable[[int], str] = size_of
 
 
 def _view(run: RunData, name: str) -> RunView:
     time, found = facts.time_spent(run), {one.label: one.text for one in facts.figures(run)}
     whole = sum(part.value or 0 for part in time) or 1
-    on_cpu = run.plan is not None and run.plan.cluster.spec.on_cpu
-    peak = found.get("peak memory of rank 0", "")
     return RunView(
         name=name,
         run=run,
         facts=facts.facts(run),
         figures=facts.figures(run),
         memory=facts.predicted_memory(run),
-        measured_memory=f"{peak} resident, the program and its libraries included" if peak and on_cpu else peak,
+        measured_memory=found.get("peak memory of rank 0", ""),
+        is_resident=run.plan is not None and run.plan.cluster.spec.on_cpu,
         step_time=facts.predicted_step(run),
         measured_step=found.get("step time", ""),
         time=[(part, (part.value or 0) / whole) for part in time],
         stragglers=facts.stragglers(run),
         events=list(facts.event_lines(run))[-MOST_EVENTS:],
         values=_values(run),
-        samples=[(one.step, one.prompt[:MOST_TEXT], one.text[:MOST_TEXT]) for one in run.samples[-MOST_SAMPLES:]],
+        samples=_samples(run),
     )
+
+
+def _samples(run: RunData) -> dict[int, list[tuple[str, str]]]:
+    by_step: dict[int, list[tuple[str, str]]] = {}
+    for one in run.samples[-MOST_SAMPLES:]:
+        by_step.setdefault(one.step, []).append((one.prompt[:MOST_TEXT], one.text[:MOST_TEXT]))
+    return dict(sorted(by_step.items(), reverse=True))
 
 
 def _values(run: RunData) -> tuple[list[str], list[list[str]]]:

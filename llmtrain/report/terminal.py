@@ -30,7 +30,7 @@ CURVES = {
     "MFU": "mfu",
     "step time, s": "step_time_s",
     "waiting for data, s": "data_wait_s",
-    "peak memory, bytes": "peak_memory_bytes",
+    "peak memory": "peak_memory_bytes",
     "slowest rank, ratio": "slowest_ratio",
 }
 SHOWN_FACTS = ("model", "layout", "cluster", "data", "batch", "launched", "host", "commit")
@@ -164,7 +164,8 @@ def _sections(run: RunData) -> Iterator[tuple[str, list[str]]]:
         )
     if run.samples:
         last = run.samples[-1]
-        yield f"sample after step {last.step:,}", [(last.prompt + last.text)[:MOST_SAMPLE]]
+        lines = [line for line in (last.prompt + last.text)[:MOST_SAMPLE].splitlines() if line.strip()]
+        yield f"sample after step {last.step:,}", lines
     if run.problems:
         yield "cannot be read", list(run.problems)
 

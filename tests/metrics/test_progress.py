@@ -51,6 +51,12 @@ def test_a_log_gets_one_line_per_logged_step():
     ]
 
 
+def test_a_sample_does_not_fill_the_screen_with_empty_lines():
+    console = plain()
+    TrainingProgress(console, 100).show_samples(7, [("def", " f\n\n\n   \n\nx\n\ny")])
+    assert [line.strip("│ ") for line in lines(console)[1:-1]] == ["def f", "", "x", "", "y"]
+
+
 def test_the_end_of_a_long_run_and_its_cost():
     console = plain()
     TrainingProgress(console, 100).show({**RECORD, "left_s": 7200.0, "cost": 1.0, "cost_at_end": 1234.5})

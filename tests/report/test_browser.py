@@ -63,6 +63,9 @@ def test_curves_have_the_points_of_the_metrics(opened, run):
     lines = _lines(run)
     assert training["points"] == [[one["step"], one["loss"]] for one in lines if "loss" in one]
     assert evaluation["points"] == [[one["step"], one["eval_loss"]] for one in lines if "eval_loss" in one]
+    legends = browser.execute_script("return report.charts.map((one) => one.legend.textContent)")
+    assert legends[0] == "losseval_loss"
+    assert not any(legends[1:])  # one curve has the title of its chart
     (norm,) = _points(browser, "Gradient norm")
     assert norm["points"] == [[one["step"], one["grad_norm"]] for one in lines if "loss" in one]
     assert (

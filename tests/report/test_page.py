@@ -5,10 +5,13 @@ import re
 
 import pytest
 
+from llmtrain.cluster import Cluster
 from llmtrain.report import load_run
 from llmtrain.report.page import page, write_report, write_report_at_end
+from llmtrain.rules import resolve
 from llmtrain.run_dir import RunDir
 from tests.helpers.recorded_runs import long_run, write_lines
+from tests.helpers.small_plan import small_plan
 
 HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>&\"'"
 
@@ -25,6 +28,24 @@ def test_the_page_says_what_the_directory_says(run):
         "0.6250",
     ):
         assert said in text
+
+
+def test_it_shows_what_was_predicted_beside_what_was_measured(run):
+    recipe = small_plan(**{"parallel.precision": "bf16", "parallel.zero_stage": 1}).recipe
+    plan = resolve(recipe, Cluster(devices_per_node=2, device="h100"))
+    (run / "plan.json").write_text(plan.model_dump_json())
+    text = re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page([load_run(run)])))
+    assert "model llama, " in text
+    assert "cluster 1 × 2 h100 = 2 workers" in text
+    assert re.search(r"measured, rank 0 0\.9 GiB predicted, fullest rank [\d.]+ GiB of which ", text)
+    assert re.search(r"A step takes 500 ms; predicted [\d.]+ (?:m)?s\. computation, predicted", text)
+
+
+def test_texts_of_one_step_stand_together_in_the_order_of_the_prompts(run):
+    samples = [(10, "a"), (10, "b"), (20, "c"), (20, "d")]
+    write_lines(run / "samples.jsonl", [{"step": step, "prompt": text, "text": ""} for step, text in samples])
+    found = re.findall(r"after step (\d+)|<pre><b>(.)</b>", page([load_run(run)]))
+    assert ["".join(one) for one in found] == ["20", "c", "d", "10", "a", "b"]
 
 
 def test_nothing_is_loaded_from_elsewhere(run):

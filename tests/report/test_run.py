@@ -8,7 +8,7 @@ import pytest
 
 from llmtrain.errors import RecipeError
 from llmtrain.report import RunReader, load_run
-from llmtrain.report.facts import figures, saved_steps
+from llmtrain.report.facts import facts, figures, saved_steps, time_spent
 from llmtrain.run_lock import RunLock
 
 
@@ -144,3 +144,25 @@ def test_saves_are_known_though_their_checkpoints_are_removed(folder):
     lines = [{"step": step, "loss": 1.0, "save_blocked_s": saved.get(step, 0.0)} for step in range(10, 260, 10)]
     _write(folder, "metrics.jsonl", *lines)
     assert saved_steps(load_run(folder)) == [50, 100, 200]
+
+
+def test_the_time_beside_the_steps_counts_while_the_run_runs(folder):
+    def at(minute: int) -> str:
+        return f"2030-01-01T00:{minute:02}:00+00:00"
+
+    starts = [{"event": "started", "step": step, "time": at(minute)} for step, minute in ((0, 0), (10, 40))]
+    _write(
+        folder, "events.jsonl", *starts, {"event": "finished", "step": 20, "time": at(50)}, {"event": "x", "time": 1}
+    )
+    began = 1893456000  # 2030-01-01
+    lines = [{"step": step, "step_time_s": 6.0, "time": began + 60 * minute} for step, minute in ((10, 5), (20, 48))]
+    _write(folder, "metrics.jsonl", *({**line, "data_wait_s": 1.0, "save_blocked_s": 2.0} for line in lines))
+    spent = {one.label: one.value for one in time_spent(load_run(folder))}
+    # five minutes until the last line of the first start, ten minutes from the second one to the end
+    assert spent == {"steps": 100, "waiting for data": 20, "blocked by saves": 4, "beside the steps": 900 - 124}
+
+
+def test_the_command_can_be_given_again(folder):
+    argv = ["__main__.py", "train", "mine.py", "--set", 'samples.prompts=["a b"]']
+    (folder / "environment.json").write_text(json.dumps({"argv": argv}))
+    assert dict(facts(load_run(folder)))["command"] == """llmtrain train mine.py --set 'samples.prompts=["a b"]'"""

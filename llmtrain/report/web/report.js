@@ -13,7 +13,7 @@
   };
   const HEIGHT = 250, PRINTED_WIDTH = 340, NEAR_PX = 5, POLL_MS = 2000, SMOOTHEST = 0.2;
   const POWERS = Array.from({ length: 50 }, (_, power) => 2 ** power);
-  const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
+  const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]], SVG = "http://www.w3.org/2000/svg";
 
   const byId = (id) => document.getElementById(id);
   const state = { axis: "step", smooth: 0, logarithms: new Set(), hidden: new Set(), range: null, printing: false };
@@ -90,28 +90,32 @@
 
   const shownRuns = () => runs.filter((run) => !state.hidden.has(run.number));
   const isDark = () => !state.printing && (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const colorOf = (run) => (isDark() ? DARK : LIGHT)[run.number % LIGHT.length];
+  const colorOf = (number) => (isDark() ? DARK : LIGHT)[number % LIGHT.length];
 
   // Charts
 
   function curvesOf(chart) {
     const curves = [], clean = (values) => Array.from(values, (value) =>
       Number.isFinite(value) && (value > 0 || !state.logarithms.has(chart.title)) ? value : null);
+    const predicts = chart.training.includes("peak_memory_bytes") && runs.some((run) => run.predicted_memory);
+    const several = chart.training.length + chart.evaluation.length > 1 || predicts, beside = runs.length > 1;
     for (const run of shownRuns()) {
-      const names = [["training", chart.training], ["evaluation", chart.evaluation]];
-      for (const [table, wanted] of names) wanted.forEach((name, place) => {
+      const names = [...chart.training.map((name) => ["training", name]), ...chart.evaluation.map((name) => ["evaluation", name])];
+      names.forEach(([table, name], place) => {
         const xs = run[table][state.axis], ys = run[table][name], steps = run[table].step;
         if (!xs || !ys) return;
-        const several = chart.training.length + chart.evaluation.length > 1;
-        const label = [runs.length > 1 && run.name, several && name.replace(/^[^/]*\//, "")].filter(Boolean).join(" · ") || name;
-        const evaluated = table === "evaluation", dash = DASHES[(evaluated && chart.training.length ? place + 1 : place) % DASHES.length];
-        const line = { label, run, dash, xs, evaluated };
+        const evaluated = table === "evaluation";
+        const column = predicts ? "measured" : name.replace(/^[^/]*\//, "") + (evaluated && chart.training.includes(name) ? ", evaluation" : "");
+        const label = [beside && run.name, several && column].filter(Boolean).join(" · ") || name;
+        const line = { label, column, run, color: beside ? run.number : place, dash: beside ? DASHES[place % DASHES.length] : [], xs, evaluated };
         const isSmoothed = state.smooth > 0 && !evaluated;
         curves.push({ ...line, ys: clean(ys), faint: isSmoothed });
         if (isSmoothed) curves.push({ ...line, ys: clean(smoothed(steps, ys)), label: label + ", smoothed", mean: true });
       });
-      if (chart.training.includes("peak_memory_bytes") && run.predicted_memory && run.training[state.axis]?.length)
-        curves.push({ label: [runs.length > 1 && run.name, "predicted"].filter(Boolean).join(" · "), run, dash: [4, 4], xs: wholeRange(), ys: [run.predicted_memory, run.predicted_memory] });
+      if (predicts && run.predicted_memory && run.training[state.axis]?.length) {
+        const label = [beside && run.name, "predicted"].filter(Boolean).join(" · "), most = run.predicted_memory;
+        curves.push({ label, column: "predicted", run, color: beside ? run.number : 0, dash: [4, 4], xs: wholeRange(), ys: [most, most] });
+      }
     }
     return curves;
   }
@@ -125,6 +129,7 @@
     for (const mark of shownMarks()) {
       const x = u.valToPos(mark.x, "x", true), [, color, dash] = MARKS[mark.event];
       ctx.strokeStyle = ctx.fillStyle = color;
+      ctx.globalAlpha = dash === null ? 1 : 0.75;
       ctx.beginPath();
       if (dash === null) {
         const bottom = bbox.top + bbox.height, size = 4 * devicePixelRatio;
@@ -134,7 +139,6 @@
         ctx.fill();
         continue;
       }
-      ctx.globalAlpha = 0.75;
       ctx.lineWidth = devicePixelRatio;
       ctx.setLineDash(dash.map((length) => length * devicePixelRatio));
       ctx.moveTo(x, bbox.top);
@@ -164,7 +168,7 @@
       if (at == null || u.data[i + 1][at] === undefined) return;
       const value = u.data[i + 1][at];
       const swatch = make("i", {});
-      swatch.style.background = colorOf(curve.run);
+      swatch.style.background = colorOf(curve.color);
       rows.push(make("div", {}, swatch, make("span", { textContent: curve.label }), make("b", { textContent: value === null ? "—" : unit(value) })));
     });
     const near = shownMarks().filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= NEAR_PX).slice(0, 4);
@@ -202,11 +206,11 @@
       ],
       series: [{}, ...chart.curves.map((curve) => ({
         label: curve.label,
-        stroke: colorOf(curve.run),
+        stroke: colorOf(curve.color),
         alpha: curve.faint ? 0.25 : 1,
         width: curve.mean || curve.evaluated ? 2 : 1.3,
         dash: curve.dash,
-        points: curve.evaluated ? { show: true, size: 6 } : curve.mean ? { show: false } : {},
+        points: curve.evaluated ? { show: true, size: 6 } : curve.mean || curve.column === "predicted" ? { show: false } : {},
       }))],
       cursor: {
         sync: { key: "charts", setSeries: false },
@@ -226,9 +230,23 @@
     };
   }
 
+  // One run has a colour for each column; several runs have a colour each, and a dash for each column.
+  function showLegend(chart) {
+    const columns = new Map(chart.curves.map((curve) => [curve.column, curve]));
+    const entries = Array.from(columns.values(), ({ column, color, dash }) => {
+      const line = document.createElementNS(SVG, "line"), key = document.createElementNS(SVG, "svg");
+      for (const [name, value] of Object.entries({ x2: 22, y1: 5, y2: 5, "stroke-dasharray": dash.join(" ") })) line.setAttribute(name, value);
+      line.style.stroke = runs.length > 1 ? "currentColor" : colorOf(color);
+      key.append(line);
+      return make("span", {}, key, column);
+    });
+    chart.legend.replaceChildren(...(entries.length > 1 ? entries : []));
+  }
+
   function draw(chart) {
     chart.plot?.destroy();
     chart.curves = curvesOf(chart);
+    showLegend(chart);
     const tables = chart.curves.map((curve) => [curve.xs, curve.ys]);
     chart.data = tables.length ? uPlot.join(tables) : [[]];
     chart.plot = new uPlot(options(chart), chart.data, chart.box);
@@ -278,7 +296,7 @@
       const box = make("div", { className: "chart" }), tip = make("div", { className: "tip", hidden: true });
       box.setAttribute("role", "img");
       const log = make("button", { type: "button", textContent: "log", title: "logarithmic scale" });
-      const chart = { ...about, box, tip, curves: [], plot: null };
+      const legend = make("span", { className: "legend" }), chart = { ...about, box, tip, legend, curves: [], plot: null };
       log.setAttribute("aria-label", `${about.title}: logarithmic scale`);
       log.setAttribute("aria-pressed", state.logarithms.has(about.title));
       log.addEventListener("click", () => {
@@ -286,7 +304,7 @@
         log.setAttribute("aria-pressed", isOn);
         draw(chart);
       });
-      chart.figure = make("figure", {}, make("figcaption", {}, make("span", { textContent: about.title }), log), box);
+      chart.figure = make("figure", {}, make("figcaption", {}, make("span", { textContent: about.title }), legend, log), box);
       return chart;
     });
     byId("charts").replaceChildren(...charts.map((chart) => chart.figure));
@@ -301,7 +319,7 @@
   function showRuns() {
     const buttons = runs.map((run) => {
       const button = make("button", { type: "button", title: run.name }, make("i", {}), make("span", { textContent: run.name }));
-      button.firstChild.style.background = colorOf(run);
+      button.firstChild.style.background = colorOf(run.number);
       button.setAttribute("aria-pressed", !state.hidden.has(run.number));
       button.addEventListener("click", () => {
         const isShown = state.hidden.delete(run.number) || !state.hidden.add(run.number);
@@ -310,11 +328,12 @@
       });
       return button;
     });
-    byId("runs").replaceChildren(...buttons);
+    byId("runs").replaceChildren(...(runs.length > 1 ? buttons : []));
     const events = new Set(runs.flatMap((run) => run.marks.filter((mark) => mark.step || mark.event !== "started").map((mark) => mark.event)));
     const kinds = Object.entries(MARKS).filter(([event]) => events.has(event)).map(([, [label, color, dash]]) => {
       const kind = make("span", {}, make("i", { className: dash === null ? "peak" : "" }), label);
       kind.firstChild.style.color = color;
+      if (dash?.length) kind.firstChild.style.borderLeftStyle = dash[0] > 3 ? "dashed" : "dotted";
       return kind;
     });
     byId("kinds").replaceChildren(...kinds);

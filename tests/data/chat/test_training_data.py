@@ -64,6 +64,7 @@ def test_sequences_hold_whole_conversations_with_labels_on_the_assistants_tokens
     assert (rows.labels != NO_TARGET).sum() == stream.trained.sum()
     end = chatml.encoder()._plain.token_to_id("<|im_end|>")
     answers = sum(len(row["messages"]) // 2 for row in ROWS)
+    assert prepared.eos_id == end  # padding has the same token, which does not hide the true ends
     assert (rows.labels == end).sum() == answers
     assert (rows.position_ids == 0).sum() == len(ROWS) + _paddings(prepared)
     said = "\n".join(notes(prepared, made))
