@@ -14,6 +14,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.recipe import Recipe
+from tests.engines.test_next_logits import check_texts
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, trace_plan, worst
@@ -115,3 +116,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(tmp_path, precision)
         assert continued.evaluation == whole.evaluation
         for name, value in whole.weights.items():
             np.testing.assert_array_equal(continued.weights[name], value, err_msg=name)
+
+
+def test_texts_are_those_of_the_weights_and_training_is_the_same(tmp_path):
+    check_texts(2, {"horovod": {"parallel.backend": "horovod"}}, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,12 +49,11 @@ VARIED = {"model.config.tie_word_embeddings": False, "model.config.initializer_r
 """Weights with which a token depends on all tokens before, and not only on the last one."""
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def _prepared(folder: Path) -> SimpleNamespace:
     """Of the data, what a sampler reads."""
-    folder = write_word_tokenizer(tmp_path_factory.mktemp("tokenizer"), VOCAB)
+    tokenizer = write_word_tokenizer(folder / "tokenizer", VOCAB)
     return SimpleNamespace(
-        tokenizer_dir=folder, sequence_length=T, vocab_size=VOCAB, stop_ids=[0], eos_id=0, chat_template=None
+        tokenizer_dir=tokenizer, sequence_length=T, vocab_size=VOCAB, stop_ids=[0], eos_id=0, chat_template=None
     )
 
 
@@ -92,6 +92,23 @@ def _both(rank: int, ranks: int, cases: list[dict], prepared) -> list[tuple]:
     return [tuple(_run(rank, ranks, fields, prepared, samples) for samples in (True, False)) for fields in cases]
 
 
+def check_texts(ranks: int, cases: dict[str, dict], folder: Path) -> None:
+    """Compares texts with those of `transformers`, and a run with samples with one without. cases: fields by name."""
+    by_rank = run_ranks(ranks, _both, ranks, list(cases.values()), _prepared(folder))
+    for found in by_rank:
+        for name, ((samples, ours), (_, theirs)) in zip(cases, found, strict=True):
+            for continued, expected in samples:
+                assert len({word for _, text in continued for word in text.split()}) > TOKENS, name
+                assert continued == list(zip(PROMPTS, expected, strict=True)), name
+            assert (ours.losses, ours.grad_norms, ours.evaluation) == (
+                theirs.losses,
+                theirs.grad_norms,
+                theirs.evaluation,
+            ), name
+            for weight, value in ours.weights.items():
+                np.testing.assert_array_equal(value, theirs.weights[weight], err_msg=f"{name} {weight}")
+
+
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
@@ -103,17 +120,5 @@ def _both(rank: int, ranks: int, cases: list[dict], prepared) -> list[tuple]:
     ],
     ids=["some", "one rank", "two ranks", "four ranks"],
 )
-def test_the_text_is_that_of_the_weights_and_training_is_the_same(ranks, names, prepared):
-    by_rank = run_ranks(ranks, _both, ranks, [CASES[name][1] for name in names], prepared)
-    for found in by_rank:
-        for name, ((samples, ours), (_, theirs)) in zip(names, found, strict=True):
-            for continued, expected in samples:
-                assert len({word for _, text in continued for word in text.split()}) > TOKENS, name
-                assert continued == list(zip(PROMPTS, expected, strict=True)), name
-            assert (ours.losses, ours.grad_norms, ours.evaluation) == (
-                theirs.losses,
-                theirs.grad_norms,
-                theirs.evaluation,
-            ), name
-            for weight, value in ours.weights.items():
-                np.testing.assert_array_equal(value, theirs.weights[weight], err_msg=f"{name} {weight}")
+def test_the_text_is_that_of_the_weights_and_training_is_the_same(ranks, names, tmp_path):
+    check_texts(ranks, {name: CASES[name][1] for name in names}, tmp_path)
