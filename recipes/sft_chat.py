@@ -1,6 +1,7 @@
-"""Fine-tunes the model of `recipes/tiny.py` to answer questions, in minutes, offline.
+"""Fine-tunes the model of `recipes/tiny.py` to answer questions, in less than four minutes on two cores, offline.
 
-The questions are about Python's standard library, and its docstrings answer them. Run `recipes/tiny.py` first.
+The questions are about Python's standard library, and its docstrings answer them. Run `recipes/tiny.py` first. With
+`--nproc 2` it took 375 seconds of processor time on two busy cores of an AMD EPYC, with its data.
 
     llmtrain train recipes/tiny.py
     llmtrain train recipes/sft_chat.py
