@@ -18,7 +18,7 @@ TYPED = {
     "llmtrain plan recipes/ti": "llmtrain plan recipes/tiny.py",
     "llmtrain plan recipes/tiny.py:z": "llmtrain plan recipes/tiny.py:zero3",
     "llmtrain plan x --set parallel.zero_st": "llmtrain plan x --set parallel.zero_stage=",
-    "llmtrain plan x --write do": "llmtrain plan x --write docs/",
+    "llmtrain plan x --write ex": "llmtrain plan x --write examples/",
 }
 """What is typed before the tabulator key, and the line after it."""
 
