@@ -20,7 +20,7 @@ def table(certificate: Certificate) -> Table:
     shown.add_column("s", justify="right")
     for verdict in certificate.verdicts:
         cells = ["", "", ""] if verdict.failure else _cells(certificate.max_deviation(verdict))
-        shown.add_row(verdict.name, *cells, _judged(certificate, verdict), f"{verdict.seconds:.1f}")
+        shown.add_row(verdict.name, *cells, _judged(certificate, verdict), f"{verdict.seconds:.0f}")
     return shown
 
 
