@@ -15,7 +15,7 @@ from llmtrain.report.facts import figures
 from llmtrain.report.run import RunData, dotted
 
 ABSENT = "—"
-DATA_FIELDS = ("data.", "evaluation.sources")
+DATA_FIELDS = ("data.", "evaluation.sources", "evaluation.sets")
 
 
 @dataclass(frozen=True)
