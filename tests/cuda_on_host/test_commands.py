@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -19,16 +20,24 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def two_gpus(libraries, tmp_path_factory):
+def two_gpus(libraries, tmp_path):
     """The environment of a command; at the end, no process may have touched two devices."""
-    folder = tmp_path_factory.mktemp("contexts")
-    yield environment(libraries, devices=2, contexts=folder)
-    devices = defaultdict(list)
-    for file in folder.iterdir():
+    yield environment(libraries, devices=2, contexts=contexts_in(tmp_path))
+    assert_one_device_each(contexts_in(tmp_path), devices=2)
+
+
+def contexts_in(folder: Path) -> Path:
+    (folder / "contexts").mkdir(exist_ok=True)
+    return folder / "contexts"
+
+
+def assert_one_device_each(contexts: Path, devices: int) -> None:
+    touched = defaultdict(list)
+    for file in contexts.iterdir():
         process, _, device = file.name.partition(".")
-        devices[process].append(device)
-    assert {"0", "1"} >= {one for found in devices.values() for one in found} > set()
-    assert all(len(found) == 1 for found in devices.values()), dict(devices)
+        touched[process].append(int(device))
+    assert set(range(devices)) >= {one for found in touched.values() for one in found} > set()
+    assert all(len(found) == 1 for found in touched.values()), dict(touched)
 
 
 def test_a_run_is_stopped_resumed_exported_and_sampled(two_gpus, small_recipe, tmp_path):
@@ -85,13 +94,17 @@ def verify(recipe, environment, run_dir, devices: int, plans: str) -> list[str]:
 
 def test_two_plans_are_verified(two_gpus, small_recipe, tmp_path):
     plans = {"dp2-zero2-acc2", "dp1-pp2-zero1-acc4"}
-    assert set(verify(small_recipe, two_gpus, tmp_path, 2, ",".join(plans))) == plans
+    assert set(verify(small_recipe, two_gpus, tmp_path / "run", 2, ",".join(plans))) == plans
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2", "data_parallel"])
 def test_all_plans_of_four_gpus_are_verified(libraries, small_recipe, tmp_path, strategy):
-    assert len(verify(small_recipe, environment(libraries, devices=4), tmp_path, 4, f"*-{strategy}-*")) > 5
+    contexts = contexts_in(tmp_path)
+    given = environment(libraries, devices=4, contexts=contexts)
+    assert len(verify(small_recipe, given, tmp_path / "run", 4, f"*-{strategy}-*")) > 5
+    if strategy != "data_parallel":  # whose one process has all devices
+        assert_one_device_each(contexts, devices=4)
 
 
 def test_kernels_are_tuned(two_gpus, small_recipe):
