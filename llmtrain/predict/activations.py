@@ -8,6 +8,7 @@ autograd really saves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -72,6 +73,8 @@ class Activations:
     """Logits of finished micro-batches, and those of the last one with the tensors of its loss."""
     gradient: int
     """The logits' gradient, when the loss is done, and logits of finished micro-batches."""
+    head: int
+    """The head's new gradient, which is computed from that of the logits, before it is added to their sum."""
     sent: int
     """Tensors between pipeline stages."""
     host: int
@@ -113,6 +116,7 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
         last = _of_norm(plan, widths, any(one.trained for one in norm)) + _input(widths) * plan.model.trains_head
         saved += last * plan.model.hidden_size * tokens + lower_copies(plan, weights, weights.head)
+    saved += flying * _rotations(plan, weights, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and _has_mask(plan):
         saved += flying * _mask(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     kept = passed(plan) if is_last else Passed(0, 0)
@@ -124,10 +128,19 @@ def activations_of(plan: Plan, weights: Weights, stage: int, traced: tuple[int, 
         casts=sum(lower_copies(plan, weights, weights.layer(index)) for index in again),
         logits=loss + kept.logits,
         gradient=min(loss, gradient) + kept.logits,
+        head=_head_gradient(plan) if is_last else 0,
         # Each micro-batch's output waits for its gradient, and one gradient is received.
         sent=kept.streams or ((flying + 1) * stream if plan.parallel.pipeline > 1 else 0),
         host=host,
     )
+
+
+def _head_gradient(plan: Plan) -> int:
+    """Returns the bytes of the head's gradient of one micro-batch; with a loss in chunks, the loss counts it."""
+    if chunks_loss(plan) or not plan.model.trains_head:
+        return 0
+    widths = WIDTHS[plan.recipe.parallel.precision]
+    return widths.computed * (head_parameters(plan.model) // plan.parts("matrices"))
 
 
 def pinned(size: int) -> int:
@@ -198,15 +211,17 @@ def layer_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
 def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: int) -> int:
     """Returns the bytes of a feed-forward layer's backward pass beside what the layer saves.
 
-    These are gradients of its three products, less the saved one that is used by then. In tiles they are of one tile,
-    as is what is saved; then gradients of the weights are summed in fp32, and that of the input is written.
+    These are gradients of its three products, less the saved one that is used by then; or, of few tokens, that of the
+    last product's input and its weight's new one. In tiles they are of one tile, as is what is saved; then gradients of
+    the weights are summed in fp32, and that of the input is written.
     """
     layer, widths, facts = weights.layer(index), WIDTHS[plan.recipe.parallel.precision], plan.model
     gradients = 2 * widths.computed * _inner(plan, layer)
-    if not feeds_in_tiles(plan):
-        return gradients * tokens
-    tile = facts.hidden_size * plan.batch.micro_batch_size
     dense = [one for one in layer if one.is_matrix and one.trained and "attn" not in one.name]
+    if not feeds_in_tiles(plan):
+        largest = max((sliced(plan, weights, one) for one in dense if not one.is_expert), default=0)
+        return max(gradients * tokens, gradients // 2 * tokens + widths.computed * largest)
+    tile = facts.hidden_size * plan.batch.micro_batch_size
     sums = (4 + widths.stream) * sum(sliced(plan, weights, one) for one in dense)
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
@@ -234,12 +249,15 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     experts = 2 * inner + met * facts.hidden_size if met else 0
     attention = widths.computed * queries + 4 * facts.heads // slices
     if plan.recipe.model.attention_kernel == "eager":
-        scores = facts.heads // slices * plan.recipe.data.sequence_length // plan.parts("tokens")
+        scores = facts.heads // slices * plan.recipe.data.sequence_length
         attention = widths.computed * (queries + scores)
     size = stream + widths.computed * (sum(results) + experts) + attention
     used = stream * (widths.stream == 4) + widths.computed * queries + 4 * facts.heads // slices
     is_gpt2 = any("c_fc" in one.name for one in layer)
-    used += widths.computed * (inner + 3 * queries if is_gpt2 else 2 * inner + (0 if _repeats(plan) else keys))
+    projected = 3 * queries if is_gpt2 else 0 if _repeats(plan) else keys
+    if plan.parts("tokens") > 1:
+        projected = 0  # attention saves what ranks have exchanged instead
+    used += widths.computed * ((1 if is_gpt2 else 2) * inner + projected)
     return Kept(size * tokens, used * tokens)
 
 
@@ -255,9 +273,21 @@ def _result(plan: Plan, weight: Weight) -> int:
 
 
 def _repeats(plan: Plan) -> bool:
-    """Whether keys and values are repeated for the queries that share them."""
-    kernel = plan.recipe.model.attention_kernel
-    return kernel == "eager" or (kernel == "sdpa" and _has_mask(plan))
+    """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
+    kernel, ranks = plan.recipe.model.attention_kernel, plan.parts("tokens")
+    own = _key_heads(plan) * _key_copies(plan) // ranks
+    return kernel == "eager" or (kernel == "sdpa" and _has_mask(plan) and own > 1)
+
+
+def _key_heads(plan: Plan) -> int:
+    """Returns the heads of keys that a rank projects."""
+    return max(plan.model.kv_heads // plan.parts("matrices"), 1)
+
+
+def _key_copies(plan: Plan) -> int:
+    """Returns how often keys are copied so that each of the ranks that share a sequence has a head."""
+    ranks = plan.parts("tokens")
+    return ranks // math.gcd(ranks, _key_heads(plan))
 
 
 def lower_copies(plan: Plan, weights: Weights, used: Iterable[Weight]) -> int:
@@ -319,7 +349,9 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
     facts, recipe = plan.model, plan.recipe
     queries = facts.heads * facts.head_dim // plan.parts("matrices")
     keys = max(facts.kv_heads * facts.head_dim // plan.parts("matrices"), 1)
-    inner = queries + (2 * queries if _repeats(plan) else 2 * keys) + queries
+    inner = queries + 2 * (queries if _repeats(plan) else keys * _key_copies(plan)) + queries
+    if plan.parts("tokens") > 1 and recipe.model.attention_kernel != "eager":
+        inner += queries  # the kernel's output, and what the next projection gets of it by an exchange
     saved, heads = widths.computed * inner, facts.heads // plan.parts("matrices")
     if any("q_norm" in one.name for one in layer):
         is_trained = any("q_norm" in one.name and one.trained for one in layer)
@@ -331,7 +363,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         probabilities = 4 + (widths.computed if widths.computed < 4 else 0)
         if not _readers(plan, layer, "o_proj"):
             saved -= widths.computed * queries  # a fused kernel keeps its output itself
-        return saved + probabilities * heads * recipe.data.sequence_length // plan.parts("tokens")
+        return saved + probabilities * heads * recipe.data.sequence_length
     return saved + 4 * heads  # log-sum-exp
 
 
@@ -395,6 +427,13 @@ def _has_mask(plan: Plan) -> bool:
 def _mask(plan: Plan) -> int:
     """Returns the elements of a mask: every query against every key, regardless of sequence parallelism."""
     return plan.batch.micro_batch_size * plan.recipe.data.sequence_length**2
+
+
+def _rotations(plan: Plan, weights: Weights, tokens: int) -> int:
+    """Returns the bytes of the cosines and sines that rotate queries and keys, which all layers share."""
+    if any("wpe" in one.name for one in weights.outside):
+        return 0
+    return 2 * WIDTHS[plan.recipe.parallel.precision].stream * plan.model.head_dim * tokens
 
 
 def _of_each(

@@ -155,7 +155,7 @@ def memory_of(plan: Plan, traced: tuple[int, ...] | None = None) -> PlanMemory |
         candidates = (
             state.forward.plus(activations=saved + activations.casts, logits=activations.gradient),
             state.forward.plus(activations=saved, logits=activations.logits),
-            begun.plus(activations=saved, logits=activations.gradient),
+            begun.plus(activations=saved, logits=activations.gradient, gradients=activations.head),
             begun.plus(activations=saved + activations.working),
         )
         stages.append(

@@ -6,12 +6,16 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from llmtrain.cluster import Cluster
+from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
 from llmtrain.models.proof import trace
@@ -63,17 +67,18 @@ UNDER, OVER = 0.01, 0.03
 """Of what is saved, how much less and more the estimate may be."""
 
 
-def plan_for(family: str, attention: str, precision: str, mask: bool, **fields: object) -> Plan:
+def plan_for(family: str, attention: str, precision: str, mask: bool, ranks: int = 1, **fields: object) -> Plan:
+    """ranks: among which a sequence is shared."""
     recipe = Recipe(
         name="saved",
         model=ModelConfig(architecture=family.partition("_3")[0], config=FAMILIES[family], attention=attention),
         data=DataConfig(sources=[Source("stdlib")], tokenizer="none", sequence_length=T, mask_documents=mask),
         optim=OptimConfig(lr=1e-3),
         batch=BatchConfig(global_batch_size=SEQUENCES, micro_batch_size=SEQUENCES),
-        parallel=ParallelConfig(precision=precision, zero_stage=1),
+        parallel=ParallelConfig(precision=precision, zero_stage=1, sequence=ranks),
         train=TrainConfig(max_steps=1),
     )
-    return resolve(recipe.with_(**fields), Cluster())
+    return resolve(recipe.with_(**fields), Cluster(devices_per_node=ranks))
 
 
 class Saved:
@@ -116,20 +121,36 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
     layer.register_forward_hook(leave)
     documents = 2 if plan.recipe.data.mask_documents else 1
     positions = torch.arange(T // documents).repeat(documents).expand(SEQUENCES, T)
+    tokens = torch.randint(0, 64, (SEQUENCES, T))
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bf16" else nullcontext()
     cached: list[list[torch.Tensor]] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor),
         autocast,
         caches(cached),
+        sliced(model, plan.parallel.sequence, MicroBatch(tokens, positions, tokens)) as batch,
     ):
-        output = model(input_ids=torch.randint(0, 64, (SEQUENCES, T)), position_ids=positions, use_cache=False)
+        output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     storages = [saved.tensor.untyped_storage() for saved in kept]  # of graphs that are still there
     storages += [tensor.untyped_storage() for tensor in itertools.chain(*cached[index : index + 1])]
     del output
     return sum(
         size for address, size in {one.data_ptr(): one.nbytes() for one in storages}.items() if address not in known
     )
+
+
+@contextmanager
+def sliced(model: PreTrainedModel, ranks: int, batch: MicroBatch) -> Iterator[MicroBatch]:
+    """The batch of the first of the ranks that share a sequence; what it receives is what it sends."""
+    if ranks == 1:
+        yield batch
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ulysses, "dist", SimpleNamespace(get_world_size=lambda _: ranks, get_rank=lambda _: 0))
+        patch.setattr(ulysses, "all_to_all", lambda _: torch.clone)
+        shared = ulysses.Ulysses(model, None)
+        with shared.active():
+            yield shared.slice(batch)
 
 
 @contextmanager
@@ -174,6 +195,30 @@ def test_a_layer_saves_what_is_estimated(family, attention, precision, mask):
 def test_a_selective_checkpoint_keeps_what_is_estimated(family, attention, precision, mask):
     plan = plan_for(family, attention, precision, mask, **SELECTIVE)
     estimate = kept_bytes(plan, plan.model.weights, 0, SEQUENCES * T).size
+    kept = saved_bytes(plan)
+    assert (1 - UNDER) * kept <= estimate <= (1 + OVER) * kept, f"estimate / kept = {estimate / kept:.4f}"
+
+
+def shared_cases():
+    """Two and four ranks, so that one has as many heads of keys as there are, or copies of them; one head for all."""
+    yield from itertools.product(["llama", "gpt2"], ["sdpa"], ["fp32", "bf16"], [True, False], [2, 4])
+    yield from itertools.product(["llama", "qwen3"], ["eager"], ["fp32", "bf16"], [True], [4])
+    yield from itertools.product(["gemma"], ["sdpa"], ["bf16"], [True], [1, 2])
+
+
+@pytest.mark.parametrize(("family", "attention", "precision", "mask", "ranks"), list(shared_cases()))
+def test_ranks_that_share_a_sequence_save_what_is_estimated(family, attention, precision, mask, ranks):
+    fields = {"model.config.num_key_value_heads": 1} if family == "gemma" else {}
+    plan = plan_for(family, attention, precision, mask, ranks, **fields)
+    estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T // ranks)
+    saved = saved_bytes(plan)
+    assert (1 - UNDER) * saved <= estimate <= (1 + OVER) * saved, f"estimate / saved = {estimate / saved:.4f}"
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
+def test_selective_checkpoints_of_such_ranks_keep_what_is_estimated(family, attention):
+    plan = plan_for(family, attention, "fp32", True, 2, **SELECTIVE)
+    estimate = kept_bytes(plan, plan.model.weights, 0, SEQUENCES * T // 2).size
     kept = saved_bytes(plan)
     assert (1 - UNDER) * kept <= estimate <= (1 + OVER) * kept, f"estimate / kept = {estimate / kept:.4f}"
 
