@@ -16,8 +16,9 @@ from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, nearest
 from llmtrain.lint import READERS, Reader, allowed
-from llmtrain.lint.document import Unreadable
-from llmtrain.lint.reading import LARGEST_FILE, read_file
+from llmtrain.lint.document import NotOurs, Unreadable
+from llmtrain.lint.reading import LARGEST_FILE, is_yaml, read_file, read_text
+from llmtrain.lint.schema import schema
 
 STDIN = "-"
 _SUFFIXES = (".json", ".hjson", ".json5", ".yaml", ".yml")
@@ -48,8 +49,8 @@ class Settings:
 def sources(names: list[str]) -> list[tuple[str, bytes | Path]]:
     """Returns the name of each file and its path, or its content for standard input.
 
-    Of folders and patterns, only files that mention batch sizes or ZeRO are taken, and each only once if links lead to
-    it by several ways.
+    Of folders and patterns, only files that mention batch sizes or ZeRO are taken, if their keys are not mostly another
+    program's, and each only once if links lead to it by several ways.
 
     Raises: RecipeError if there is none.
     """
@@ -100,9 +101,19 @@ def _is_configuration(path: Path, top: Path) -> bool:
     if hidden or path.suffix not in _SUFFIXES or not path.is_file():
         return False
     try:
-        return _IS_CONFIGURATION.search(read_file(path)) is not None
+        text = read_file(path)
     except Unreadable:
         return False
+    return _IS_CONFIGURATION.search(text) is not None and _has_our_keys(text, path)
+
+
+def _has_our_keys(text: str, path: Path) -> bool:
+    """Whether a file configures ZeRO, or has at least as many keys of DeepSpeed as others; unreadable ones may."""
+    try:
+        keys = read_text(text, is_yaml(path.name)).values.keys()
+    except (Unreadable, NotOurs):
+        return True
+    return "zero_optimization" in keys or 2 * len(keys & (schema().root.keys or {}).keys()) >= len(keys)
 
 
 def settings(folder: Path) -> Settings:

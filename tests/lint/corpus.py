@@ -18,7 +18,7 @@ COMPILED = ("lamb", "lion", "adagrad", "muadam", "muadamw", "onebitadam")
 NOT_SHOWN = (
     *("nvme", "quantized", "deepcompile", "zenflow", "super_offload", "hpz", "autoep", "autotp", "ulysses"),
     *("sequence_parallel", "tensor_parallel", "expert_parallel", "hybrid_engine", "load_universal", "comet", "wandb"),
-    *("tensorboard", "autotuning", "aio", "bias_correction", "compression", "sparse_attention"),
+    *("tensorboard", "autotuning", "aio", "bias_correction", "compression", "sparse_attention", "1e10"),
 )
 """Words of features that an engine on one CPU does not show."""
 _HEAD = re.compile(r"^# (About|World|For|Set|DeepSpeed|Wrong): (.*)$", re.MULTILINE)

@@ -198,6 +198,8 @@ def test_only_near_words_are_proposed():
         ("memory_optimization", "fix: remove it"),
         ("num_epochs", "fix: remove it"),
         ("verbose", "fix: remove it"),
+        ("dtype", "fix: remove it"),
+        ("max_train_micro_batch_size_per_gpu", "fix: remove it"),  # of the autotuner
         ("zero_optimisation", "did you mean 'zero_optimization'?"),
         ("train_batchsize", "did you mean 'train_batch_size'?"),
         ("max_grad_norm", "fix: rename it to gradient_clipping"),

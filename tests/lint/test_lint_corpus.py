@@ -29,6 +29,7 @@ def _script(path: str):
 def test_corpus_is_large_and_has_equal_parts():
     assert len(MALFORMED) == len(VALID)
     assert len(VALID) >= 150
+    assert len({case.path.name for case in (*MALFORMED, *VALID)}) == 2 * len(VALID)  # which have a verdict each
 
 
 @pytest.mark.parametrize("case", MALFORMED, ids=lambda case: case.path.stem)

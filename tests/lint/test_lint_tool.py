@@ -41,6 +41,8 @@ def folder(tmp_path, monkeypatch):
         "warned": WARNED,
         "wrong": WRONG,
         "other": {"name": "no configuration"},
+        "nested": {"model": "llama", "training": WRONG},  # of another program, as is the next one
+        "project": {"model": "llama", "dataset": "stdlib", "train_batch_size": 8},
     }.items():
         (tmp_path / "configs" / f"{name}.json").write_text(json.dumps(values))
     return tmp_path
@@ -68,7 +70,7 @@ def test_folders_patterns_and_standard_input(folder, capsys, monkeypatch):
     for name in ("configs", "configs/*.json", "**/*.json"):
         code, text = run(capsys, name)
         assert code == 1
-        assert "3 files: 1 error, 1 warning" in text  # other.json is no configuration
+        assert "3 files: 1 error, 1 warning" in text  # the others are no configurations
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(json.dumps(WRONG).encode())))
     assert run(capsys, "-")[0] == 1
 

@@ -35,7 +35,7 @@ _TEXTS = (
     ),
 )
 """Lists of texts; for the last one, DeepSpeed gives "auto" a meaning."""
-_COMMON = ("enabled", "type", "profile")
+_COMMON = ("enabled", "type", "profile", "dtype")
 """Names of keys in several blocks, or of other programs."""
 _MISPLACED = ("zero_optimization", "fp16", "data_types", "activation_checkpointing", "checkpoint", "tensor_parallel")
 """Blocks whose keys are found outside of them. A scale of the loss in bf16 does not belong to fp16: it has no use."""
@@ -100,7 +100,8 @@ def _stranger(where: Where, document: Configuration) -> tuple[str, str, Effect]:
         return f"{message} after {last}", "remove it", effect
     if found := home(where, document):
         return message, f"move it to {'.'.join(found)}", effect
-    hint = near(where[-1], block.keys or {})
+    of_a_block = len(where) == 1 and where[0] in schema.homes  # and so no typing error
+    hint = "" if of_a_block else near(where[-1], block.keys or {})
     return message + hint, "" if hint else "remove it", effect
 
 
@@ -135,9 +136,15 @@ def removed_key(document: Configuration) -> Iterator[Fault]:
             yield where, "the feature was removed", fix
 
 
-@warning("deprecated_key", "allows", "A key that has been renamed; DeepSpeed still accepts it, with a warning.")
+@warning(
+    "deprecated_key",
+    "allows",
+    "A key that has been renamed, or ZeRO as a switch; DeepSpeed still accepts it, with a warning.",
+)
 def deprecated_key(document: Configuration) -> Iterator[Fault]:
-    """Warns about renamed keys."""
+    """Warns about renamed keys, and about the form of ZeRO's block before it had stages."""
+    if document.at("zero_optimization") is True:
+        yield ("zero_optimization",), "a switch in place of the block is deprecated", '{"stage": 1}, as it is read'
     for where, _, node in known(document):
         if node is not None and node.instead is not None:
             yield where, "it is deprecated", f"use {node.instead}"

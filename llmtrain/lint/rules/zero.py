@@ -10,6 +10,8 @@ from llmtrain.lint.rules.precision import model_dtype
 from llmtrain.lint.rules.rule import Fault, error, warning
 
 ZERO = "zero_optimization"
+LARGEST_BUCKET = 2e9
+"""Elements of the largest bucket without a warning: four times DeepSpeed's own, 4 GB in 16 bit."""
 
 
 @error("zero_stage_missing", "ignores", "Without `stage`, ZeRO is off, and the rest of the block has no effect.")
@@ -292,6 +294,17 @@ def max_live(document: Configuration) -> Iterator[Fault]:
             yield (ZERO, key), "with 0, nothing is prefetched, and every layer waits for its parameters", "1e9"
 
 
+@warning("bucket_memory", "allows", "Buffers for a whole bucket are allocated, whatever the size of the model.")
+def bucket_memory(document: Configuration) -> Iterator[Fault]:
+    """Warns about buckets that are larger than most models."""
+    size = document.number(ZERO, "reduce_bucket_size") or 0
+    if document.stage > 0 and size > LARGEST_BUCKET and not document.off(ZERO, "contiguous_gradients"):
+        buffers = 2 if document.stage < 3 and document.on(ZERO, "overlap_comm") else 1
+        width = 4 if model_dtype(document) == "fp32" else 2
+        taken = f"{buffers * width * size / 1e9:,.0f} GB on each device"
+        yield (ZERO, "reduce_bucket_size"), f"a bucket of this size takes {taken}", "5e8"
+
+
 RULES = (
     *(stage_missing, offload_param, offload_optimizer, offload_nvme, nvme_path, offload_ratio, super_offload),
     *(
@@ -305,5 +318,5 @@ RULES = (
         allreduce_sum,
         allreduce_sum_scale,
     ),
-    *(compute_grad_norm, legacy, quantized, quantized_autocast, save_16bit, max_live),
+    *(compute_grad_norm, legacy, quantized, quantized_autocast, save_16bit, max_live, bucket_memory),
 )
