@@ -364,7 +364,16 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: Widths) -> int:
         if not _readers(plan, layer, "o_proj"):
             saved -= widths.computed * queries  # a fused kernel keeps its output itself
         return saved + probabilities * heads * recipe.data.sequence_length
+    if _is_unfused(plan):
+        return saved + widths.computed * heads * recipe.data.sequence_length
     return saved + 4 * heads  # log-sum-exp
+
+
+def _is_unfused(plan: Plan) -> bool:
+    """Whether torch has no fused kernel: on GPUs in fp32, for keys that several queries share, without a mask."""
+    is_fp32 = WIDTHS[plan.recipe.parallel.precision].computed == 4
+    is_shared = plan.model.kv_heads < plan.model.heads and not _has_mask(plan)
+    return plan.recipe.model.attention_kernel == "sdpa" and is_fp32 and is_shared and not plan.cluster.spec.on_cpu
 
 
 def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
