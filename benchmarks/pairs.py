@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from typing import Any
 from llmtrain.system.host import CoreMeter
 
 ROOT = Path(__file__).parents[1]
+PR_SET_CHILD_SUBREAPER = 36
+"""In linux/prctl.h."""
 OTHERS = "cores_of_others"
 """The key, in each run, of the number of cores that other processes used meanwhile."""
 Numbers = dict[str, float]
@@ -72,13 +77,29 @@ def run_case(case: Case, pairs: int, work: Path, say: Callable[[str], None]) -> 
 
 def measured(side: Side, work: Path) -> Numbers:
     """Runs a side once. Raises SideFailedError."""
+    _adopt_orphans()
     meter = CoreMeter()
     lines = _run(side, work).strip().splitlines()
+    _reap_orphans()
     try:
         numbers: Numbers = json.loads(lines[-1])
     except (IndexError, ValueError):
         raise SideFailedError(f"{side.name}: the last line is no JSON: {lines[-1:]}") from None
     return {**numbers, OTHERS: round(meter.cores_of_others(), 3)}
+
+
+def _adopt_orphans() -> None:
+    """Makes processes whose parents end, as some of a browser do, children of this one: they are not others."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _reap_orphans() -> None:
+    """Waits up to five seconds for these processes, since the time of a child counts once it has ended."""
+    until = time.monotonic() + 5
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
 
 
 def _run(side: Side, work: Path) -> str:

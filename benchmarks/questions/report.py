@@ -50,5 +50,5 @@ QUESTION = Question(
         "page_mb": ("page, MB", ".2f"),
     },
     verdicts=verdicts,
-    minutes=3,
+    minutes=1,
 )
