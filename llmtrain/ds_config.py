@@ -8,7 +8,13 @@ from llmtrain.plan.draft import WEIGHT_DTYPE
 from llmtrain.plan.families import EXPERT_PRESETS, FAMILIES
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.plan import Plan
-from llmtrain.predict.flat import MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE, bucket_elements, persistence_threshold
+from llmtrain.predict.flat import (
+    MAX_LIVE_PARAMETERS,
+    SUB_GROUP_SIZE,
+    bucket_elements,
+    persistence_threshold,
+    reduces_meanwhile,
+)
 from llmtrain.predict.traffic import REUSE_DISTANCE
 from llmtrain.recipe import OffloadDevice, OptimConfig
 
@@ -124,8 +130,7 @@ def _zero(plan: Plan) -> Block:
     pin = not plan.cluster.spec.on_cpu
     zero: Block = {
         "stage": stage,
-        # Overlapping at stages 1 and 2 has caused races and NaN (DeepSpeed issues 5545, 8061).
-        "overlap_comm": stage == 3,
+        "overlap_comm": stage == 3 or reduces_meanwhile(plan),
         "reduce_scatter": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": bucket,

@@ -19,6 +19,14 @@ ROOT = Path(__file__).parents[1]
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
+ONE_BUCKET = {
+    "model.config.num_hidden_layers": 1,
+    "model.config.intermediate_size": 2048,
+    "model.config.vocab_size": 256,
+    "data.tokenizer": "none",
+}
+
+
 def every_plan() -> dict[str, Plan]:
     plans = {}
     for path in sorted((ROOT / "recipes").glob("*.py")):
@@ -98,6 +106,23 @@ def test_buckets_follow_the_model():
     assert bucket_elements(PLANS["llama3_70b:"]) == 40_000_000
     for plan in PLANS.values():
         assert bucket_elements(plan) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"parallel.zero_stage": 1, "parallel.precision": "autocast_bf16"}, True),
+        ({"parallel.zero_stage": 2}, True),
+        ({"parallel.zero_stage": 3}, True),
+        ({"parallel.zero_stage": 1}, False),  # BF16_Optimizer
+        ({"parallel.zero_stage": 1, "parallel.precision": "fp32", "parallel.pipeline": 2}, False),
+        ({"parallel.zero_stage": 2, **ONE_BUCKET}, False),
+    ],
+)
+def test_reductions_overlap_where_another_bucket_is_filled_meanwhile(fields, expected):
+    recipe = load_recipe(str(ROOT / "recipes/llama_1b.py"), [])[0].with_(**{"parallel.precision": "bf16", **fields})
+    config = render(resolve(recipe, Cluster(devices_per_node=8, device="h100")))
+    assert config["zero_optimization"]["overlap_comm"] is expected
 
 
 def test_tensor_parallelism_leaves_the_triangle_to_us():

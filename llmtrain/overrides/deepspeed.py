@@ -241,15 +241,43 @@ def keep_losses_apart(engine: PipelineEngine) -> None:
 
 
 def gradients_in_order(optimizer: Any) -> None:
-    """Makes later work on the device wait for the gradients that ZeRO-3 reduces, instead of the host.
+    """Makes later work on the device wait for the gradients that ZeRO reduces meanwhile, instead of the host.
 
     DeepSpeed waits on the host when a micro-batch's backward pass is over. Offloaded gradients are read by the host,
     which has to wait.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload:
+        if isinstance(optimizer.reduction_stream, torch.cuda.Stream):
+            _reduce_in_order(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not optimizer.offload_optimizer:
         stream = optimizer.reduce_and_partition_stream
         if isinstance(stream, torch.cuda.Stream):
             optimizer.reduce_and_partition_stream = _OrderedStream(stream.device)  # type: ignore[no-untyped-call]
+
+
+def _reduce_in_order(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """ZeRO 1 and 2.
+
+    A gradient that is larger than a bucket is reduced where it is. ZeRO-2 of DeepSpeed 0.19.8 frees it if another rank
+    keeps it, while the reduction may not even have begun, and the backward pass uses its memory again.
+    """
+    stream, end_pass = optimizer.reduction_stream, optimizer.independent_gradient_partition_epilogue
+
+    def keep(gradient: Tensor, user: torch.cuda.Stream) -> None:
+        if gradient.numel() > optimizer.reduce_bucket_size:
+            gradient.record_stream(user)
+
+    def end_pass_in_order() -> None:
+        optimizer.reduce_ipg_grads()
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        optimizer.overlap_comm = False  # else the host would wait for the device
+        try:
+            end_pass()  # its buckets are empty
+        finally:
+            optimizer.overlap_comm = True
+
+    optimizer._record_gradient_stream = keep
+    optimizer.independent_gradient_partition_epilogue = end_pass_in_order
 
 
 class _OrderedStream(torch.cuda.Stream):

@@ -16,6 +16,8 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO-3 gathers at most before it waits with the next ones."""
 SUB_GROUP_SIZE = 1_000_000_000
 """Elements that ZeRO-3 updates at once."""
+LEAST_BUCKET = 40_000_000
+"""Elements of a reduction, at least, if the model has as many."""
 
 
 def bucket_elements(plan: Plan) -> int:
@@ -23,10 +25,32 @@ def bucket_elements(plan: Plan) -> int:
     the dp chunks of a ring stays large enough for the bandwidth. No more than a rank's share of the
     model, since DeepSpeed allocates the whole buffer; even, as DeepSpeed asks.
     """
-    trained = plan.model.trained_parameters or plan.model.parameters
-    share = trained // (plan.parts("layers") * plan.parts("matrices"))
-    elements = min(max(40_000_000, 1_000_000 * plan.data_parallel_size), share)
+    elements = min(max(LEAST_BUCKET, 1_000_000 * plan.data_parallel_size), _trained_share(plan))
     return max(elements + elements % 2, 2)
+
+
+def _trained_share(plan: Plan) -> int:
+    """Returns the trained parameters of a rank, if the ranks between which they are divided have equally many."""
+    trained = plan.model.trained_parameters or plan.model.parameters
+    return trained // (plan.parts("layers") * plan.parts("matrices"))
+
+
+def has_bf16_optimizer(plan: Plan) -> bool:
+    """Whether DeepSpeed chooses `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
+    parallel = plan.recipe.parallel
+    routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.parallel.zero_stage == 1
+    return routed and parallel.offload_optimizer == "none"
+
+
+def reduces_meanwhile(plan: Plan) -> bool:
+    """Whether ZeRO-1 or 2 reduces a bucket of gradients while the backward pass fills another one (`overlap_comm`).
+
+    `BF16_Optimizer` and pipelines reduce after the last backward pass. On CPUs DeepSpeed waits for each reduction.
+    """
+    parallel = plan.parallel
+    is_able = parallel.strategy == "deepspeed" and parallel.zero_stage in (1, 2) and parallel.pipeline == 1
+    is_able &= plan.holders > 1 and not has_bf16_optimizer(plan) and not plan.cluster.spec.on_cpu
+    return is_able and bucket_elements(plan) < _trained_share(plan)
 
 
 def persistence_threshold(plan: Plan) -> int:

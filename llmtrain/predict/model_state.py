@@ -19,8 +19,10 @@ from llmtrain.predict.flat import (
     bucket_elements,
     frozen_of,
     groups_of,
+    has_bf16_optimizer,
     most_touched,
     persistence_threshold,
+    reduces_meanwhile,
     stage_weights,
     updated_in_layers,
 )
@@ -100,13 +102,6 @@ def _together(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], in
     )
 
 
-def has_bf16_optimizer(plan: Plan) -> bool:
-    """Whether DeepSpeed chooses `BF16_Optimizer` (`engine.py:_do_optimizer_sanity_check`)."""
-    parallel = plan.recipe.parallel
-    routed = parallel.precision == "bf16" and parallel.grad_accum_dtype == "fp32" and plan.parallel.zero_stage == 1
-    return routed and parallel.offload_optimizer == "none"
-
-
 def _replicated(plan: Plan, groups: list[FlatGroup]) -> State:
     """ZeRO-0, DistributedDataParallel, Horovod and nn.DataParallel: nothing is sharded, gradients last for the step."""
     elements = sum(group.elements for group in groups)
@@ -144,7 +139,8 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     reduced = 4 * partition if compact else weight * most_touched(groups)
     # Stage 1 stages its sums in the bucket, stage 2 the gradients (`_gradient_reduction_buffer_dtype`).
     staged = summed if stage == 1 else weight
-    bucket = bucket_elements(plan) * staged
+    # One is filled while another one is reduced.
+    bucket = bucket_elements(plan) * staged * (2 if reduces_meanwhile(plan) else 1)
     # The parts of a bucket are joined, and converted if sums have another type (`allreduce_bucket`).
     joined = bucket_elements(plan) * (staged if staged == summed else staged + summed)
     moments = 4 * sum(group.states * group.partition for group in groups)
@@ -165,9 +161,11 @@ def _zero12(plan: Plan, groups: list[FlatGroup]) -> State:
     # after the last one. A pipeline reduces then, and creates another one for it (`reduce_gradients`).
     is_pipeline = plan.parallel.pipeline > 1
     is_kept = stage == 1 and _accumulates(plan)
+    # The first bucket of a pass that follows others starts new sums (`copy_grads_in_partition`).
+    starts_early = stage == 2 and not compact and _accumulates(plan) and bucket_elements(plan) < elements
     return State(
         forward=kept.plus(gradients=whole if _accumulates(plan) else 0, buckets=bucket if is_kept else 0),
-        late=Parts(buckets=0 if is_kept else bucket),
+        late=Parts(buckets=0 if is_kept else bucket, gradients=reduced if starts_early else 0),
         backward=kept.plus(
             gradients=whole if is_pipeline else reduced,
             buckets=bucket * (2 if is_pipeline else 1),

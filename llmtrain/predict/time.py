@@ -98,15 +98,19 @@ class _Stage:
     def __init__(self, plan: Plan, held: StageParameters, worker: Worker, traffic: Traffic, links: Links) -> None:
         self.plan, self.work = plan, worker.micro_batch(held)
         self.micro_batches, work = plan.batch.gradient_accumulation_steps, self.work
-        waited, beside, step, step_beside = (by_kind(transfers, links.seconds) for transfers in traffic)
+        waited, beside, backward_beside, step, step_beside = (
+            by_kind(transfers, links.seconds) for transfers in traffic
+        )
         exposed, hidden = _exposed(beside, worker.assumed.overlap * work.seconds)
-        self.per_micro_batch = summed(waited, exposed)
+        left = max(0.0, worker.assumed.overlap * work.backward - hidden)
+        reduced, hidden_reduced = _exposed(backward_beside, left)
+        self.per_micro_batch = summed(waited, exposed, reduced)
         self.slot = work.seconds + sum(self.per_micro_batch.values())
         """Seconds between one micro-batch and the next."""
-        # DistributedDataParallel reduces during the backward pass of the last micro-batch.
+        # DistributedDataParallel and ZeRO-1 reduce during the backward pass of the last micro-batch.
         last, hidden_last = _exposed(step_beside, worker.assumed.overlap * work.backward)
         self.once = summed(step, last)
-        self.overlapped = hidden * self.micro_batches + hidden_last
+        self.overlapped = (hidden + hidden_reduced) * self.micro_batches + hidden_last
         self.update = _update(plan, held, worker)
         self.fixed = sum(self.once.values()) + self.update
 

@@ -1,21 +1,22 @@
 """What the ranks of a plan send each other, per micro-batch and per step.
 
 The model follows the engines under the configurations that this package writes, with DeepSpeed 0.19.8. ZeRO-1 reduces
-gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`) that
-nothing overlaps; only ZeRO-3 overlaps communication. Pipelines send and wait. A test counts the bytes on the engine.
+gradients once a step, and ZeRO-2 after each micro-batch, both by all-reduces (`use_multi_rank_bucket_allreduce`).
+Pipelines send and wait. A test counts the bytes on the engine.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.stages import head_parameters
+from llmtrain.predict.flat import bucket_elements, reduces_meanwhile
 from llmtrain.predict.links import Groups, Kind, RankGroup, Store, sent
 from llmtrain.predict.work import DeviceShare, StageParameters, held_by
 
@@ -49,6 +50,8 @@ class Traffic(NamedTuple):
     """For each micro-batch; not overlapped with computation."""
     hidden: list[Transfer]
     """For each micro-batch; overlapped with the computation while that lasts."""
+    backward_hidden: list[Transfer]
+    """For each micro-batch; overlapped with its backward pass while that lasts."""
     step: list[Transfer]
     """Once per step; not overlapped with computation."""
     step_hidden: list[Transfer]
@@ -84,7 +87,7 @@ def volumes(plan: Plan) -> tuple[dict[str, int], ...]:
     groups, each, found = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps, []
     for held in held_by(plan.model, plan.stages):
         total = Counter[str]()
-        for transfers, times in zip(groups.traffic(held), (each, each, 1, 1), strict=True):
+        for transfers, times in zip(groups.traffic(held), (each, each, each, 1, 1), strict=True):
             for kind, size in by_kind(transfers, sent).items():
                 total[kind] += round(size * times)
         found.append({kind: size for kind, size in total.items() if size})
@@ -101,7 +104,7 @@ class CommunicationGroups:
 
     def traffic(self, held: StageParameters) -> Traffic:
         """Returns all transfers of the ranks of a stage."""
-        found = Traffic(self._within_layers(held), [], [], [])
+        found = Traffic(self._within_layers(held), [], [], [], [])
         if self.plan.parallel.offload_activations:
             inputs = 2 * self.share.computed_again(held) * held.reached
             found.hidden.append(Transfer("host", ((self.hidden_states, "cpu"),), inputs))
@@ -193,7 +196,7 @@ class CommunicationGroups:
             again = max(0.0, own - REUSE_DISTANCE / 2) / own
             self._fully_sharded(held, found, gathers=1 + again)
         else:
-            (found.waited if stage == 2 else found.step).append(self._gradients("all_reduce", held))
+            self._reduced(held, found)
             if stage:
                 found.step.append(self._weights(held, part=held.trained))
         if parallel.expert > 1:  # tensor parallel ranks average the gradients of what each of them holds whole
@@ -208,6 +211,16 @@ class CommunicationGroups:
         if parallel.offload_param != "none":
             weights = share.own(held) / self.groups.replicas.size * share.weight_bytes
             found.hidden.append(Transfer("host", ((2 * weights, parallel.offload_param),)))
+
+    def _reduced(self, held: StageParameters, found: Traffic) -> None:
+        """Adds the all-reduces of gradients below ZeRO-3. Nothing hides the last bucket's."""
+        each_pass = self.plan.parallel.zero_stage == 2
+        reduction, last = self._gradients("all_reduce", held), 1.0
+        if reduces_meanwhile(self.plan):
+            last = min(1.0, bucket_elements(self.plan) / (held.trained * self.share.own(held)))
+            beside = found.backward_hidden if each_pass else found.step_hidden
+            beside.append(replace(reduction, times=1 - last))
+        (found.waited if each_pass else found.step).append(replace(reduction, times=last))
 
     def _fully_sharded(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""

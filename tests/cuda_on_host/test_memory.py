@@ -23,7 +23,7 @@ from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
 from llmtrain.models import build_model
 from llmtrain.plan import Plan
-from llmtrain.predict import memory_of
+from llmtrain.predict import flat, memory_of
 from llmtrain.predict.memory import MOMENTS, StageMemory
 from llmtrain.rules import resolve
 from llmtrain.runtime.alone import pretend
@@ -69,6 +69,7 @@ def over(**axes: int) -> dict[str, int]:
     return {f"parallel.{name}": degree for name, degree in axes.items()}
 
 
+LARGE = {"model.config.hidden_size": 512, "model.config.intermediate_size": 1536}
 TWO = {
     "ZeRO-0": zero(0),
     "ZeRO-0, autocast": zero(0, "autocast_bf16"),
@@ -212,9 +213,26 @@ def test_peaks_are_predicted(gpus, base, name):
     compare(gpus, plan_of(name, base))
 
 
-# ---- pinned memory
+def _peak_of_several_buckets(rank: int, plan: Plan) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "LEAST_BUCKET", 1)
+        return peak(rank, plan, None)
 
-LARGE = {"model.config.hidden_size": 512, "model.config.intermediate_size": 1536}
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2", "ZeRO-2, bf16", "ZeRO-2, offload"])
+def test_peaks_with_a_second_bucket_are_predicted(gpus, monkeypatch, name):
+    """One is reduced while the other one is filled."""
+    monkeypatch.setattr(flat, "LEAST_BUCKET", 1)
+    fields = MODEL | LARGE | {"model.config.num_hidden_layers": 8} | TWO[name]
+    plan = resolve(tiny_recipe(**fields), Cluster(devices_per_node=2, device="gpu"))
+    assert flat.reduces_meanwhile(plan)
+    memory = memory_of(plan)
+    assert memory
+    assert_close(max(gpus(2, _peak_of_several_buckets, plan)), memory.stages[0], CLOSE)
+
+
+# ---- pinned memory
 
 
 def pinned(rank: int, plan: Plan, folder: str) -> tuple[int, int]:

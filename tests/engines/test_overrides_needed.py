@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENGINES = "tests/engines/"
 DEEPSPEED = "tests/engines/deepspeed/"
 WAITS = "tests/cuda_on_host/test_waits.py"
+OVERLAP = "tests/cuda_on_host/test_overlap.py -m slow"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,12 @@ REMOVALS = (
     ),
     Removal("_aggregate_total_loss", *_removed("engine._aggregate_total_loss = lambda: None"), WAITS),
     Removal("reduce_and_partition_stream", "if isinstance(stream, torch.cuda.Stream):", "if False:", WAITS),
+    Removal("_record_gradient_stream", *_removed("optimizer._record_gradient_stream = keep"), OVERLAP),
+    Removal(
+        "independent_gradient_partition_epilogue",
+        *_removed("optimizer.independent_gradient_partition_epilogue = end_pass_in_order"),
+        OVERLAP,
+    ),
     Removal(
         "groups:_DATA_PARALLEL_GROUP",
         "    groups.mpu = None\n    groups.mesh_device = None\n    groups._TENSOR_MODEL_PARALLEL_GROUP = None\n"

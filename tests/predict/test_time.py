@@ -12,6 +12,7 @@ import pytest
 from llmtrain.cluster import DEVICES, Cluster, Device
 from llmtrain.plan.load import load_recipe
 from llmtrain.predict.assumptions import Assumptions
+from llmtrain.predict.flat import bucket_elements
 from llmtrain.predict.links import Groups, Links, RankGroup, sent
 from llmtrain.predict.time import bubble_of, described, predict, unknown
 from llmtrain.rules import resolve
@@ -87,10 +88,11 @@ def test_a_pipeline_idles_as_the_formula_says(llama):
 
 
 def test_what_deepspeed_sends(llama):
-    # ZeRO-1 reduces once a step, ZeRO-2 after each of the 4 micro-batches; ZeRO-3 hides what it sends.
-    once, always = (time_of(llama, **LAYOUTS[name]).communication_s for name in ("zero1", "zero2"))
-    assert always["all_reduce"] == pytest.approx(4 * once["all_reduce"])
-    assert always["all_gather"] == once["all_gather"]
+    # ZeRO-1 in bf16 reduces once a step, ZeRO-2 in each of the 4 micro-batches; ZeRO-3 hides what it sends.
+    first, second = (time_of(llama, **LAYOUTS[name]) for name in ("zero1", "zero2"))
+    once = first.communication_s
+    assert second.communication_s["all_reduce"] + second.overlapped_s == pytest.approx(4 * once["all_reduce"])
+    assert second.communication_s["all_gather"] == once["all_gather"]
     sharded = time_of(llama, **LAYOUTS["zero3"])
     assert sharded.communication_s == {}
     assert sharded.overlapped_s > once["all_gather"] * 4
@@ -196,3 +198,17 @@ def test_the_document_says_what_the_model_predicts():
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     assert (ROOT / "docs/guides/time.md").read_text(encoding="utf-8") == module.render()
+
+
+def test_all_reductions_but_the_last_buckets_are_hidden(llama):
+    """ZeRO-2 reduces in each of two micro-batches, ZeRO-1 in the last one, and its bf16 engine after it."""
+    batch = {"batch__global_batch_size": 256, "parallel__precision": "bf16"}
+    plan = resolve(llama.with_(**{"parallel.zero_stage": 2}), H100)
+    last = bucket_elements(plan) / plan.model.parameters
+    second = time_of(llama, parallel__zero_stage=2, **batch)
+    assert second.overlapped_s > 0
+    waited = second.communication_s["all_reduce"]
+    assert waited / (waited + second.overlapped_s) == pytest.approx(last, rel=1e-3)
+    first = time_of(llama, parallel__zero_stage=1, **batch | {"parallel__precision": "autocast_bf16"})
+    assert 0 < first.overlapped_s < second.overlapped_s
+    assert time_of(llama, parallel__zero_stage=1, **batch).overlapped_s == 0
