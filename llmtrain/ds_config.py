@@ -170,7 +170,7 @@ def _zero3(plan: Plan, bucket: int, pin: bool) -> Block:
         "stage3_allgather_sequential": False,
         # For export, weights are gathered from the engine, parameter by parameter.
         "stage3_gather_16bit_weights_on_model_save": False,
-        "zero_hpz_partition_size": 1,
+        "zero_hpz_partition_size": parallel.hierarchical_partition,
         "zero_quantized_weights": False,
         "zero_quantized_gradients": False,
     }

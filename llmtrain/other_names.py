@@ -34,6 +34,7 @@ THEIR_NAMES: dict[str, tuple[str, ...]] = {
         *("micro_batch_size_per_gpu", "per_gpu_train_batch_size"),
     ),
     "parallel.zero_stage": ("stage", "zero_optimization", "zero", "zero_optimization_stage"),
+    "parallel.hierarchical_partition": ("zero_hpz_partition_size", "hpz", "mics_shard_size"),
     "parallel.pipeline": ("pipeline_parallel_size", "pipeline_parallel_degree", "pp_size", "pp"),
     "parallel.tensor": (
         *("tensor_parallel_size", "tensor_parallel", "autotp_size", "tp_size", "tp", "tensor_model_parallel_size"),

@@ -382,6 +382,9 @@ class ParallelConfig(Part):
     """Shards optimizer states (1), gradients (2) and parameters (3) over data parallel ranks (arXiv 1910.02054). `ddp`
     shards nothing: 0. `fsdp2` always stores shards, and gathers a layer's parameters for each pass (3), or once for
     both passes (2)."""
+    hierarchical_partition: PositiveInt = 1
+    """Number of neighbouring ranks, usually those of a node, that keep all parameters of ZeRO-3 among themselves once
+    they have been gathered in a step, and gather them from each other from then on (hpZ, arXiv 2306.10209)."""
     pipeline: PositiveInt = 1
     """Number of pipeline stages."""
     tensor: PositiveInt = 1

@@ -4,7 +4,8 @@ The rule, all of it:
 
 - a degree above 1 becomes 2: data, pipeline, tensor, sequence and expert parallelism each stay or stay away. That
   makes two to eight ranks, and sixteen where all four of the first are there at once. Where experts have
-  replicas under data parallelism they keep them, for which that becomes 4 if nothing else does it;
+  replicas under data parallelism they keep them, for which that becomes 4 if nothing else does it, as it does for
+  two groups of a hierarchical partition;
 - the ZeRO stage, the backend, the optimizer and its clipping, activation checkpointing and the packing stay; so does
   the precision, but fp16 weights, which the engine does not run on CPUs, become bf16; offload stays, but to the host;
 - compiled and Liger's kernels give way to plain ones;
@@ -94,6 +95,8 @@ def _degrees(plan: Plan) -> dict[Axis, int]:
     same_layers = math.prod(small[axis] for axis in AXES if axis.has_ranks and "layers" not in axis.divides)
     if has_replicas and plan.data_parallel_size > 1 and same_layers == small[EXPERT]:
         small[DATA] *= MOST
+    if plan.parallel.hierarchical_partition > 1 and same_layers == MOST:  # two groups of two
+        small[DATA] *= MOST
     if plan.parallel.strategy == "data_parallel":
         small[DATA] = 1  # it only distributes its work over GPUs
     return small
@@ -117,6 +120,7 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         "batch.global_batch_size": total,
         "batch.micro_batch_size": rows,
         **{axis.field: degrees[axis] for axis in CHOSEN},
+        "parallel.hierarchical_partition": min(recipe.parallel.hierarchical_partition, MOST),
         **_types_and_places(recipe),
         # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
@@ -171,6 +175,8 @@ def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     for axis in AXES:
         what = axis.name if axis is PIPELINE else f"{axis.name} parallel"
         yield what, str(plan.degree(axis)), str(small.degree(axis)), UNTESTED[axis.name]
+    one, other = (f"groups of {p.parallel.hierarchical_partition}" for p in (plan, small))
+    yield "hierarchical partition", one, other, "gathers among more ranks"
 
 
 def _model_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:

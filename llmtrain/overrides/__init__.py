@@ -142,6 +142,16 @@ OVERRIDES = (
         "tests/engines/deepspeed/test_tensor.py",
     ),
     Override(
+        (f"{_ZERO_3}DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",),
+        "After other weights have been loaded, hpZ gathers copies of the old ones, which it has made in an evaluation.",
+        "tests/engines/deepspeed/test_hierarchical.py",
+    ),
+    Override(
+        (f"{_GROUPS}_ZERO_PARAM_INTRA_PARALLEL_GROUP",),
+        "A second engine with hpZ in a process fails.",
+        "tests/engines/deepspeed/test_hierarchical.py",
+    ),
+    Override(
         (f"{_GROUPS}_init_tp_mesh_device",),
         "Tensor parallel groups are needed before the model is built.",
         "tests/engines/deepspeed/test_tensor.py",

@@ -34,7 +34,8 @@ def forget_groups() -> None:
     """Lets the next engine of this process make its own groups.
 
     DeepSpeed 0.19.8 uses the groups of the first tensor parallel engine for every later one, whatever its degree, and
-    also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups.
+    also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups, and
+    after one with hpZ, another one with hpZ fails.
     """
     set_autotp_mode(training=False)
     groups.mpu = None
@@ -42,6 +43,7 @@ def forget_groups() -> None:
     groups._TENSOR_MODEL_PARALLEL_GROUP = None
     groups._MODEL_PARALLEL_GROUP = None
     groups._DATA_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def make_tensor_groups(degree: int) -> None:
@@ -450,3 +452,4 @@ def weights_changed(optimizer: Any) -> None:
             # Small parameters stay gathered, and their gathered values are outdated.
             optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        optimizer.invalidate_secondary_tensor()  # copies of the old weights, which hpZ keeps after an evaluation

@@ -218,6 +218,9 @@ def _zero3(plan: Plan, groups: list[FlatGroup], frozen: list[FlatGroup]) -> Stat
         buckets=bucket_elements(plan) * summed,
     )
     host, held = 0, weight * sum(group.by_parameter for group in every)
+    if (near := plan.parallel.hierarchical_partition) > 1:
+        sizes = [(size, group.ranks) for group in copied for size in group.sizes if size > threshold]
+        held += weight * sum(-(-size // ranks) * ranks // near for size, ranks in sizes)
     if parallel.offload_param == "none":
         kept = kept.plus(parameters=held)
     elif parallel.offload_param == "cpu":

@@ -224,7 +224,12 @@ class CommunicationGroups:
 
     def _fully_sharded(self, held: StageParameters, found: Traffic, gathers: float) -> None:
         """Adds the all-gathers of weights, layer by layer and `gathers` times, and the reduce-scatters of gradients."""
-        found.hidden.append(self._weights(held, gathers))
+        near = self.plan.parallel.hierarchical_partition
+        # Neighbours keep frozen parameters from the start, and others from their first use in a step on.
+        far = gathers if near == 1 else held.trained / self.plan.batch.gradient_accumulation_steps
+        found.hidden.append(self._weights(held, far))
+        weights = self.share.own(held) * self.share.weight_bytes
+        found.hidden.append(Transfer("all_gather", ((weights, RankGroup(near, 1)),), gathers - far))
         found.hidden.append(self._gradients("reduce_scatter", held))
 
     def _weights(self, held: StageParameters, times: float = 1.0, part: float = 1.0) -> Transfer:

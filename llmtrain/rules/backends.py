@@ -157,4 +157,14 @@ def slow(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.backend", message, _DEEPSPEED)
 
 
-RULES = (accelerate, degrees, zero_stage, precision, grad_accum, offload, devices, slow)
+@rule("backend.hierarchical", "hpZ is a part of DeepSpeed's ZeRO 3; others ignore it.", "run")
+def hierarchical(draft: Draft) -> Iterator[Fault]:
+    """Refuses hpZ, which would be ignored."""
+    parallel = draft.parallel
+    if parallel.strategy in STRATEGIES and parallel.hierarchical_partition > 1:
+        message = f"{parallel.hierarchical_partition} was given: {parallel.strategy} has no such groups"
+        fix = assignment(parallel__hierarchical_partition=1)
+        yield Fault("parallel.hierarchical_partition", message, f"{fix}, or {_DEEPSPEED}")
+
+
+RULES = (accelerate, degrees, zero_stage, precision, grad_accum, offload, hierarchical, devices, slow)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from llmtrain.plan.draft import Draft
 from llmtrain.rules.rule import Fault, assignment, rule
 
+WITHOUT_HPZ = assignment(parallel__hierarchical_partition=1)
+
 
 @rule("zero.offload_optimizer_stage", "Without ZeRO nothing is sharded, and offload is ignored.", "run")
 def offload_optimizer_stage(draft: Draft) -> Iterator[Fault]:
@@ -72,4 +74,44 @@ def expert(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
-RULES = (offload_optimizer_stage, offload_param_stage, nvme_stage, nvme_path, expert)
+@rule("zero.hierarchical_stage", "Only ZeRO 3 gathers parameters; at other stages hpZ is ignored.", "run")
+def hierarchical_stage(draft: Draft) -> Iterator[Fault]:
+    """Refuses hpZ below ZeRO 3."""
+    parallel = draft.parallel
+    if parallel.hierarchical_partition > 1 and parallel.zero_stage < 3:
+        message = f"{parallel.hierarchical_partition} was given, but ZeRO {parallel.zero_stage} gathers no parameters"
+        fix = f"{assignment(parallel__zero_stage=3)}, or {WITHOUT_HPZ}"
+        yield Fault("parallel.hierarchical_partition", message, fix)
+
+
+@rule(
+    "zero.hierarchical_groups",
+    "hpZ puts neighbouring ranks into equal groups, each of which keeps all parameters once more. DeepSpeed has no "
+    "such groups for experts, and none for slices, of which neighbours have different ones.",
+    "run",
+)
+def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
+    """Refuses groups for hpZ that do not divide the ranks, that save nothing, or that do not hold the same weights."""
+    parallel, size, ranks = draft.parallel, draft.parallel.hierarchical_partition, draft.cluster.world_size
+    if size == 1:
+        return
+    for name in ("tensor", "expert"):
+        if (degree := getattr(parallel, name)) > 1:
+            message = f"{size} was given, with {name} parallelism over {degree} ranks"
+            yield Fault("parallel.hierarchical_partition", message, WITHOUT_HPZ)
+    if ranks % size or size >= ranks:
+        message = f"{size} was given: it has to be a proper divisor of the {ranks} ranks"
+        per_node = draft.cluster.devices_per_node
+        fix = assignment(parallel__hierarchical_partition=per_node) if 1 < per_node < ranks else WITHOUT_HPZ
+        yield Fault("parallel.hierarchical_partition", message, fix)
+
+
+RULES = (
+    offload_optimizer_stage,
+    offload_param_stage,
+    nvme_stage,
+    nvme_path,
+    expert,
+    hierarchical_stage,
+    hierarchical_groups,
+)

@@ -17,6 +17,7 @@ from llmtrain.recipe import Recipe
 from llmtrain.rules import resolve
 from llmtrain.search.variants import (
     DEGREES,
+    HIERARCHY,
     MICRO_BATCH,
     NVME_PATH,
     OFFLOADS,
@@ -61,20 +62,21 @@ def candidates(recipe: Recipe, nproc: int, device: str = "cpu") -> Iterator[tupl
 
     World sizes divide `nproc`. All combinations of degrees, ZeRO stages and offload to host memory are included, each
     with one micro-batch per step and with several. Offload is combined with plain data parallelism only, where every
-    stage supports it; so are the other backends, if they are installed. Examples of names: `dp2-zero1-acc4-offload`,
-    `dp2-fsdp2-acc4`.
+    stage supports it; so are the groups of hpZ, and the other backends, if they are installed. Examples of names:
+    `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):
         cluster = Cluster(devices_per_node=world, device=device)
-        for split, stored in itertools.product(degrees(world), stores(recipe)):
+        for split, stored in itertools.product(degrees(world), stores(recipe, divisors(world)[1:-1])):
             dp = world // math.prod(split[axis.field] for axis in CHOSEN if axis.has_ranks)
             offload = offload_name(*(stored[field] for field in OFFLOADS))
-            if offload and max(split.values()) > 1:
+            if (offload or stored[HIERARCHY] > 1) and max(split.values()) > 1:
                 continue
             for micro in _micro_batches(recipe, dp):
                 accumulation = recipe.batch.global_batch_size // (dp * micro)
-                name = _name(dp, split, stored[ZERO_STAGE], accumulation, offload)
+                hpz = f"-hpz{stored[HIERARCHY]}" if stored[HIERARCHY] > 1 else ""
+                name = _name(dp, split, f"{stored[ZERO_STAGE]}{hpz}", accumulation, offload)
                 yield name, recipe.with_(**split, **stored, **{MICRO_BATCH: micro}), cluster
         for name, candidate in _replicated(recipe, world):
             yield name, candidate, cluster
@@ -96,7 +98,7 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
 
 def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
     """Yields data parallelism over all devices with the other backends that are installed."""
-    whole = dict.fromkeys(DEGREES, 1) | dict.fromkeys(OFFLOADS, "none")
+    whole = dict.fromkeys((*DEGREES, HIERARCHY), 1) | dict.fromkeys(OFFLOADS, "none")
     for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
         if not is_installed(backend):
             continue
@@ -119,6 +121,6 @@ def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
     return sorted({several, *sizes[-1:]} & {*sizes}, reverse=True)
 
 
-def _name(dp: int, split: Fields, stage: int, accumulation: int, suffix: str) -> str:
+def _name(dp: int, split: Fields, stage: str, accumulation: int, suffix: str) -> str:
     parts = [f"dp{dp}", *(f"{axis.short}{split[axis.field]}" for axis in CHOSEN if split[axis.field] > 1)]
     return "-".join(filter(None, [*parts, f"zero{stage}", f"acc{accumulation}", suffix]))

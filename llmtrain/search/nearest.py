@@ -34,6 +34,7 @@ WEIGHTS = {
     # Changes of the layout only come first, then those that cost time, then those that change the results.
     MICRO_BATCH: 0.5,
     "parallel.zero_stage": 0.75,
+    "parallel.hierarchical_partition": 1.0,
     **dict.fromkeys(DEGREES, 1.0),
     "parallel.activation_checkpointing": 1.0,
     "parallel.checkpoint_every": 1.0,

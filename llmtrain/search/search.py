@@ -135,11 +135,12 @@ def timed_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> list[Tim
 
 def legal_plans(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterator[tuple[Fields, Draft]]:
     """Yields every legal way to split and store the run: its changes to the recipe, and its draft."""
+    groups = sorted({recipe.parallel.hierarchical_partition, cluster.devices_per_node} - {1})
     for split in degrees(cluster.world_size, facts.layers, facts.experts):
         draft = Draft(changed(recipe, split), cluster, facts)
         if not allowed(draft, layout.RULES):
             continue
-        for stored in stores(recipe):
+        for stored in stores(recipe, groups):
             draft = Draft(changed(recipe, {**split, **stored}), cluster, facts)
             if allowed(draft, WHATEVER_BATCH):
                 yield from _batches(draft, {**split, **stored})

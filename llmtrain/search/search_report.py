@@ -50,6 +50,8 @@ def _layout(plan: Plan) -> str:
     parallel = plan.parallel
     degrees = {axis.short: axis.degree(parallel) for axis in CHOSEN}
     parts = [f"dp{plan.data_parallel_size}", *(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)]
+    if parallel.hierarchical_partition > 1:
+        parts.append(f"hpz{parallel.hierarchical_partition}")
     parts += [f"zero{parallel.zero_stage}", f"micro{plan.batch.micro_batch_size}"]
     if parallel.activation_checkpointing != "none":
         parts.append("checkpointing" if parallel.activation_checkpointing == "full" else "selective")
@@ -64,6 +66,7 @@ def _as_json(found: RankedPlan) -> dict[str, Any]:
         "set": found.arguments,
         "layout": found.plan.layout(),
         "batch": found.plan.batch.model_dump(),
+        "hierarchical_partition": found.plan.recipe.parallel.hierarchical_partition,
         "activation_checkpointing": found.plan.recipe.parallel.activation_checkpointing,
         "checkpoint_every": found.plan.recipe.parallel.checkpoint_every,
         "offload_activations": found.plan.recipe.parallel.offload_activations,

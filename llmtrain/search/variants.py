@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from llmtrain.plan.axes import CHOSEN, Axis
@@ -20,6 +20,7 @@ Fields = dict[str, Any]
 
 DEGREES = tuple(axis.field for axis in CHOSEN)
 ZERO_STAGE = "parallel.zero_stage"
+HIERARCHY = "parallel.hierarchical_partition"
 OFFLOADS = ("parallel.offload_optimizer", "parallel.offload_param")
 NVME_PATH = "parallel.nvme_path"
 CHECKPOINTING = "parallel.activation_checkpointing"
@@ -55,11 +56,15 @@ def degrees(devices: int, layers: float = math.inf, experts: float = math.inf) -
             yield split | {axis.field: size for axis, size in zip(subsets, chosen, strict=True)}
 
 
-def stores(recipe: Recipe) -> Iterator[Fields]:
-    """Yields all ZeRO stages, each with all places of optimizer states and parameters."""
+def stores(recipe: Recipe, groups: Sequence[int] = ()) -> Iterator[Fields]:
+    """Yields all ZeRO stages, each with all places of optimizer states and parameters.
+
+    groups: numbers of ranks that may keep the parameters of ZeRO-3 once more, if nothing is offloaded.
+    """
     for stage, *places in itertools.product(*(choices(recipe)[field] for field in (ZERO_STAGE, *OFFLOADS))):
         path = recipe.parallel.nvme_path if "nvme" in places else None
-        yield {ZERO_STAGE: stage, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
+        for group in (1, *groups) if (stage, *places) == (3, "none", "none") else (1,):
+            yield {ZERO_STAGE: stage, HIERARCHY: group, **dict(zip(OFFLOADS, places, strict=True)), NVME_PATH: path}
 
 
 def recomputations(recipe: Recipe) -> Iterator[Fields]:
@@ -100,7 +105,7 @@ def choices(recipe: Recipe) -> dict[str, tuple[Any, ...]]:
     }
     for field in OFFLOADS:
         values[field] = ("none", "cpu", "nvme") if path else ("none", "cpu")
-    values |= {EVERY: (1,), OFFLOAD_INPUTS: (False, True), "parallel.tiled_mlp": (False,)}
+    values |= {HIERARCHY: (1,), EVERY: (1,), OFFLOAD_INPUTS: (False, True), "parallel.tiled_mlp": (False,)}
     values[NVME_PATH] = (None, path) if path else (None,)
     return values
 

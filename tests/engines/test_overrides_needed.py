@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENGINES = "tests/engines/"
 DEEPSPEED = "tests/engines/deepspeed/"
 WAITS = "tests/cuda_on_host/test_waits.py"
+HIERARCHICAL = "tests/engines/deepspeed/test_hierarchical.py -m breadth"
 OVERLAP = "tests/cuda_on_host/test_overlap.py -m slow"
 
 
@@ -98,6 +99,17 @@ REMOVALS = (
         "    groups._MODEL_PARALLEL_GROUP = None\n    groups._DATA_PARALLEL_GROUP = None\n",
         "",
         f"{DEEPSPEED}test_tensor.py",
+    ),
+    Removal(
+        "invalidate_secondary_tensor",
+        "optimizer.invalidate_secondary_tensor()",
+        "pass",
+        f"{HIERARCHICAL} -k survive",
+    ),
+    Removal(
+        "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+        *_removed("groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None"),
+        f"{HIERARCHICAL} -k second",
     ),
     Removal(
         "_init_tp_mesh_device",

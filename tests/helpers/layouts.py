@@ -21,6 +21,7 @@ BACKENDS = {
     "dp2-ddp": (2, {"backend": "accelerate", "accelerate": "ddp"}),
     "dp2-fsdp2": (2, {"backend": "accelerate", "accelerate": "fsdp2", "zero_stage": 3}),
     "dp2-accelerate-zero2": (2, {"backend": "accelerate", "accelerate": "deepspeed", "zero_stage": 2}),
+    "dp4-zero3-hpz2": (4, {"zero_stage": 3, "hierarchical_partition": 2}),
     "dp2-sp2-zero2": (4, {"sequence": 2, "zero_stage": 2}),
     "dp1-zero2-offload": (1, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     "dp2-zero3-offload": (2, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}),

@@ -14,6 +14,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -152,6 +154,7 @@ def _asked(plan: Plan) -> Did:
         "sequence slices": parallel.sequence,
         "spread experts": parallel.expert > 1,
         "ZeRO stage": parallel.zero_stage,
+        "ranks that keep parameters": parallel.hierarchical_partition,
         "offloaded states": parallel.offload_optimizer != "none",
         "offloaded parameters": parallel.offload_param != "none",
         "states on a disk": parallel.offload_optimizer == "nvme",
@@ -174,12 +177,19 @@ def _did(engine: Any, plan: Plan, passes: float) -> Did:
         "sequence slices": ulysses.size if ulysses else 1,
         "spread experts": any(not getattr(one, "allreduce", True) for one in model.parameters()),
         "ZeRO stage": inner.zero_optimization_stage() if is_deepspeed else sharded,
+        "ranks that keep parameters": _neighbours(optimizer),
         "offloaded states": bool(getattr(optimizer, "cpu_offload", False) or _flag(optimizer, "offload_optimizer")),
         "offloaded parameters": _flag(optimizer, "offload_param"),
         "states on a disk": _flag(optimizer, "swap_optimizer"),
         # A stage may have none of every k-th layer.
         "layers run again": passes > 1 if passes else plan.parallel.activation_checkpointing != "none",
     }
+
+
+def _neighbours(optimizer: Any) -> int:
+    group = groups._get_zero_param_intra_parallel_group()
+    is_used = group is not None and isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    return dist.get_world_size(group) if is_used else 1
 
 
 def _flag(optimizer: Any, name: str) -> bool:

@@ -32,6 +32,7 @@ CLIP = 0.3
 """Bites at every step."""
 CHOICES: dict[str, Sequence[Any]] = {
     "parallel.zero_stage": (0, 1, 2, 3),
+    "parallel.hierarchical_partition": (1, 1, 1, 2, 3, 4),
     "parallel.pipeline": (1, 1, 2, 4),
     "parallel.tensor": (1, 1, 2, 4),
     "parallel.sequence": (1, 1, 2, 4),

@@ -13,8 +13,8 @@ from llmtrain.models import build_model
 from llmtrain.models.packed.nf4 import Nf4Linear
 from llmtrain.plan import Plan
 from llmtrain.predict.activations import passed
-from llmtrain.predict.flat import bucket_elements, groups_of
-from llmtrain.predict.model_state import has_bf16_optimizer, state_of, sum_bytes, weight_bytes
+from llmtrain.predict.flat import bucket_elements, groups_of, has_bf16_optimizer
+from llmtrain.predict.model_state import state_of, sum_bytes, weight_bytes
 from llmtrain.predict.parts import Parts
 from llmtrain.rules import resolve
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
@@ -114,6 +114,12 @@ def test_every_stage_and_offload_holds_what_is_predicted(ranks, precision):
         *plans(ranks, (3,), (precision,), **OFFLOAD_ALL),
     ]
     check(ranks, chosen)
+
+
+@pytest.mark.breadth
+def test_neighbours_hold_the_parameters_once_more():
+    fields = {"parallel.hierarchical_partition": 2}
+    check(4, [*plans(4, (3,), ("fp32", "bf16"), **fields), *plans(4, (3,), ("bf16",), **OFFLOAD, **fields)])
 
 
 @pytest.mark.breadth

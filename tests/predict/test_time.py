@@ -15,6 +15,8 @@ from llmtrain.predict.assumptions import Assumptions
 from llmtrain.predict.flat import bucket_elements
 from llmtrain.predict.links import Groups, Links, RankGroup, sent
 from llmtrain.predict.time import bubble_of, described, predict, unknown
+from llmtrain.predict.traffic import CommunicationGroups
+from llmtrain.predict.work import held_by
 from llmtrain.rules import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -212,3 +214,20 @@ def test_all_reductions_but_the_last_buckets_are_hidden(llama):
     first = time_of(llama, parallel__zero_stage=1, **batch | {"parallel__precision": "autocast_bf16"})
     assert 0 < first.overlapped_s < second.overlapped_s
     assert time_of(llama, parallel__zero_stage=1, **batch).overlapped_s == 0
+
+
+def test_neighbours_gather_over_the_network_once_per_step(llama):
+    def gathers(size: int) -> list[tuple[float, RankGroup]]:
+        fields = {"parallel.zero_stage": 3, "parallel.hierarchical_partition": size}
+        plan = resolve(llama.with_(**fields), H100)
+        hidden = CommunicationGroups(plan).traffic(held_by(plan.model, plan.stages)[0]).hidden
+        return [
+            (one.times, where) for one in hidden if one.kind == "all_gather" for _, where in one.tensors if one.times
+        ]
+
+    every, neighbours, steps = RankGroup(32, 1), RankGroup(8, 1), 4
+    [(both, where)] = gathers(1)
+    assert where == every
+    assert gathers(8) == [(1 / steps, every), (both - 1 / steps, neighbours)]
+    slow = {"cluster": H100.model_copy(update={"network_bandwidth": 1e9}), "parallel__zero_stage": 3}
+    assert time_of(llama, **slow, parallel__hierarchical_partition=8).step_s < time_of(llama, **slow).step_s

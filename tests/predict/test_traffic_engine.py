@@ -91,3 +91,14 @@ def test_the_engine_sends_what_is_counted(name):
     # Padding, and weights of norms, which are small messages.
     for kind, size in counted.items():
         assert sent[kind] == pytest.approx(size, rel=0.01), kind
+
+
+@pytest.mark.breadth
+def test_neighbours_gather_from_each_other_after_the_first_micro_batch():
+    """The small model stays gathered between the passes of a micro-batch."""
+    fields = ZERO | {"parallel.zero_stage": 3, "parallel.hierarchical_partition": 2, "batch.micro_batch_size": 1}
+    plan = plan_of(tiny_recipe(**fields), 4)
+    weights = 2 * plan.model.parameters
+    noted = run_ranks(4, _sent, fields, 4)[0]["all_gather"]
+    assert noted == pytest.approx(weights / 4 + weights / 2, rel=0.01)  # a shard of each gather
+    assert volumes(plan)[0]["all_gather"] == pytest.approx(3 * weights / 4 + weights / 2)

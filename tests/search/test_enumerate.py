@@ -17,9 +17,10 @@ def test_every_legal_data_parallel_plan_is_there_once():
     names = [one.name for one in plans]
     assert len(set(names)) == len(names)
     plans = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
-    # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with four kinds; each with two accumulations.
+    # Per world size: ZeRO-0; 1 and 2 with and without offload; 3 with four kinds; each with two accumulations. Four
+    # devices are also two groups of two that keep parameters.
     own = [one for one in plans if one.plan.recipe.parallel.backend == "deepspeed"]
-    assert sum(model_parallel_size(one.plan.parallel) == 1 for one in own) == 3 * 2 * 9
+    assert sum(model_parallel_size(one.plan.parallel) == 1 for one in own) == 3 * 2 * 9 + 2
     for one in own:
         plan, batch, parallel = one.plan, one.plan.batch, one.plan.parallel
         suffix = {("none", "none"): "", ("cpu", "none"): "-offload", ("cpu", "cpu"): "-offload_param"}.get(
@@ -27,7 +28,8 @@ def test_every_legal_data_parallel_plan_is_there_once():
         )
         if plan.data_parallel_size == plan.cluster.world_size:
             accumulation = batch.gradient_accumulation_steps
-            assert one.name == f"dp{plan.data_parallel_size}-zero{parallel.zero_stage}-acc{accumulation}{suffix}"
+            stage = f"{parallel.zero_stage}-hpz2" if parallel.hierarchical_partition > 1 else parallel.zero_stage
+            assert one.name == f"dp{plan.data_parallel_size}-zero{stage}-acc{accumulation}{suffix}"
 
 
 def test_accelerate_runs_data_parallelism_on_every_number_of_devices():

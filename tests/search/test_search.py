@@ -125,7 +125,7 @@ def test_losers_say_why():
     assert result.legal > 1000
     whys = [one.why for one in result.slower]
     assert any(why.startswith("bubble ") for why in whys)
-    assert any(why.startswith("all-reduce ") for why in whys)
+    assert any(why.startswith("all-gather ") for why in whys)
     assert len({_kind(one.plan.parallel) for one in result.slower}) == len(result.slower)
     assert not {_kind(one.plan.parallel) for one in result.slower} & {_kind(one.plan.parallel) for one in result.best}
     told = document(result)
