@@ -106,6 +106,20 @@ def hierarchical_groups(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.hierarchical_partition", message, fix)
 
 
+@rule(
+    "zero.hierarchical_nvme",
+    "hpZ allocates its copies where parameters are offloaded to, and torch has no tensors on disks.",
+    "read",
+)
+def hierarchical_nvme(draft: Draft) -> Iterator[Fault]:
+    """Refuses hpZ with parameters on a disk (`partition_parameters.py:_partition_param_sec`)."""
+    parallel = draft.parallel
+    if parallel.hierarchical_partition > 1 and parallel.offload_param == "nvme":
+        message = f"{parallel.hierarchical_partition} was given, with parameters on a disk"
+        fix = f"{WITHOUT_HPZ}, or {assignment(parallel__offload_param='cpu')}"
+        yield Fault("parallel.hierarchical_partition", message, fix)
+
+
 RULES = (
     offload_optimizer_stage,
     offload_param_stage,
@@ -114,4 +128,5 @@ RULES = (
     expert,
     hierarchical_stage,
     hierarchical_groups,
+    hierarchical_nvme,
 )

@@ -36,6 +36,10 @@ FSDP2 = {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2"}
             GROUPS | {"parallel.hierarchical_partition": 3},
             {"zero.hierarchical_groups": "--set parallel.hierarchical_partition=4"},
         ),
+        (
+            GROUPS | {"parallel.offload_param": "nvme", "parallel.nvme_path": "/nvme"},
+            {"zero.hierarchical_nvme": f"{WITHOUT}, or --set parallel.offload_param=cpu"},
+        ),
         (GROUPS | FSDP2, {"backend.hierarchical": f"{WITHOUT}, or --set parallel.backend=deepspeed"}),
     ],
 )
