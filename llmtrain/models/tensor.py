@@ -5,7 +5,9 @@ and outputs of their modules are exchanged as in Megatron-LM (arXiv 1909.08053).
 because DeepSpeed's optimizers flatten them: the styles of `transformers` itself create DTensors, which those optimizers
 do not accept.
 
-Between split modules, activations are whole and equal on all ranks, and so are their gradients.
+Between split modules, activations are whole and equal on all ranks, and so are their gradients. What enters several
+modules (query, key and value; gate and up) enters once, so that a layer of attention and feed-forward needs four sums
+over the ranks: one for each of the two in the forward pass, and one in the backward pass.
 """
 
 from __future__ import annotations
@@ -105,6 +107,7 @@ class TensorParallel:
     def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
+        self._layers, self._outside = Region(ranks), Region(ranks, one_module=True)
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
@@ -125,7 +128,8 @@ class TensorParallel:
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                STYLES[style].install(module, self.ranks, model.config)
+                region = self._outside if _pattern(name) == name else self._layers
+                STYLES[style].install(module, region, model.config)
 
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
@@ -142,7 +146,7 @@ class TensorParallel:
         part: Any = inner if shard.dim else outer
         part.weight.data = shard.part(part.weight.data, self.ranks.rank, self.ranks.size)
         part.weight.tensor_shard, part.weight.model_parallel = shard, True
-        STYLES[style].install(part, self.ranks, config)
+        STYLES[style].install(part, self._layers, config)
 
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
@@ -192,6 +196,34 @@ def copy(value: Tensor, ranks: Ranks) -> Tensor:
     return result
 
 
+class Region:
+    """The split modules of a rank between a whole activation and the next one, such as those of attention.
+
+    Modules that are called one after the other with the same tensor share its entrance. Autograd adds up the gradients
+    of all of them before it runs the backward pass of the entrance, so that they are summed over the ranks once.
+    """
+
+    def __init__(self, ranks: Ranks, one_module: bool = False) -> None:
+        """one_module: whether the region is a single module, such as the head."""
+        self.ranks = ranks
+        self._one_module = one_module
+        self._entered: tuple[Tensor, Tensor] | None = None
+
+    def enter(self, value: Tensor) -> Tensor:
+        """Passes a whole activation into a module; returns the same tensor for the same value."""
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if self._one_module:
+            return copy(value, self.ranks)
+        if self._entered is None or self._entered[0] is not value:
+            self._entered = value, copy(value, self.ranks)
+        return self._entered[1]
+
+    def leave(self) -> None:
+        """Releases what has entered; called when the last module of the region has its input."""
+        self._entered = None
+
+
 def reduce(value: Tensor, ranks: Ranks) -> Tensor:
     """Sums the partial results of all ranks into a whole activation."""
     result: Tensor = _Exchange.apply(value, ranks.sum, _same)  # type: ignore[no-untyped-call]
@@ -221,47 +253,48 @@ class Style:
 
     shard: Callable[[int], Shard | None]
     """Returns how a parameter with this number of dimensions is sliced."""
-    install: Callable[[nn.Module, Ranks, PreTrainedConfig], None]
+    install: Callable[[nn.Module, Region, PreTrainedConfig], None]
     """Makes a module exchange what it needs."""
     alone: bool = False
     """Whether inputs and outputs are whole, so that the module can also be left unsplit."""
 
 
-def _wrapping(wrap: Callable[[nn.Module, Forward, Ranks], Forward]) -> Callable[..., None]:
-    def install(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
-        module.forward = wrap(module, module.forward, ranks)
+def _wrapping(wrap: Callable[[nn.Module, Forward, Region], Forward]) -> Callable[..., None]:
+    def install(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
+        module.forward = wrap(module, module.forward, region)
 
     return install
 
 
-def _column(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
-    return lambda value: forward(copy(value, ranks))
+def _column(module: nn.Module, forward: Forward, region: Region) -> Forward:
+    return lambda value: forward(region.enter(value))
 
 
-def _column_gathered(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
-    return lambda value: gather(forward(copy(value, ranks)), ranks)
+def _column_gathered(module: nn.Module, forward: Forward, region: Region) -> Forward:
+    return lambda value: gather(forward(region.enter(value)), region.ranks)
 
 
-def _row(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+def _row(module: nn.Module, forward: Forward, region: Region) -> Forward:
     def run(value: Tensor) -> Tensor:
+        region.leave()
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
-            return reduce(forward(value), ranks)
+            return reduce(forward(value), region.ranks)
         # Added once, after the sum over ranks.
-        return reduce(functional.linear(value, module.get_parameter("weight")), ranks) + bias
+        return reduce(functional.linear(value, module.get_parameter("weight")), region.ranks) + bias
 
     return run
 
 
-def _row_scattered(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
-    row = _row(module, forward, ranks)
-    return lambda value: row(scatter(value, ranks))
+def _row_scattered(module: nn.Module, forward: Forward, region: Region) -> Forward:
+    row = _row(module, forward, region)
+    return lambda value: row(scatter(value, region.ranks))
 
 
-def _table_of_rows(module: Any, forward: Forward, ranks: Ranks) -> Forward:
+def _table_of_rows(module: Any, forward: Forward, region: Region) -> Forward:
     """Each rank looks up the tokens whose rows it holds and uses zeros for all others."""
     rows = module.get_parameter("weight").shape[0]
-    first = ranks.rank * rows
+    first = region.ranks.rank * rows
     padding = getattr(module, "padding_idx", None)
     if padding is not None:  # the row that gets no gradient
         module.padding_idx = padding - first if first <= padding < first + rows else None
@@ -269,48 +302,49 @@ def _table_of_rows(module: Any, forward: Forward, ranks: Ranks) -> Forward:
     def run(tokens: Tensor) -> Tensor:
         own = (tokens >= first) & (tokens < first + rows)
         values = forward(torch.where(own, tokens - first, 0))
-        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), ranks)
+        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), region.ranks)
 
     return run
 
 
-def _table_of_columns(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
-    return lambda tokens: gather(forward(tokens), ranks)
+def _table_of_columns(module: nn.Module, forward: Forward, region: Region) -> Forward:
+    return lambda tokens: gather(forward(tokens), region.ranks)
 
 
-def _experts(module: nn.Module, forward: Forward, ranks: Ranks) -> Forward:
+def _experts(module: nn.Module, forward: Forward, region: Region) -> Forward:
     """Sums the parts of every expert over the ranks.
 
     Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights.
     """
 
     def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ranks = region.ranks
         return reduce(forward(copy(value, ranks), chosen, copy(weights, ranks)), ranks)
 
     return run
 
 
-def _sum_gradients(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+def _sum_gradients(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
     """Sums the gradients of a whole parameter that each rank uses only for its own heads.
 
     A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
     """
     for parameter in module.parameters(recurse=False):
-        parameter.register_hook(ranks.sum)  # type: ignore[no-untyped-call]
+        parameter.register_hook(region.ranks.sum)  # type: ignore[no-untyped-call]
 
 
-def _latent_keys(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+def _latent_keys(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
     """For latent attention: the rotary part of the keys goes directly to this rank's heads."""
     rotated, forward = config.get_text_config(decoder=True).qk_rope_head_dim, module.forward
 
     def run(value: Tensor) -> Tensor:
         latent, keys = forward(value).tensor_split([-rotated], dim=-1)
-        return torch.cat([latent, copy(keys, ranks)], dim=-1)
+        return torch.cat([latent, copy(keys, region.ranks)], dim=-1)
 
     module.forward = run
 
 
-def _nothing(module: nn.Module, ranks: Ranks, config: PreTrainedConfig) -> None:
+def _nothing(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
     """Does nothing, because the module computes the same on every rank."""
 
 

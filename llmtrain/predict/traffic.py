@@ -25,9 +25,10 @@ REUSE_DISTANCE = 1_000_000_000
 ROW_PRODUCTS = 2
 """Products of a layer whose results tensor parallel ranks sum in the forward pass: the last products of attention and
 feed-forward."""
+ENTRANCES = 2
+"""Gradients that are summed in the backward pass: those of what enters attention and feed-forward."""
 COLUMN_PRODUCTS = 5
-"""Products of a layer whose input gradients are summed in the backward pass, one by one: query, key, value, gate and
-up. A family that fuses some of them sends less."""
+"""The same under AutoTP, which sums the gradients of the inputs of query, key, value, gate and up one by one."""
 BESIDE_EXPERTS = 1, 4
 """The same two numbers if the experts of a layer are distributed: only attention is split. The fourth gradient is that
 of the input of the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
@@ -142,7 +143,9 @@ class CommunicationGroups:
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
-        rows, columns = BESIDE_EXPERTS if self.plan.parallel.expert > 1 else (ROW_PRODUCTS, COLUMN_PRODUCTS)
+        parallel, facts = self.plan.parallel, self.plan.model
+        columns = ENTRANCES if parallel.pipeline > 1 else COLUMN_PRODUCTS
+        rows, columns = BESIDE_EXPERTS if parallel.expert > 1 else (ROW_PRODUCTS, columns)
         # A recomputation ends before the last product of the layer, whose result nothing needs, unless that is within
         # tiles. These are computed again in any case.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
