@@ -51,9 +51,9 @@ def render(plan: Plan) -> dict[str, Any]:
 def _batch(plan: Plan) -> Block:
     """Returns the batch sizes as integers.
 
-    DeepSpeed counts the ranks of a tensor group as data parallel (DeepSpeed issue 7298), and does not know which ranks
-    share sequences, so it would refuse the right global batch size: it is left out in these cases. A pipeline's
-    topology describes tensor groups.
+    DeepSpeed counts the ranks of AutoTP's groups as data parallel (DeepSpeed issue 7298), and does not know which ranks
+    share sequences, so it would refuse the right global batch size: it is left out in these cases. Other tensor groups
+    are described to it.
     """
     parallel = plan.parallel
     batch = {
@@ -61,7 +61,7 @@ def _batch(plan: Plan) -> Block:
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.holders > plan.data_parallel_size or (parallel.tensor > 1 and parallel.pipeline == 1):
+    if plan.holders > plan.data_parallel_size or (parallel.tensor > 1 and parallel.expert > 1):
         del batch["train_batch_size"]
     return batch
 
@@ -215,15 +215,14 @@ def _parallelism(plan: Plan) -> Block:
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    # Within pipeline stages llmtrain splits the model, not the engine.
-    if parallel.tensor > 1 and parallel.pipeline == 1:
+    # llmtrain splits the model, not the engine, unless experts are distributed.
+    if parallel.tensor > 1 and parallel.expert > 1:
         blocks["tensor_parallel"] = {
             "autotp_size": parallel.tensor,
             "tp_overlap_comm": False,
             "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
+            "partition_config": _attention_only(plan.recipe.model.adapter is not None),
         }
-        if parallel.expert > 1:
-            blocks["tensor_parallel"]["partition_config"] = _attention_only(plan.recipe.model.adapter is not None)
     if parallel.expert > 1:
         blocks["expert_parallel"] = {
             "enabled": True,

@@ -125,18 +125,10 @@ def test_reductions_overlap_where_another_bucket_is_filled_meanwhile(fields, exp
     assert config["zero_optimization"]["overlap_comm"] is expected
 
 
-def test_tensor_parallelism_leaves_the_triangle_to_us():
-    config = tiny(Cluster(devices_per_node=2), **{"parallel.tensor": 2, "batch.global_batch_size": 32})
-    assert "train_batch_size" not in config
-    assert config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] == 32
-    assert config["tensor_parallel"]["autotp_size"] == 2
-
-
-def test_tensor_parallelism_within_stages_is_not_the_engines():
-    fields = {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.zero_stage": 1}
-    config = tiny(Cluster(devices_per_node=8), **fields)
+@pytest.mark.parametrize(("fields", "replicas"), [({}, 4), ({"parallel.pipeline": 2, "parallel.zero_stage": 1}, 2)])
+def test_tensor_parallelism_is_not_the_engines(fields, replicas):
+    config = tiny(Cluster(devices_per_node=8), **{"parallel.tensor": 2, **fields})
     assert "tensor_parallel" not in config
-    replicas = 2
     micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     assert config["train_batch_size"] == micro * steps * replicas
 
@@ -152,6 +144,7 @@ def test_tensor_parallelism_with_experts_cuts_attention_and_has_no_word_of_offlo
     fields = {"model.architecture": "mixtral", "parallel.tensor": 2, "parallel.expert": 2, "parallel.zero_stage": 3}
     config = tiny(Cluster(devices_per_node=4), **fields)
     patterns = [spec["patterns"][0] for spec in config["tensor_parallel"]["partition_config"]["layer_specs"]]
+    assert "train_batch_size" not in config  # DeepSpeed counts the ranks of a group as replicas
     matched = [
         sum(re.match(pattern, f"model.layers.0.{name}.weight") is not None for pattern in patterns)
         for name in ("self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm", "mlp.gate", "mlp.down_proj")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from llmtrain.engines.data_parallel import DataParallel
+from llmtrain.engines.deepspeed.autotp import AutoTPAxis
 from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.engines.deepspeed.expert import ExpertAxis
@@ -74,11 +75,11 @@ def plain_loop(plan: Plan, device: torch.device, distribution: Distribution) -> 
 def _axes(plan: Plan, device: torch.device) -> list[EngineAxis]:
     """Returns the axes of a degree above 1. Those that divide weights come before one that only divides tokens."""
     parallel = plan.parallel
-    # The pipeline splits its stages itself, because DeepSpeed's AutoTP cannot be combined with it.
+    # The pipeline splits its stages itself.
     kinds: list[tuple[int, type[EngineAxis]]] = [
         (parallel.pipeline, PipelineAxis),
         (parallel.expert, ExpertAxis),
-        (parallel.tensor if parallel.pipeline == 1 else 1, TensorAxis),
+        (parallel.tensor if parallel.pipeline == 1 else 1, AutoTPAxis if parallel.expert > 1 else TensorAxis),
         (parallel.sequence, SequenceAxis),
     ]
     return [kind(plan, device) for degree, kind in kinds if degree > 1]

@@ -2,6 +2,7 @@
 
 from llmtrain.models.build import (
     build_model,
+    build_sliced,
     check_trained,
     find_stages,
     model_configuration,
@@ -20,6 +21,7 @@ __all__ = [
     "Objective",
     "Stage",
     "build_model",
+    "build_sliced",
     "check_trained",
     "chunked_loss",
     "find_stages",

@@ -13,8 +13,6 @@ PEFT is imported where it is used, since that takes a second.
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
@@ -155,8 +153,6 @@ def apply(
     own = [name for name in trained.modules if _has(model, name)]
     if own:
         _inject(model, trained.config, own)
-    if names is None:
-        _extend_plan(model)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
     _fill(model, trained, recipe.train.seed, gather, values, names or {})
 
@@ -183,13 +179,18 @@ def apply_to_stage(stage: Stage, trained: Trained | None, recipe: Recipe, slices
     names = {own.removeprefix("model."): whole for own, whole in stage.hf_names().items()}
     apply(stage.model, trained, recipe, slices.whole if slices else None, names)
     if slices is not None:
-        for name, module in adapters(stage.model):
-            inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-            slices.adapt(name, module.get_base_layer(), inner, outer, stage.model.config)
+        split(stage.model, slices)
     if trained is not None:
         stage.complete_groups()
     own = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.rename({f"model.{name}": names.get(plain, plain) for name, plain in own})
+
+
+def split(model: PreTrainedModel, slices: TensorParallel) -> None:
+    """Splits the adapters of a model, or of a part of it, as the layers that they are added to."""
+    for name, module in adapters(model):
+        inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
+        slices.adapt(name, module.get_base_layer(), inner, outer, model.config)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -340,22 +341,6 @@ def _inject(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> 
             for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
                 part.to(dtype)
     return own
-
-
-def _extend_plan(model: PreTrainedModel) -> None:
-    """Adds to the family's tensor parallel plan, which AutoTP reads, the modules that now compute a linear layer.
-
-    Of a layer whose outputs are split, A is whole and B is split like the layer; of one whose inputs are split, A is.
-    """
-    added: dict[str, str] = {}
-    patterns = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in adapters(model)}
-    for pattern in sorted(patterns & model.tp_plan.keys()):
-        style = model.tp_plan[pattern]
-        split = "lora_A" if style.startswith("rowwise") else "lora_B"
-        added |= {f"{pattern}.base_layer": style, f"{pattern}.{split}.{ADAPTER}": style}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a tied head, which the family's own plan names
-        model.tp_plan = model.tp_plan | added
 
 
 @torch.no_grad()

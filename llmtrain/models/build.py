@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +24,10 @@ from llmtrain.models.packed import nf4
 from llmtrain.models.pretrained import read_pretrained
 from llmtrain.models.proof.cut import build_stage, check_cut
 from llmtrain.models.proof.slices_check import check_split
-from llmtrain.models.stages import Cut, Stage
+from llmtrain.models.stages import Cut, Stage, allocate
 from llmtrain.models.tensor import DeclaredSplit, Ranks, TensorParallel
-from llmtrain.overrides.torch import persistent_buffers
-from llmtrain.plan.model_facts import model_facts, pretrained_configuration, pretrained_folder
+from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
+from llmtrain.plan.model_facts import decoder_lists, model_facts, pretrained_configuration, pretrained_folder
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -99,6 +99,51 @@ def build_model(
         nf4.pack(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
     adapter.apply(freeze_choosers(model), trained, recipe, gather)
+    return model
+
+
+def build_sliced(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    slices: TensorParallel,
+    partition: Callable[[torch.nn.Module], None] = lambda _: None,
+    gather: Gather = lambda _: nullcontext(),
+    is_reader: bool = True,
+) -> PreTrainedModel:
+    """Builds a tensor parallel rank's slices of the recipe's causal LM with its initial or pretrained weights.
+
+    A parameter is whole only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds
+    more than the slices of a layer; ranks with `is_reader` read pretrained weights.
+    """
+    config = model_configuration(recipe)
+    with no_init_weights(), parameters_without_memory(), torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=recipe.model.attention_kernel,
+            dtype=dtype,
+            trust_remote_code=recipe.model.trust_remote_code,
+        )
+    freeze_choosers(model).tie_weights()
+    for name, parameter in model.named_parameters():
+        slices.slice(name, parameter)
+    for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):
+        allocate(part, device)
+        partition(part)
+    slices.install(model, {name: name for name, _ in model.named_parameters()})
+
+    @contextmanager
+    def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+        with gather(parameters), slices.whole(parameters):
+            yield
+
+    if recipe.model.pretrained is None:
+        initialise(model, recipe.train.seed, whole)
+    else:
+        weights = dict(model.named_parameters()) | persistent_buffers(model)
+        _load_named(weights, recipe.model, config, whole, is_reader)
+    adapter.apply(model, adapter.trained_part(recipe, config), recipe, whole)
+    adapter.split(model, slices)
     return model
 
 

@@ -297,7 +297,7 @@ def build_with_cut(
     if tensor is not None:
         for name, parameter in model.named_parameters():
             tensor.slice(names[name], parameter)
-    _allocate(model, device)
+    allocate(model, device)
     if tensor is not None:
         tensor.install(model, names)
     return Stage(model, index, cut, {f"model.{name}": whole for name, whole in names.items()})
@@ -325,19 +325,21 @@ def _remove_unused(
             module.register_buffer(attribute, zeros, persistent=False)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocates the remaining parameters; tied ones stay tied.
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Allocates the parameters of a module that are on the meta device; tied ones stay tied.
 
     A parameter that `_init_weights` does not draw, such as the router of Ernie 4.5, keeps the constant of its
     constructor.
     """
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            if not parameter.is_meta:
+                continue
             if id(parameter) not in made:
                 value = torch.empty_like(parameter, device=device)
                 first = getattr(parameter, "first", None)
                 if first is not None and first.numel() and first.device.type == value.device.type:
                     value.copy_(first.expand_as(value))
                 made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+            setattr(part, name, made[id(parameter)])

@@ -107,7 +107,7 @@ class TensorParallel:
     def __init__(self, split: DeclaredSplit, ranks: Ranks) -> None:
         self.split = split
         self.ranks = ranks
-        self._layers, self._outside = Region(ranks), Region(ranks, one_module=True)
+        self._layers, self._outside = SplitSection(ranks), SplitSection(ranks, one_module=True)
 
     def slice(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter by this rank's slice; also for meta tensors. name: its name in the whole model."""
@@ -128,8 +128,8 @@ class TensorParallel:
         for name, module in model.named_modules():
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
-                region = self._outside if _pattern(name) == name else self._layers
-                STYLES[style].install(module, region, model.config)
+                section = self._outside if _pattern(name) == name else self._layers
+                STYLES[style].install(module, section, model.config)
 
     def adapt(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
         """Splits the matrices of an adapter, `outer`·`inner`, as the linear layer that it is added to.
@@ -196,7 +196,7 @@ def copy(value: Tensor, ranks: Ranks) -> Tensor:
     return result
 
 
-class Region:
+class SplitSection:
     """The split modules of a rank between a whole activation and the next one, such as those of attention.
 
     Modules that are called one after the other with the same tensor share its entrance. Autograd adds up the gradients
@@ -204,7 +204,7 @@ class Region:
     """
 
     def __init__(self, ranks: Ranks, one_module: bool = False) -> None:
-        """one_module: whether the region is a single module, such as the head."""
+        """one_module: whether the section is a single module, such as the head."""
         self.ranks = ranks
         self._one_module = one_module
         self._entered: tuple[Tensor, Tensor] | None = None
@@ -220,7 +220,7 @@ class Region:
         return self._entered[1]
 
     def leave(self) -> None:
-        """Releases what has entered; called when the last module of the region has its input."""
+        """Releases what has entered; called when the last module of the section has its input."""
         self._entered = None
 
 
@@ -253,98 +253,104 @@ class Style:
 
     shard: Callable[[int], Shard | None]
     """Returns how a parameter with this number of dimensions is sliced."""
-    install: Callable[[nn.Module, Region, PreTrainedConfig], None]
+    install: Callable[[nn.Module, SplitSection, PreTrainedConfig], None]
     """Makes a module exchange what it needs."""
     alone: bool = False
     """Whether inputs and outputs are whole, so that the module can also be left unsplit."""
 
 
-def _wrapping(wrap: Callable[[nn.Module, Forward, Region], Forward]) -> Callable[..., None]:
-    def install(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
-        module.forward = wrap(module, module.forward, region)
+def _wrapping(wrap: Callable[[nn.Module, Forward, SplitSection], Forward]) -> Callable[..., None]:
+    def install(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
+        module.forward = wrap(module, module.forward, section)
 
     return install
 
 
-def _column(module: nn.Module, forward: Forward, region: Region) -> Forward:
-    return lambda value: forward(region.enter(value))
+def _column(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
+    """Lets the input enter before other hooks: those of ZeRO-3 make a tensor of their own for each module."""
+    module.register_forward_pre_hook(lambda _, inputs: section.enter(inputs[0]))
 
 
-def _column_gathered(module: nn.Module, forward: Forward, region: Region) -> Forward:
-    return lambda value: gather(forward(region.enter(value)), region.ranks)
+def _column_gathered(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
+    _column(module, section, config)
+    forward = module.forward
+    module.forward = lambda value: gather(forward(value), section.ranks)
 
 
-def _row(module: nn.Module, forward: Forward, region: Region) -> Forward:
+def _row(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
     def run(value: Tensor) -> Tensor:
-        region.leave()
+        section.leave()
         bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
-            return reduce(forward(value), region.ranks)
+            return reduce(forward(value), section.ranks)
         # Added once, after the sum over ranks.
-        return reduce(functional.linear(value, module.get_parameter("weight")), region.ranks) + bias
+        return reduce(functional.linear(value, module.get_parameter("weight")), section.ranks) + bias
 
     return run
 
 
-def _row_scattered(module: nn.Module, forward: Forward, region: Region) -> Forward:
-    row = _row(module, forward, region)
-    return lambda value: row(scatter(value, region.ranks))
+def _row_scattered(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
+    row = _row(module, forward, section)
+    return lambda value: row(scatter(value, section.ranks))
 
 
-def _table_of_rows(module: Any, forward: Forward, region: Region) -> Forward:
-    """Each rank looks up the tokens whose rows it holds and uses zeros for all others."""
-    rows = module.get_parameter("weight").shape[0]
-    first = region.ranks.rank * rows
+def _table_of_rows(module: Any, forward: Forward, section: SplitSection) -> Forward:
+    """Each rank looks up the tokens whose rows it holds and uses zeros for all others.
+
+    Until the first call, ZeRO-3 may have partitioned the table, and `padding_idx` is a row of the whole one.
+    """
     padding = getattr(module, "padding_idx", None)
-    if padding is not None:  # the row that gets no gradient
-        module.padding_idx = padding - first if first <= padding < first + rows else None
 
     def run(tokens: Tensor) -> Tensor:
+        rows = module.get_parameter("weight").shape[0]
+        first = section.ranks.rank * rows
+        if padding is not None:  # the row that gets no gradient
+            module.padding_idx = padding - first if first <= padding < first + rows else None
         own = (tokens >= first) & (tokens < first + rows)
         values = forward(torch.where(own, tokens - first, 0))
-        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), region.ranks)
+        return reduce(values.masked_fill(~own.unsqueeze(-1), 0), section.ranks)
 
     return run
 
 
-def _table_of_columns(module: nn.Module, forward: Forward, region: Region) -> Forward:
-    return lambda tokens: gather(forward(tokens), region.ranks)
+def _table_of_columns(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
+    return lambda tokens: gather(forward(tokens), section.ranks)
 
 
-def _experts(module: nn.Module, forward: Forward, region: Region) -> Forward:
+def _experts(module: nn.Module, forward: Forward, section: SplitSection) -> Forward:
     """Sums the parts of every expert over the ranks.
 
     Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights.
     """
 
     def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        ranks = region.ranks
+        ranks = section.ranks
         return reduce(forward(copy(value, ranks), chosen, copy(weights, ranks)), ranks)
 
     return run
 
 
-def _sum_gradients(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
+def _sum_gradients(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
     """Sums the gradients of a whole parameter that each rank uses only for its own heads.
 
     A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
     """
     for parameter in module.parameters(recurse=False):
-        parameter.register_hook(region.ranks.sum)  # type: ignore[no-untyped-call]
+        parameter.register_hook(section.ranks.sum)  # type: ignore[no-untyped-call]
 
 
-def _latent_keys(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
+def _latent_keys(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
     """For latent attention: the rotary part of the keys goes directly to this rank's heads."""
     rotated, forward = config.get_text_config(decoder=True).qk_rope_head_dim, module.forward
 
     def run(value: Tensor) -> Tensor:
         latent, keys = forward(value).tensor_split([-rotated], dim=-1)
-        return torch.cat([latent, copy(keys, region.ranks)], dim=-1)
+        return torch.cat([latent, copy(keys, section.ranks)], dim=-1)
 
     module.forward = run
 
 
-def _nothing(module: nn.Module, region: Region, config: PreTrainedConfig) -> None:
+def _nothing(module: nn.Module, section: SplitSection, config: PreTrainedConfig) -> None:
     """Does nothing, because the module computes the same on every rank."""
 
 
@@ -368,16 +374,16 @@ def _pairs_by_input(dimensions: int) -> Shard | None:
     return Shard(dimensions - 1, blocks=2) if dimensions > 1 else None
 
 
-_GATHERED = Style(_by_output, _wrapping(_column_gathered), alone=True)
+_GATHERED = Style(_by_output, _column_gathered, alone=True)
 _SCATTERED = Style(_by_input, _wrapping(_row_scattered), alone=True)
 STYLES: Mapping[str, Style] = {
-    "colwise": Style(_by_output, _wrapping(_column)),
+    "colwise": Style(_by_output, _column),
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
     "rowwise": Style(_by_input, _wrapping(_row)),
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
-    "packed_colwise": Style(_pairs_by_output, _wrapping(_column)),
+    "packed_colwise": Style(_pairs_by_output, _column),
     "packed_rowwise": Style(_pairs_by_input, _wrapping(_row)),
     "embedding_rowwise": Style(lambda _: Shard(0), _wrapping(_table_of_rows), alone=True),
     "embedding_colwise": Style(lambda _: Shard(1), _wrapping(_table_of_columns), alone=True),

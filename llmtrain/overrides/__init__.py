@@ -154,12 +154,12 @@ OVERRIDES = (
     Override(
         (f"{_GROUPS}_init_tp_mesh_device",),
         "Tensor parallel groups are needed before the model is built.",
-        "tests/engines/deepspeed/test_tensor.py",
+        "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         ("deepspeed.runtime.engine:.first_dataloader_check",),
         "Tensor parallel ranks open a context on each other's GPU to compare their first inputs.",
-        "tests/engines/deepspeed/test_tensor.py",
+        "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         (f"{_GROUPS}_get_expert_parallel_group", f"{_GROUPS}_get_expert_data_parallel_group"),
@@ -257,7 +257,7 @@ OVERRIDES = (
     Override(
         ("peft.tuners.tuners_utils:.weight",),
         "AutoTP replaces an adapted layer by the layer alone, without its adapter.",
-        "tests/engines/test_adapters.py",
+        "tests/engines/deepspeed/test_expert_tensor.py",
     ),
     Override(
         ("torch._C._distributed_c10d:Work.wait",),

@@ -267,7 +267,7 @@ def _result(plan: Plan, weight: Weight) -> int:
     if ".lora_A." in weight.name:
         slices = 1
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
-    if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.pipeline == 1:
+    if weight.module in SPLIT_COLUMNS and plan.parallel.tensor > 1 and plan.parallel.expert > 1:
         return 0
     return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
 
@@ -382,7 +382,8 @@ def _inner(plan: Plan, layer: tuple[Weight, ...]) -> int:
     experts = [one for one in layer if one.is_expert and one.is_matrix]
     if experts:
         inner = min(one.shape[-1] for one in experts if one.name.endswith("down_proj")) if _is_fused(experts) else 0
-        return (inner or min(min(one.shape) for one in experts)) * plan.model.experts_per_token
+        slices = tensor if plan.parallel.expert == 1 else 1
+        return (inner or min(min(one.shape) for one in experts)) // slices * plan.model.experts_per_token
     fused = next((one for one in layer if "c_fc" in one.name and one.is_matrix), None)
     if fused:
         return fused.elements // width // tensor

@@ -227,7 +227,9 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
     if tensor == 1:
         return weight.elements
     if any(weight is one for one in (*weights.embedding[:1], *weights.head)):
-        return _sliced_table(plan, weights, weight)
+        # llmtrain splits embedding and head if the vocabulary is divisible.
+        is_split = weight.shape[0] % tensor == 0 and plan.parallel.expert == 1
+        return weight.elements // tensor if is_split else weight.elements
     if plan.parallel.expert > 1 and ".self_attn." not in f".{weight.name}":
         return weight.elements
     module, _, kind = weight.name.rpartition(".")
@@ -236,18 +238,3 @@ def sliced(plan: Plan, weights: Weights, weight: Weight) -> int:
     is_split = name in SPLIT_ROWS if adapter != "A" else False
     is_split |= name in SPLIT_COLUMNS and kind != "bias" and adapter in ("", "A")
     return weight.elements // tensor if is_split else weight.elements
-
-
-def _sliced_table(plan: Plan, weights: Weights, table: Weight) -> int:
-    """Returns the elements of a table that a rank holds.
-
-    Within pipeline stages, llmtrain splits embedding and head if the vocabulary is divisible; AutoTP splits an untied
-    head only, unevenly if it is not divisible.
-    """
-    rows, tensor = table.shape[0], plan.parts("matrices")
-    if plan.parallel.pipeline > 1:
-        return table.elements if rows % tensor or plan.model.model_type == "gpt2" else table.elements // tensor
-    is_head = any(table is one for one in weights.head)
-    if weights.tied or not is_head or plan.parallel.expert > 1:
-        return table.elements
-    return -(-rows // tensor) * table.elements // rows

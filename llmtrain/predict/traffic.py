@@ -22,16 +22,12 @@ from llmtrain.predict.work import DeviceShare, StageParameters, held_by
 
 REUSE_DISTANCE = 1_000_000_000
 """Largest number of elements used between two uses of a parameter for which ZeRO-3 keeps it gathered."""
-ROW_PRODUCTS = 2
-"""Products of a layer whose results tensor parallel ranks sum in the forward pass: the last products of attention and
-feed-forward."""
-ENTRANCES = 2
-"""Gradients that are summed in the backward pass: those of what enters attention and feed-forward."""
-COLUMN_PRODUCTS = 5
-"""The same under AutoTP, which sums the gradients of the inputs of query, key, value, gate and up one by one."""
-BESIDE_EXPERTS = 1, 4
-"""The same two numbers if the experts of a layer are distributed: only attention is split. The fourth gradient is that
-of the input of the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
+SUMS = 4
+"""Tensors of a layer that tensor parallel ranks sum: in the forward pass what leaves attention and feed-forward, and in
+the backward pass the gradients of what enters them."""
+SUMS_BESIDE_EXPERTS = 5
+"""The same if the experts of a layer are distributed: what leaves attention, and the gradients of the inputs of query,
+key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +139,17 @@ class CommunicationGroups:
 
     def tensor(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats that of attention."""
-        parallel, facts = self.plan.parallel, self.plan.model
-        columns = ENTRANCES if parallel.pipeline > 1 else COLUMN_PRODUCTS
-        rows, columns = BESIDE_EXPERTS if parallel.expert > 1 else (ROW_PRODUCTS, columns)
+        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.expert > 1 else SUMS
         # A recomputation ends before the last product of the layer, whose result nothing needs, unless that is within
         # tiles. These are computed again in any case.
         again, tiled = self.share.computed_again(held), feeds_in_tiles(self.plan)
-        sums = held.layers * (rows + columns) + again + tiled * (held.layers + again)
-        hidden_states = ((self.hidden_states, self.groups.tensor),)
-        yield Transfer("all_reduce", hidden_states, sums)
-        if held.head and not self.plan.model.tied_embeddings:
-            logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
-            yield Transfer("all_gather", ((logits, self.groups.tensor),))
-            yield Transfer("all_reduce", hidden_states)
+        sums = held.layers * each + again + tiled * (held.layers + again)
+        if self.share.splits_tables:
+            sums += held.embedding + held.head
+            if held.head:
+                logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
+                yield Transfer("all_gather", ((logits, self.groups.tensor),))
+        yield Transfer("all_reduce", ((self.hidden_states, self.groups.tensor),), sums)
 
     def sequence(self, held: StageParameters) -> Iterator[Transfer]:
         """Yields the exchanges of heads for parts of the sequence, and back.

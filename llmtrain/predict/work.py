@@ -37,6 +37,7 @@ class StageParameters:
     """Fraction of `parameters` that is trained."""
     reached: float
     """Fraction of the layers that the backward pass reaches."""
+    embedding: bool
     head: bool
     """Whether it has the output projection."""
 
@@ -50,7 +51,7 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
         active, trained = facts.active_parameters - outside, facts.trained_parameters
         share = 1.0 if trained is None else trained / facts.parameters
         reached = reached_layers(facts) / facts.layers
-        return (StageParameters(facts.layers, active, facts.parameters, experts, share, reached, head=True),)
+        return (StageParameters(facts.layers, active, facts.parameters, experts, share, reached, True, True),)
     found = []
     below = facts.layers - reached_layers(facts)
     for number, stage in enumerate(stages):
@@ -62,7 +63,8 @@ def held_by(facts: ModelFacts, stages: tuple[StagePlan, ...]) -> tuple[StagePara
             own = facts.weights.of_layers(first, last, first=number == 0, last=head)
             share = sum(weight.elements for weight in own if weight.trained) / stage.parameters
         reached = (last - max(first, min(below, last))) / (last - first)
-        found.append(StageParameters(last - first, active, stage.parameters, experts, share, reached, head))
+        own_table = number == 0
+        found.append(StageParameters(last - first, active, stage.parameters, experts, share, reached, own_table, head))
     return tuple(found)
 
 
@@ -126,13 +128,22 @@ class DeviceShare:
     def unsplit(self, held: StageParameters) -> int:
         """Returns the parameters, experts excepted, that each tensor parallel rank holds whole.
 
-        AutoTP does not split a tied table. If the experts are distributed, it splits attention only.
+        If the experts are distributed, only attention is split.
         """
         facts, parallel = self.facts, self.plan.parallel
         if parallel.expert > 1:
             attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
             return held.parameters - held.experts - held.layers * attention
-        return head_parameters(facts) if parallel.pipeline == 1 and facts.tied_embeddings else 0
+        if self.splits_tables:
+            return 0
+        tables = held.embedding + held.head
+        return head_parameters(facts) * (min(tables, 1) if facts.tied_embeddings else tables)
+
+    @property
+    def splits_tables(self) -> bool:
+        """Whether tensor parallel ranks split embedding and head: if the vocabulary is divisible."""
+        tensor = self.plan.parts("matrices")
+        return tensor > 1 and self.plan.parallel.expert == 1 and self.facts.vocab_size % tensor == 0
 
 
 class Worker(DeviceShare):
@@ -191,8 +202,8 @@ class Worker(DeviceShare):
     def _head(self) -> tuple[float, float]:
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
-        # Tensor parallel ranks do not split a tied table; logits are gathered, so each rank computes the whole loss.
-        split = 1 if facts.tied_embeddings else self.plan.parts("matrices")
+        # Logits are gathered, so each tensor parallel rank computes the whole loss.
+        split = self.plan.parts("matrices") if self.splits_tables else 1
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
         return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
 

@@ -284,8 +284,8 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
     if facts is None or facts.weights is None:
         return
     step = EXPERT_ROW_BYTES // (4 if draft.weight_dtype == "fp32" else 2)
-    # Tensor parallel ranks only share the experts' widths within pipeline stages.
-    ranks = parallel.tensor if parallel.pipeline > 1 else 1
+    # Tensor parallel ranks share the experts' widths unless the experts are distributed.
+    ranks = parallel.tensor if parallel.expert == 1 else 1
     weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
     widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
     uneven = sorted(width for width in widths if width % step)

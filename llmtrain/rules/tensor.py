@@ -1,6 +1,4 @@
-"""Rules for tensor parallelism: the families that DeepSpeed's AutoTP splits correctly, and those that llmtrain splits
-within pipeline stages, by the plan that a family of `transformers` declares.
-"""
+"""Rules for tensor parallelism: the families that are split correctly by the plan that they declare."""
 
 from __future__ import annotations
 
@@ -21,56 +19,8 @@ _SLICED = (
     "vaultgemma youtu"
 )
 SLICED_FAMILIES = frozenset(_SLICED.split())
-"""Model types that give correct results on two ranks: those in `docs/reference/families_slices.md`."""
+"""Model types that give correct results on two ranks: those in `docs/reference/families_tensor.md`."""
 
-
-@rule(
-    "pipeline.tensor_family",
-    "Within stages, modules are split by the family's own tp_plan; without one, or with one "
-    "that loses a gradient, the model would compute something else.",
-    "run",
-)
-def sliced_family(draft: Draft) -> Iterator[Fault]:
-    """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_slices.md`)."""
-    parallel, facts = draft.parallel, draft.facts
-    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None:
-        return
-    if facts.model_type not in SLICED_FAMILIES:
-        message = (
-            f"{parallel.tensor} was given, but '{facts.model_type}' cannot be split correctly within pipeline stages"
-        )
-        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
-
-
-@rule(
-    "pipeline.tensor_divides",
-    "Within stages, each tensor parallel rank holds an equal part of every split weight; the "
-    "engine's own AutoTP, without stages, supports uneven parts.",
-    "run",
-)
-def divides(draft: Draft) -> Iterator[Fault]:
-    """Refuses feed-forward layers and experts whose width is not a multiple of the degree."""
-    parallel, facts = draft.parallel, draft.facts
-    if parallel.pipeline == 1 or parallel.tensor == 1 or facts is None or facts.weights is None:
-        return
-    rows = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
-    uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
-    if uneven:
-        widths = " and ".join(str(width) for width in uneven)
-        message = f"{parallel.tensor} does not divide the width {widths} of feed-forward layers"
-        yield Fault(
-            "parallel.tensor", message, f"{assignment(parallel__tensor=1)}, or {assignment(parallel__pipeline=1)}"
-        )
-
-
-_WORK = (
-    "arcee biogpt cohere cohere2 cohere_compass_text cwm ernie4_5 exaone4 gemma gemma2 gemma3_text "
-    "gemma4_unified_text gpt_neo gpt_neox gpt_neox_japanese gptj granite helium hrm_text hyperclovax jais2 llama "
-    "ministral ministral3 mistral nanochat nemotron olmo opt phi qwen2 qwen3 qwen3_5_text seed_oss smollm3 stablelm "
-    "starcoder2 vaultgemma xglm youtu"
-)
-TENSOR_FAMILIES = frozenset(_WORK.split())
-"""Model types that give correct results when split in two: those that work in `docs/reference/families_tensor.md`."""
 
 EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"))
 """Mixtures of experts whose attention is split correctly by the names of its projections while experts are distributed.
@@ -79,29 +29,41 @@ EXPERT_TENSOR_FAMILIES = frozenset(("minimax_m3_vl_text", "mixtral", "qwen2_moe"
 
 @rule(
     "tensor.family",
-    "AutoTP splits what a family's tp_plan or the names of its modules suggest; for most "
-    "families it fails, or the model computes something else.",
+    "Modules are split by the family's own tp_plan; without one, or with one that loses a gradient, the model would "
+    "compute something else.",
     "run",
 )
 def family(draft: Draft) -> Iterator[Fault]:
     """Refuses families whose tiny copy fails or deviates when it is split (`docs/reference/families_tensor.md`)."""
     degree, facts = draft.parallel.tensor, draft.facts
-    if degree == 1 or draft.parallel.pipeline > 1 or facts is None:  # within stages, llmtrain splits the model itself
+    if degree == 1 or facts is None:
         return
+    message = ""
     if draft.parallel.expert > 1:
         if facts.experts and facts.model_type not in EXPERT_TENSOR_FAMILIES:
-            message = (
-                f"{degree} was given, but the attention of '{facts.model_type}' has projections other than "
-                "q, k, v and o"
-            )
-            yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
-    elif facts.model_type not in TENSOR_FAMILIES:
-        message = f"{degree} was given, but the engine cannot split '{facts.model_type}' correctly"
-        fix = assignment(parallel__tensor=1)
-        if facts.model_type in SLICED_FAMILIES:
-            message += "; within pipeline stages llmtrain splits it itself, correctly"
-            fix += f", or {assignment(parallel__pipeline=2)}"
-        yield Fault("parallel.tensor", message, fix)
+            message = f"the attention of '{facts.model_type}' has projections other than q, k, v and o"
+    elif facts.model_type not in SLICED_FAMILIES:
+        message = f"'{facts.model_type}' cannot be split correctly"
+    if message:
+        yield Fault("parallel.tensor", f"{degree} was given, but {message}", assignment(parallel__tensor=1))
 
 
-RULES = (family, sliced_family, divides)
+@rule(
+    "tensor.divides",
+    "Each tensor parallel rank holds an equal part of every split weight.",
+    "run",
+)
+def divides(draft: Draft) -> Iterator[Fault]:
+    """Refuses feed-forward layers and experts whose width is not a multiple of the degree."""
+    parallel, facts = draft.parallel, draft.facts
+    if parallel.tensor == 1 or parallel.expert > 1 or facts is None or facts.weights is None:
+        return
+    rows = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
+    uneven = sorted({weight.shape[-1] for weight in rows if weight.shape[-1] % parallel.tensor})
+    if uneven:
+        widths = " and ".join(str(width) for width in uneven)
+        message = f"{parallel.tensor} does not divide the width {widths} of feed-forward layers"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+
+
+RULES = (family, divides)

@@ -108,10 +108,10 @@ DEEPSEEK = {
 def _buffers(rank: int, folder) -> dict:
     """The buffers of a model that ZeRO-3 has partitioned."""
     from llmtrain.ds_config import render
-    from llmtrain.engines.deepspeed import engine
+    from llmtrain.engines.deepspeed import partitioned
 
     plan = plan_of(_from(folder, **{"parallel.zero_stage": 3}), RANKS)
-    model = engine.build_partitioned(plan.recipe, torch.float32, render(plan), CPU)
+    model = partitioned.build_partitioned(plan.recipe, torch.float32, render(plan), CPU)
     return {name: buffer.numpy().copy() for name, buffer in persistent_buffers(model).items()}
 
 

@@ -90,13 +90,13 @@ def test_the_rule_knows_what_works():
 
 @pytest.mark.slow
 def test_the_families_are_documented_and_ruled_as_they_are():
-    spec = importlib.util.spec_from_file_location("render_families_slices", ROOT / "tools/render_families_slices.py")
+    spec = importlib.util.spec_from_file_location("render_families_tensor", ROOT / "tools/render_families_tensor.py")
     families = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = families  # dataclasses look their module up
     spec.loader.exec_module(families)
     verdicts = families.every_family(families.judge)
     assert {verdict.family for verdict in verdicts if verdict.kind == "works"} == SLICED_FAMILIES
-    assert (ROOT / "docs/reference/families_slices.md").read_text(encoding="utf-8") == families.render(
+    assert (ROOT / "docs/reference/families_tensor.md").read_text(encoding="utf-8") == families.render(
         verdicts, families.HEAD
     )
 
@@ -105,11 +105,11 @@ class TestMistakes:
     """What the comparison is for: each is found."""
 
     def test_a_gradient_that_is_summed_for_one_of_several_modules(self, monkeypatch):
-        class First(tensor.Region):
+        class First(tensor.SplitSection):
             def enter(self, value):
                 return value if self._entered and self._entered[0] is value else super().enter(value)
 
-        monkeypatch.setattr(tensor, "Region", First)
+        monkeypatch.setattr(tensor, "SplitSection", First)
         with pytest.raises(FamilyError, match="its gradients deviate"):
             compare(tiny("llama"))
 
@@ -125,8 +125,8 @@ class TestMistakes:
             compare(tiny("qwen3"))
 
     def test_a_bias_that_is_added_by_each_rank(self, monkeypatch):
-        def naive(module, forward, region):
-            return lambda value: tensor.reduce(forward(value), region.ranks)
+        def naive(module, forward, section):
+            return lambda value: tensor.reduce(forward(value), section.ranks)
 
         row = tensor.Style(tensor.STYLES["rowwise"].shard, tensor._wrapping(naive))
         monkeypatch.setattr(tensor, "STYLES", {**tensor.STYLES, "rowwise": row})

@@ -1,4 +1,4 @@
-"""The bytes that a plan is said to send are those that DeepSpeed sends."""
+"""The bytes and messages that a plan is said to send are those that its ranks send."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 
-from llmtrain.predict.traffic import volumes
-from llmtrain.predict.work import DeviceShare, held_by
+from llmtrain.predict.links import RankGroup, sent
+from llmtrain.predict.traffic import CommunicationGroups, volumes
+from llmtrain.predict.work import held_by
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.collectives import Collectives, Seen
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of
 
@@ -16,16 +18,28 @@ ZERO = {"parallel.precision": "bf16", "batch.micro_batch_size": GLOBAL_BATCH // 
 EXPERTS = MIXTRAL | {"parallel.zero_stage": 1, "parallel.expert": 2, "batch.micro_batch_size": 2}
 FULL = {"parallel.activation_checkpointing": "full"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
+TENSOR = {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2}
 PLANS = {
     "zero0": ZERO | {"parallel.zero_stage": 0, "parallel.precision": "fp32"},
     "zero1": ZERO | {"parallel.zero_stage": 1},
     "zero2": ZERO | {"parallel.zero_stage": 2},
     "zero3": ZERO | {"parallel.zero_stage": 3},
+    "zero3, hierarchical": ZERO
+    | {"parallel.zero_stage": 3, "parallel.hierarchical_partition": 2, "batch.micro_batch_size": 1},
     "pipeline": {"parallel.zero_stage": 1, "parallel.pipeline": 2, "batch.micro_batch_size": 2},
-    "tensor": {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2},
+    "tensor": TENSOR,
+    "tensor, untied": TENSOR | {"model.config.tie_word_embeddings": False},
+    "tensor, a vocabulary that does not divide": TENSOR | {"model.config.vocab_size": 257},
+    "tensor of Qwen 3, ZeRO-3": TENSOR | {"model.architecture": "qwen3", "parallel.zero_stage": 3},
+    "tensor of Gemma 2": TENSOR | {"model.architecture": "gemma2", "model.attention": "eager"},
+    "tensor of Cohere": TENSOR | {"model.architecture": "cohere"},
+    "tensor of Mixtral": TENSOR | MIXTRAL,
+    "tensor in stages": TENSOR | {"parallel.pipeline": 2},
+    "tensor in stages, recomputed": TENSOR | {"parallel.pipeline": 2, **FULL},
+    "tensor and data": TENSOR | {"parallel.zero_stage": 2, "parallel.precision": "bf16"},
     "sequence": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2},
-    "tensor, recomputed": {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2, **FULL},
-    "tensor, selective": {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2, **SELECTIVE},
+    "tensor, recomputed": TENSOR | FULL,
+    "tensor, selective": TENSOR | SELECTIVE,
     "sequence, recomputed": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2, **FULL},
     "sequence, selective": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2, **SELECTIVE},
     "expert": EXPERTS,
@@ -33,43 +47,39 @@ PLANS = {
     "expert, selective": EXPERTS | SELECTIVE,
     "expert, tensor": EXPERTS | {"parallel.tensor": 2},
 }
-RANKS = {"expert, tensor": 4}
-KINDS = {
-    # In a ring of two ranks, each sends half of the bytes of a gather, and all of those of an all-reduce.
-    "all_reduce": ("all_reduce", 1.0),
-    "all_gather": ("all_gather", 1.0),  # the engine notes the shard
-    "all_gather_into_tensor": ("all_gather", 1.0),
-    "reduce_scatter_tensor": ("reduce_scatter", 0.5),
-    "all_to_all_single": ("all_to_all", 0.5),
-    "send": ("p2p", 1.0),
-    "recv": ("p2p", 1.0),
-}
-"""Call of the engine → kind, and the part of the bytes it notes that a rank sends."""
-SMALL = 1024
-"""Bytes of a message that is no part of the model: norms, overflow flags, positions, padding, single norm weights."""
+RANKS = {"expert, tensor": 4, "tensor in stages": 4, "tensor in stages, recomputed": 4, "tensor and data": 4}
+RANKS["zero3, hierarchical"] = 4
+SMALL = 1100
+"""Bytes of a message that is no part of the model: norms, overflow flags, positions, padding, single norm weights, and
+the indices of tokens that go to experts."""
 
 
-def _sent(rank: int, fields: dict, ranks: int) -> Counter:
-    """Bytes by kind of the second step."""
-    from deepspeed.comm import comm
-
+def _seen(rank: int, fields: dict, ranks: int) -> list[Seen]:
+    """What a rank sends and receives in its second step."""
     plan = plan_of(tiny_recipe(**fields), ranks)
     engine, batches = engine_of(plan), plan.batch
     own = engine.data_parallel_rank, plan.data_parallel_size
+    collectives = Collectives()
     for step in range(2):
         batch = step_batch(step, batches.micro_batch_size, batches.gradient_accumulation_steps, *own)
-        comm.comms_logger.comms_dict.clear()
-        engine.train_step(batch)
-        comm.configure(enabled=True, prof_all=True, verbose=False)
+        collectives.seen.clear()
+        with collectives:
+            engine.train_step(batch)
+    return [one for one in collectives.seen if one.size > SMALL]
+
+
+def _messages(plan) -> Counter:
+    """The number of messages of a rank of the first stage, by kind."""
+    groups, each = CommunicationGroups(plan), plan.batch.gradient_accumulation_steps
     found: Counter = Counter()
-    for call, sizes in comm.comms_logger.comms_dict.items():
-        if call in KINDS:
-            kind, part = KINDS[call]
-            found[kind] += sum(size * noted[0] * part for size, noted in sizes.items() if size > SMALL)
+    for transfers, times in zip(groups.traffic(held_by(plan.model, plan.stages)[0]), (each, each, 1, 1), strict=True):
+        for one in transfers:
+            reached = [where for size, where in one.tensors if isinstance(where, RankGroup) and where.size > 1 and size]
+            found[one.kind] += round(one.times * times * len(reached))
     return +found
 
 
-IN_SHORT = ("zero2", "zero3")
+IN_SHORT = ("zero2", "zero3", "tensor")
 """Starting engines takes seconds each."""
 
 
@@ -79,26 +89,16 @@ IN_SHORT = ("zero2", "zero3")
 def test_the_engine_sends_what_is_counted(name):
     ranks = RANKS.get(name, 2)
     plan = plan_of(tiny_recipe(**PLANS[name]), ranks)
-    dense, experts = DeviceShare(plan).shares(held_by(plan.model, plan.stages)[0])
     counted = volumes(plan)[0]
-    each = run_ranks(ranks, _sent, PLANS[name], ranks)
+    each = run_ranks(ranks, _seen, PLANS[name], ranks)
     # Experts receive different numbers of tokens, but together all that are sent. Stages send different tensors.
     each = each if "expert" in name else each[:1]
-    sent = {kind: sum(one[kind] for one in each) / len(each) for kind in each[0]}
-    alone = {"pipeline": dense, "tensor": dense, "expert": experts}  # reductions among one rank are noted too
-    sent["all_reduce"] = sent.get("all_reduce", 0) - 4 * alone.get(name.partition(", rec")[0].partition(", sel")[0], 0)
-    assert {kind for kind, size in sent.items() if size} == {kind for kind, size in counted.items() if size}
+    found: Counter = Counter()
+    for one in (one for seen in each for one in seen):
+        found[one.kind] += sent(one.kind, one.size, RankGroup(one.ranks, 1)) / len(each)
+    assert found.keys() == {kind for kind, size in counted.items() if size}
     # Padding, and weights of norms, which are small messages.
     for kind, size in counted.items():
-        assert sent[kind] == pytest.approx(size, rel=0.01), kind
-
-
-@pytest.mark.breadth
-def test_neighbours_gather_from_each_other_after_the_first_micro_batch():
-    """The small model stays gathered between the passes of a micro-batch."""
-    fields = ZERO | {"parallel.zero_stage": 3, "parallel.hierarchical_partition": 2, "batch.micro_batch_size": 1}
-    plan = plan_of(tiny_recipe(**fields), 4)
-    weights = 2 * plan.model.parameters
-    noted = run_ranks(4, _sent, fields, 4)[0]["all_gather"]
-    assert noted == pytest.approx(weights / 4 + weights / 2, rel=0.01)  # a shard of each gather
-    assert volumes(plan)[0]["all_gather"] == pytest.approx(3 * weights / 4 + weights / 2)
+        assert found[kind] == pytest.approx(size, rel=0.01), kind
+    if name.startswith("tensor") and plan.holders == 1:  # ZeRO's buckets are no single messages
+        assert Counter(one.kind for one in each[0]) == _messages(plan)

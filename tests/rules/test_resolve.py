@@ -94,7 +94,7 @@ def test_degrees_that_do_not_divide_the_devices(tiny):
 
 # One legal recipe per kind of parallelism; each refused case changes it in one place.
 PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
-TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16}
+TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16, "model.config.intermediate_size": 384}
 SEQUENCE = {"parallel.sequence": 2, "model.config.num_key_value_heads": 2}
 EVEN_HEADS = {"model.config.num_attention_heads": 8, "model.config.num_key_value_heads": 4, "parallel.tensor": 2}
 MOE = {
@@ -127,8 +127,8 @@ LEGAL = [
 ]
 REFUSED = [
     ("layout.tensor_divides", {"parallel.tensor": 4}),
-    ("pipeline.tensor_family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
-    ("tensor.family", {**EVEN_HEADS, "model.architecture": "olmo2"}),
+    ("tensor.family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
+    ("tensor.family", {**EVEN_HEADS, "model.architecture": "bamba"}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),
@@ -137,7 +137,7 @@ REFUSED = [
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 2}),
     ("pipeline.zero_stage", {**PIPELINE, "parallel.zero_stage": 0}),
     ("pipeline.layers", {**PIPELINE, "parallel.pipeline": 8}),
-    ("pipeline.tensor_divides", {**PIPELINE, **EVEN_HEADS, "model.config.intermediate_size": 385}),
+    ("tensor.divides", {**EVEN_HEADS, "model.config.intermediate_size": 385}),
     ("model.experts_aligned", {**MOE, "model.config.intermediate_size": 385}),
     (
         "pipeline.tied_accumulation",
@@ -227,7 +227,7 @@ def test_learned_positions_end_and_rotary_ones_do_not(tiny):
 def test_notes_do_not_refuse(tiny):
     assert "pipeline.bubble" in notes(tiny, **PIPELINE)
     assert "layout.tensor_node" in notes(
-        tiny.with_(**{"batch.global_batch_size": 64}), Cluster(nodes=3, devices_per_node=4), **{"parallel.tensor": 3}
+        tiny, Cluster(nodes=3, devices_per_node=4), **TENSOR | {"batch.global_batch_size": 64}
     )
 
 

@@ -56,14 +56,6 @@ def test_they_are_found_in_families_that_are_built():
     assert model_facts(phi, 99).rotary_follows == ("longrope", 64)
 
 
-@pytest.mark.parametrize(("family", "named"), [("olmo2", True), ("gpt2", False)])
-def test_the_refusal_names_the_stages_within_which_a_family_is_split(family, named):
-    config = {"num_hidden_layers": 2, "vocab_size": 256}
-    fields = {"model.architecture": family, "model.config": config, "parallel.tensor": 2}
-    (found,) = [problem for problem in _problems(**fields) if problem.rule == "tensor.family"]
-    assert ("--set parallel.pipeline=2" in found.fix) == named
-
-
 def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 99}
     attention = {"kv_n_heads": 2, "rope_theta": 10000.0}

@@ -1,7 +1,8 @@
 """The interface between an axis of parallelism and the DeepSpeed engine.
 
 There is a single engine (`engine.py`). Each axis is a part of it and has one file: `tensor`, `expert`, `sequence` and
-`pipeline`, which includes the slices of its stages. Without any axis, the engine still has data parallelism and ZeRO.
+`pipeline`, which includes the slices of its stages. `autotp` replaces `tensor` if experts are distributed. Without any
+axis, the engine still has data parallelism and ZeRO.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class EngineAxis:
         """Runs before the backward pass of each micro-batch."""
 
     # These methods describe which rank holds what.
+
+    @property
+    def grid(self) -> Any:
+        """The object that describes the groups to DeepSpeed; None if DeepSpeed makes them itself."""
+        return None
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import deepspeed
 import torch
 from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
-from deepspeed.runtime.zero.partition_parameters import DeepSpeedTensorOverride
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import StepResult
@@ -76,7 +77,6 @@ from llmtrain.overrides.peft import adapters_without_weight
 from llmtrain.overrides.torch import resume_schedule, squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
-from llmtrain.recipe import Recipe
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
@@ -123,13 +123,21 @@ def _loss_scale(engine: _Engine) -> dict[str, dict[str, Any]]:
     return found
 
 
-Initialise = Callable[[nn.Module, list[dict[str, Any]], Plan, dict[str, Any], torch.device], _Engine]
+Initialise = Callable[..., _Engine]
 
 
 def initialise(
-    module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
+    module: nn.Module,
+    groups: list[dict[str, Any]],
+    plan: Plan,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    mpu: Any = None,
 ) -> _Engine:
-    """Passes model, parameter groups, schedule, and an optimizer that has no JSON to `deepspeed.initialize`."""
+    """Passes model, parameter groups, schedule, and an optimizer that has no JSON to `deepspeed.initialize`.
+
+    mpu: DeepSpeed's name for the grid of an axis.
+    """
 
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
         # For an optimizer in JSON, DeepSpeed itself makes groups of the experts that it has distributed.
@@ -141,6 +149,7 @@ def initialise(
         optimizer=None if "optimizer" in ds_config else optimizer,
         model_parameters=groups,
         lr_scheduler=lambda optimizer: schedule(optimizer, plan.recipe),
+        mpu=mpu,
         config=ds_config,
     )[0]
     return engine
@@ -183,6 +192,9 @@ class DeepSpeedEngine:
         groups = groups_for(recipe.optim, self.model, parameter_groups(self.module, recipe.optim.weight_decay))
         for axis in axes:
             groups = axis.parameter_groups(groups)
+        grid = next((axis.grid for axis in axes if axis.grid is not None), None)
+        if grid is not None:
+            initialise = partial(initialise, mpu=grid)
         with adapters_without_weight() if recipe.model.adapter else nullcontext():
             self.engine = initialise(self.module, groups, plan, ds_config, device)
         self._prepared_by = prepared_by
@@ -500,33 +512,3 @@ class DeepSpeedEngine:
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Returns this rank's index in a group, and the group's size; None is the group of all ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def build_partitioned(
-    recipe: Recipe,
-    dtype: torch.dtype,
-    ds_config: dict[str, Any],
-    device: torch.device,
-    replicas: dist.ProcessGroup | None = None,
-) -> PreTrainedModel:
-    """Returns the model, which ZeRO-3 partitions over `replicas`, or over all ranks, while it is made."""
-
-    def partitioned() -> AbstractContextManager[object]:
-        # Overrides only the device. The parameters have the right dtype already, and forcing it on every new tensor
-        # would round the fp32 frequencies of rotary embeddings. `Init(dtype=...)` is no alternative: DeepSpeed 0.19.8
-        # replaces it by bf16 wherever fp16 is not supported.
-        context: AbstractContextManager[object] = deepspeed.zero.Init(
-            data_parallel_group=replicas,
-            config_dict_or_path=ds_config,
-            tensor_overrides=[DeepSpeedTensorOverride.device],
-        )
-        return context
-
-    is_reader = dist.get_rank(replicas) == 0
-    return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather, is_reader=is_reader)
-
-
-def gather(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
-    """Gathers parameters that ZeRO-3 has partitioned; what the first replica writes is broadcast to the others."""
-    context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
-    return context

@@ -1,94 +1,75 @@
-"""Tensor parallelism by DeepSpeed's AutoTP, at every ZeRO stage; a model's own `tp_plan` says how layers are split."""
+"""Tensor parallelism by llmtrain's own slices (`llmtrain.models.tensor`), at every ZeRO stage.
+
+DeepSpeed is given a grid that describes the groups, as Megatron-LM gives it: it then shards states among the ranks
+that hold the same slices, and counts each slice once in the norm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from deepspeed.module_inject.layers import LinearAllreduce
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
-from llmtrain.engines.deepspeed.tensor_check import cannot_split, check_split, has_plan
-from llmtrain.engines.state.shards import gather_whole, split_of
-from llmtrain.models import build_model, model_configuration
+from llmtrain.engines.deepspeed.partitioned import gather, partition_with
+from llmtrain.engines.deepspeed.pipeline import region_of
+from llmtrain.engines.state.save_load import shape_of
+from llmtrain.models import build_sliced, model_configuration
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import overwrites
-from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
-from llmtrain.runtime.alone import is_alone
-
-if TYPE_CHECKING:
-    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+from llmtrain.models.proof.slices_check import check_split
+from llmtrain.models.tensor import GroupRanks, TensorParallel, shard_of
 
 
 class TensorAxis(EngineAxis):
     """Consecutive ranks that share the layers of one replica."""
 
     def prepare(self, ds_config: dict[str, Any]) -> None:
-        """Makes DeepSpeed's groups. Raises FamilyError for a family that computes something else if it is split."""
-        make_tensor_groups(self.plan.parallel.tensor)
-        if not is_alone():  # a rank alone has no other to compare with, and computes nothing
-            recipe = self.plan.recipe
-            attention = recipe.model.attention_kernel
-            config = model_configuration(recipe)
-            if recipe.model.adapter is not None and not has_plan(config, ds_config["tensor_parallel"]):
-                raise cannot_split(
-                    config, "it has no plan (tp_plan), and by the names of modules adapters are split, too"
-                )
-            check_split(config, ds_config["tensor_parallel"], attention, self.device)
+        """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
+        recipe, degree = self.plan.recipe, self.plan.parallel.tensor
+        self._split = check_split(model_configuration(recipe), degree, recipe.model.attention_kernel)
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.holders)
+        self._grid = PipelineParallelGrid(topology)
 
-    def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
-        """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.
-
-        The whole model may not fit on the device. Returns None at ZeRO-3, which partitions the model while it is made.
-        """
+    def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
+        """Returns the model with this rank's slices. Those of a layer are allocated, then partitioned at ZeRO-3."""
         recipe = self.plan.recipe
-        if self.plan.parallel.zero_stage == 3:
-            return None
+        slices = TensorParallel(self._split, GroupRanks(self.copies))
         dtype = weight_dtype(recipe.parallel.precision)
-        model: nn.Module = build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
-        return model
+        if self.plan.parallel.zero_stage < 3:
+            return build_sliced(recipe, dtype, self.device, slices)
+        partition = partition_with(ds_config, self.replicas, self.grid)
+        is_reader = dist.get_rank(self.replicas) == 0
+        return build_sliced(recipe, dtype, self.device, slices, partition, gather, is_reader)
 
-    def attach(self, engine: DeepSpeedEngine) -> None:
-        """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
-        check_no_inputs(engine.engine)
-        for module in engine.model.modules():
-            if isinstance(module, LinearAllreduce):
-                overwrites(module)
-
-    @contextmanager
-    def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Moves parameters to the device within the context, whose generator draws other numbers than the host's."""
-        for parameter in parameters:
-            parameter.data = parameter.data.to(self.device)
-        yield
-        for parameter in parameters:
-            parameter.data = parameter.data.cpu()
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """The groups, as in a pipeline of one stage."""
+        return self._grid
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The ranks that hold the same shards.
-
-        DeepSpeed would partition over all ranks the weights that it does not split, and the shards over these ranks.
-        Weights would then be averaged and counted in two ways; with this group there is only one.
-        """
-        return data_group()
+        """The ranks that hold the same slices."""
+        group: dist.ProcessGroup = self.grid.get_data_parallel_group()
+        return group
 
     @property
     def copies(self) -> dist.ProcessGroup:
         """The ranks of a replica."""
-        return tensor_group()
+        group: dist.ProcessGroup = self.grid.get_slice_parallel_group()
+        return group
 
     def portion(self, name: str, tensor: Tensor) -> Portion | None:
-        """Returns this rank's shard of a layer that AutoTP has split."""
-        split = split_of(tensor)
-        if split is None:
+        """Returns this rank's slice of a weight."""
+        shard = shard_of(tensor)
+        if shard is None:
             return None
-        return Portion(split.region(dist.get_rank(tensor_group())), tensor_group(), data_group())
+        rank, ranks = dist.get_rank(self.copies), dist.get_world_size(self.copies)
+        return Portion(region_of(shard, shape_of(tensor), rank, ranks), self.copies, self.replicas)
 
     def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """Joins the shards."""
-        return gather_whole(own, split_of(parameter), tensor_group())
+        """Joins the slices."""
+        shard = shard_of(parameter)
+        return own if shard is None else shard.whole(GroupRanks(self.copies).gather(own))

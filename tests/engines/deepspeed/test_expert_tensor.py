@@ -14,10 +14,12 @@ from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.ds_config import render
 from llmtrain.engines import build_engine
-from llmtrain.engines.deepspeed.tensor_check import check_split
+from llmtrain.engines.deepspeed import autotp
+from llmtrain.engines.deepspeed.autotp_check import check_split
+from llmtrain.engines.state.shards import AutoTPSplit
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, model_configuration
-from llmtrain.overrides.deepspeed import make_tensor_groups
+from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups
 from llmtrain.rules.tensor import EXPERT_TENSOR_FAMILIES
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
@@ -96,6 +98,12 @@ def test_slices_of_sequences_at_every_stage():
     _assert_runs_are_plain("qwen3_moe", 4, _stages(0, 1, 2, 3, **{"parallel.sequence": 2}))
 
 
+@pytest.mark.breadth
+def test_adapters_of_attention_are_the_plain_loop():
+    adapter = {"model.adapter": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
+    _assert_runs_are_plain("mixtral", 2, _stages(0, 3, **adapter))
+
+
 def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
     make_tensor_groups(2)
     verdicts = []
@@ -116,6 +124,33 @@ def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
         assert {
             family for family, reason in zip(CONFIGS, verdicts, strict=True) if not reason
         } == EXPERT_TENSOR_FAMILIES
+
+
+def test_ranks_compare_no_inputs():
+    """DeepSpeed would pickle tensors of the device for this, and open a context on another rank's GPU."""
+    before, after = run_ranks(2, _compares_inputs)[1]
+    assert before
+    assert not after
+
+
+def _compares_inputs(rank: int) -> tuple[bool, bool]:
+    plan, found = plan_of(moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1}), 2), []
+
+    def look(engine):
+        found.append(engine.first_dataloader_check is not None)
+        check_no_inputs(engine)
+
+    autotp.check_no_inputs = look  # this process belongs to the test
+    engine = engine_of(plan)
+    return found[0], engine.engine.first_dataloader_check is not None
+
+
+def test_fused_and_uneven_shards_become_whole():
+    whole = torch.arange(7 * 3).reshape(7, 3)
+    split = AutoTPSplit(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
+    shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
+    assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
+    assert torch.equal(split.join(shards), whole)
 
 
 def _offloaded(rank: int, recipe) -> str:

@@ -13,7 +13,7 @@ def _largest_at_once(rank: int):
     import torch
     from torch import nn
 
-    from llmtrain.engines.deepspeed import engine
+    from llmtrain.engines.deepspeed import partitioned
 
     held = []
 
@@ -34,7 +34,7 @@ def _largest_at_once(rank: int):
 
     nn.Module.register_parameter = register
     plan = plan_of(tiny_recipe(**{"parallel.zero_stage": 3, "batch.micro_batch_size": 4}), 2)
-    model = engine.build_partitioned(plan.recipe, torch.float32, render(plan), torch.device("cpu"))
+    model = partitioned.build_partitioned(plan.recipe, torch.float32, render(plan), torch.device("cpu"))
     nn.Module.register_parameter = original
     kept = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
     whole = sum(parameter.ds_numel for parameter in model.parameters())
@@ -53,7 +53,7 @@ def _buffers(rank: int):
     """Type and content of every buffer, built whole and partitioned, in bf16."""
     import torch
 
-    from llmtrain.engines.deepspeed import engine
+    from llmtrain.engines.deepspeed import partitioned
     from llmtrain.models import build_model
 
     found = []
@@ -62,7 +62,9 @@ def _buffers(rank: int):
         plan = plan_of(tiny_recipe(**fields), 1)
         parts = plan.recipe, torch.bfloat16
         device = torch.device("cpu")
-        model = build_model(*parts, device) if stage == 1 else engine.build_partitioned(*parts, render(plan), device)
+        model = (
+            build_model(*parts, device) if stage == 1 else partitioned.build_partitioned(*parts, render(plan), device)
+        )
         found.append({name: (str(buffer.dtype), buffer.tolist()) for name, buffer in model.named_buffers()})
     return found
 

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
 
 from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.engines.deepspeed import tensor
-from llmtrain.engines.deepspeed.tensor_check import check_split
-from llmtrain.engines.state.shards import AutoTPSplit
-from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
-from llmtrain.overrides.deepspeed import check_no_inputs, make_tensor_groups
-from llmtrain.plan.families import FAMILIES
-from llmtrain.rules.tensor import TENSOR_FAMILIES
 from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
@@ -37,7 +25,6 @@ FP32 = 1e-5
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 """Adam forgets the scale of a gradient; only here does a wrong clipping show in the weights."""
 UNTIED = {"model.config.tie_word_embeddings": False, "model.config.attention_bias": True}
-UNTIED |= {"model.config.intermediate_size": 129}  # shards of two sizes
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 """Norms over each head, whose gradients the ranks have to add."""
@@ -135,25 +122,6 @@ def test_initial_weights_are_those_of_the_whole_model_bit_for_bit():
         assert all(np.array_equal(weights[name], whole[name]) for name in whole)
 
 
-def test_ranks_compare_no_inputs():
-    """DeepSpeed would pickle tensors of the device for this, and open a context on another rank's GPU."""
-    before, after = run_ranks(2, _compares_inputs)[1]
-    assert before
-    assert not after
-
-
-def _compares_inputs(rank: int) -> tuple[bool, bool]:
-    plan, found = plan_of(_recipe(2, 1, 1, 1), 2), []
-
-    def look(engine):
-        found.append(engine.first_dataloader_check is not None)
-        check_no_inputs(engine)
-
-    tensor.check_no_inputs = look  # this process belongs to the test
-    engine = engine_of(plan)
-    return found[0], engine.engine.first_dataloader_check is not None
-
-
 def _whole(recipe):
     return build_model(recipe, torch.float32, CPU)
 
@@ -217,57 +185,3 @@ def test_ranks_that_draw_the_same_masks_stay_equal():
     assert all(np.array_equal(value, same[1].weights[name]) for name, value in same[0].weights.items())
     # Losses are means over all ranks, and tell nothing.
     assert any(not np.array_equal(value, other[1].weights[name]) for name, value in other[0].weights.items())
-
-
-def _verdicts(rank: int, configs, degree: int) -> list[str]:
-    make_tensor_groups(degree)
-    block = {"autotp_size": degree, "vocab_parallel_lm_head": False}
-    verdicts = []
-    for family, fields in configs:
-        try:
-            check_split(AutoConfig.for_model(family, **fields), block, "eager", CPU)
-            verdicts.append("")
-        except FamilyError as refusal:
-            verdicts.append(refusal.reason)
-    return verdicts
-
-
-def test_the_rule_refuses_what_the_engine_falsifies_and_nothing_else():
-    families = [(name, {"num_hidden_layers": 2}) for name in FAMILIES]
-    first, second = run_ranks(2, _verdicts, families, 2)
-    assert [not reason for reason in first] == [name in TENSOR_FAMILIES for name in FAMILIES], first
-    assert first == second
-
-
-def test_a_family_that_comes_out_otherwise_is_refused_by_the_check():
-    # AutoTP takes both; their logits or gradients are others.
-    wrong = [("persimmon", {"num_hidden_layers": 2}), ("apertus", {"num_hidden_layers": 2})]
-    for reason in run_ranks(2, _verdicts, wrong, 2)[0]:
-        assert "differ" in reason
-
-
-def test_four_ranks_are_checked_on_a_copy_that_they_can_share():
-    configs = [("llama", {"num_hidden_layers": 2}), ("qwen3", {"num_hidden_layers": 2})]
-    assert run_ranks(4, _verdicts, configs, 4)[3] == ["", ""]
-
-
-@pytest.mark.breadth
-def test_the_document_and_the_rule_say_what_the_engine_does():
-    document = ROOT / "docs/reference/families_tensor.md"
-    script = "import render_families_tensor as r, sys; sys.stdout.write(r.render(r.walk(), r.HEAD))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), str(ROOT)])}
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.endswith(document.read_text(encoding="utf-8"))
-
-
-def test_the_rule_is_the_document():
-    document = (ROOT / "docs/reference/families_tensor.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| (\S+) \| \d+% \|$", document, re.MULTILINE)) == TENSOR_FAMILIES
-
-
-def test_fused_and_uneven_shards_become_whole():
-    whole = torch.arange(7 * 3).reshape(7, 3)
-    split = AutoTPSplit(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
-    shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
-    assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
-    assert torch.equal(split.join(shards), whole)

@@ -48,11 +48,6 @@ def cannot_split(config: PreTrainedConfig, reason: str) -> FamilyError:
     return FamilyError("tensor.family", "parallel.tensor", 1, refused, reason)
 
 
-def has_plan(config: PreTrainedConfig, block: dict[str, Any]) -> bool:
-    """Returns whether AutoTP is given the layers to split, and does not guess them."""
-    return "partition_config" in block or bool(getattr(config, "base_model_tp_plan", None))
-
-
 def check_split(config: PreTrainedConfig, block: dict[str, Any], attention: str, device: torch.device) -> None:
     """Compares a tiny copy of the model of `config`, split over this rank's tensor parallel group, with a whole one.
 

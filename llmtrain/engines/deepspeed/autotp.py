@@ -1,0 +1,92 @@
+"""Tensor parallelism by DeepSpeed's AutoTP, for attention beside distributed experts.
+
+DeepSpeed folds expert groups into tensor groups, which it makes itself (`deepspeed/module_inject/auto_ep_folding.py`).
+All other models are split by llmtrain's own slices (`llmtrain.engines.deepspeed.tensor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.module_inject.layers import LinearAllreduce
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from llmtrain.engines.deepspeed.autotp_check import check_split
+from llmtrain.engines.deepspeed.axis import EngineAxis, Portion
+from llmtrain.engines.state.shards import gather_whole, split_of
+from llmtrain.models import build_model, model_configuration
+from llmtrain.models.precision import weight_dtype
+from llmtrain.models.recompute.checkpoints import overwrites
+from llmtrain.overrides.deepspeed import check_no_inputs, data_group, make_tensor_groups, tensor_group
+from llmtrain.runtime.alone import is_alone
+
+if TYPE_CHECKING:
+    from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
+
+
+class AutoTPAxis(EngineAxis):
+    """Consecutive ranks that share the attention of one replica."""
+
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Makes DeepSpeed's groups. Raises FamilyError for a family that computes something else if it is split."""
+        make_tensor_groups(self.plan.parallel.tensor)
+        if not is_alone():  # a rank alone has no other to compare with, and computes nothing
+            config, attention = model_configuration(self.plan.recipe), self.plan.recipe.model.attention_kernel
+            check_split(config, ds_config["tensor_parallel"], attention, self.device)
+
+    def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
+        """Returns the whole model in host memory, where it stays until AutoTP moves its shards to the device.
+
+        The whole model may not fit on the device. Returns None at ZeRO-3, which partitions the model while it is made.
+        """
+        recipe = self.plan.recipe
+        if self.plan.parallel.zero_stage == 3:
+            return None
+        dtype = weight_dtype(recipe.parallel.precision)
+        model: nn.Module = build_model(recipe, dtype, torch.device("cpu"), gather=self._visiting)
+        return model
+
+    def attach(self, engine: DeepSpeedEngine) -> None:
+        """Removes a check of DeepSpeed that would use other ranks' GPUs; marks layers that sum in place over ranks."""
+        check_no_inputs(engine.engine)
+        for module in engine.model.modules():
+            if isinstance(module, LinearAllreduce):
+                overwrites(module)
+
+    @contextmanager
+    def _visiting(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Moves parameters to the device within the context, whose generator draws other numbers than the host's."""
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.device)
+        yield
+        for parameter in parameters:
+            parameter.data = parameter.data.cpu()
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same shards.
+
+        DeepSpeed would partition over all ranks the weights that it does not split, and the shards over these ranks.
+        Weights would then be averaged and counted in two ways; with this group there is only one.
+        """
+        return data_group()
+
+    @property
+    def copies(self) -> dist.ProcessGroup:
+        """The ranks of a replica."""
+        return tensor_group()
+
+    def portion(self, name: str, tensor: Tensor) -> Portion | None:
+        """Returns this rank's shard of a layer that AutoTP has split."""
+        split = split_of(tensor)
+        if split is None:
+            return None
+        return Portion(split.region(dist.get_rank(tensor_group())), tensor_group(), data_group())
+
+    def whole(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """Joins the shards."""
+        return gather_whole(own, split_of(parameter), tensor_group())
