@@ -25,6 +25,7 @@ FP32 = 1e-5
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
 """Adam forgets the scale of a gradient; only here does a wrong clipping show in the weights."""
 UNTIED = {"model.config.tie_word_embeddings": False, "model.config.attention_bias": True}
+UNTIED |= {"model.config.pad_token_id": 200}  # a row of zeros, on the last rank
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 """Norms over each head, whose gradients the ranks have to add."""
