@@ -47,8 +47,13 @@ PLANS = {
     "expert, selective": EXPERTS | SELECTIVE,
     "expert, tensor": EXPERTS | {"parallel.tensor": 2},
 }
-RANKS = {"expert, tensor": 4, "tensor in stages": 4, "tensor in stages, recomputed": 4, "tensor and data": 4}
-RANKS["zero3, hierarchical"] = 4
+RANKS = {
+    "zero3, hierarchical": 4,
+    "expert, tensor": 4,
+    "tensor in stages": 4,
+    "tensor in stages, recomputed": 4,
+    "tensor and data": 4,
+}
 SMALL = 1100
 """Bytes of a message that is no part of the model: norms, overflow flags, positions, padding, single norm weights, and
 the indices of tokens that go to experts."""
